@@ -3,7 +3,7 @@
     you 15, dealer 7        a turn is h (hit) or s (stick); after a hit the environment shows the
                             new hand
 
-A game is defined by one number, the seed of the cards: equal turns give equal hands.
+A single number, the seed of the cards, defines a game: equal turns then give equal hands.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ def hand(seen: tuple[int, int, int]) -> str:
 
 
 def _demonstration(env) -> str:
-    """Return the text of turns and of the hands between them."""
+    """Return the text of a game: turns, with the hands between them."""
     out, over = "", False
     while not over:
         hits = env._get_obs()[0] < _STICK_AT

@@ -1,6 +1,6 @@
-"""Order of the rows: shuffled epochs, or counting up in an endless set; one integer resumes it.
+"""Order of the data rows: shuffled epochs, or increasing row numbers in an endless set.
 
-Own code instead of torchdata's StatefulDataLoader: the state is one position.
+Own code instead of torchdata's StatefulDataLoader: a single integer is enough to resume.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ class ShuffledEpochs:
     """Row numbers in an order that depends only on (seed, epoch)."""
 
     def __init__(self, num_rows: int | None, seed: int, shuffle: bool = True) -> None:
-        """Start at the first row. `num_rows` None is an endless set: rows are not shuffled, and the
-        epoch is always 0."""
+        """Start at the first row. If `num_rows` is None, the set is endless: rows are not shuffled,
+        and the epoch is always 0."""
         if num_rows is not None and num_rows < 1:
             raise ValueError(f"a data set of {num_rows} rows: needs at least one")
         self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
@@ -49,7 +49,7 @@ class ShuffledEpochs:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the position in `state`. Raise ValueError if the order would differ."""
+        """Continue from the position in `state`. Raises ValueError if the order would differ."""
         names = {"num_rows": "rows in data.train", "seed": "run.seed", "shuffle": "data.shuffle"}
         for key, now in self.state().items():
             if key != "position" and state[key] != now:

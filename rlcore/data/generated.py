@@ -1,6 +1,6 @@
 """Common parts of generated tasks: rows, and splits that have no prompt in common.
 
-A hash of its text assigns a prompt to one split, for every seed. A prompt of `val` is therefore
+The hash of a prompt's text determines its split, for every seed. A prompt of `val` is therefore
 never in a training set.
 """
 
@@ -15,14 +15,14 @@ SHARES: dict[Split, range] = {"val": range(0, 20), "probe": range(20, 30), "trai
 
 
 class TaskRow(NamedTuple):
-    """A question with its answer and a correct solution."""
+    """Question with its answer and a correct solution."""
 
     prompt: str
     demonstration: str
     """Solution with the answer, without the end-of-sequence token."""
     answer: str
     tests: tuple[str, ...] = ()
-    """Assertions that a right answer passes, if it is a program."""
+    """If the answer is a program: assertions that a right program passes."""
 
 
 def check(split: str, index: int) -> None:
@@ -34,6 +34,6 @@ def check(split: str, index: int) -> None:
 
 
 def split_of(prompt: str) -> Split:
-    """Return the split of a prompt."""
+    """Return the split to which a prompt belongs."""
     bucket = int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=4).digest(), "big") % 100
     return next(split for split, share in SHARES.items() if bucket in share)

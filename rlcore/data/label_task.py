@@ -3,10 +3,10 @@
     a7b5c9= -> b5+7=12;c9+12=21;>21
 
 The label makes finding the next term a look-up, so that a model of half a million parameters can
-solve it. The 2 to 16 terms have a geometric tail, so the longest answer is five times the median.
+solve it. The 2 to 16 terms have a geometric tail: the longest answer is five times the median.
 
 The number of terms is drawn before the split is decided (generated.py), so all splits have the same
-lengths. The 100 prompts of two terms are divided among the splits, so a split repeats its few.
+lengths. There are only 100 prompts of two terms, so each split repeats its share of these prompts.
 """
 
 import random

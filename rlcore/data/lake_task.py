@@ -5,7 +5,7 @@
     ...G
     O...
 
-Start and goal are anywhere, so that some walks have one step and some six. A solution always
+Start and goal are random, so that some solutions have one move and others six. A solution always
 exists.
 """
 
@@ -25,7 +25,7 @@ CHARS = ".OPG\nLDRU"
 """Characters of the vocabulary, one token each, after <pad> and <eos>."""
 
 TURNS = "LDRU"
-"""Characters of a demonstration that the policy produces; the environment produces the others."""
+"""Characters that the policy produces in a demonstration; others come from the environment."""
 
 MOVES = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
 """Change of row and column by move, in the order of gymnasium's actions."""
@@ -79,7 +79,7 @@ def shortest(desc: Sequence[str]) -> str:
 
 
 def moved(desc: Sequence[str], at: tuple[int, int], letter: str) -> tuple[int, int]:
-    """Return the place after a move; a move over the edge changes nothing."""
+    """Return (row, column) after a move; a move over the edge changes nothing."""
     row, column = at[0] + MOVES[letter][0], at[1] + MOVES[letter][1]
     inside = 0 <= row < len(desc) and 0 <= column < len(desc[0])
     return (row, column) if inside else at
@@ -102,7 +102,7 @@ def _find(desc: Sequence[str], letter: str) -> tuple[int, int]:
 
 
 def _demonstration(desc: Sequence[str], walk: str) -> str:
-    """Return the text of moves and of the boards between them."""
+    """Return the text of a walk: moves, with the boards between them."""
     at, out = _find(desc, "S"), walk[0]
     for last, letter in zip(walk, walk[1:], strict=False):
         at = moved(desc, at, last)

@@ -2,8 +2,8 @@
 
     +3*5-2= -> f=lambda x:(x+3)*5-2        assert f(2) == 23
 
-The number of opening brackets must be known before the first operation is written. Every answer
-that passes the tests is right, also with extra brackets. 1 to 8 operations with a geometric tail.
+The number of opening brackets must be known before writing the first operation. Every answer that
+passes the tests is right, even with extra brackets. The 1 to 8 operations have a geometric tail.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) 
 
 
 def _body(steps: list[tuple[str, int]]) -> str:
-    """Return the expression with the fewest brackets."""
+    """Return the expression of all steps, with the fewest brackets."""
     text, is_sum = "x", False
     for op, n in steps:
         if op == "*" and is_sum:

@@ -14,7 +14,7 @@ from rlcore.tensors import Batch, cumulative
 def pack_samples(samples: Sequence[Sample]) -> Batch:
     """Pack samples in their order into a batch on the CPU; no samples give an empty batch.
 
-    The mask has the sampled tokens: responses without the environment's tokens. Outside the mask
+    The mask marks the sampled tokens: responses without the environment's tokens. Outside the mask,
     `rollout_log_probs` is 0 and `versions` is -1. Raises ValueError for a sample without a prompt,
     because the first token of a sequence has no log-prob."""
     for s in samples:

@@ -1,8 +1,8 @@
 """Prompt sets: JSONL and parquet files, or a generated task, as tokenised `Prompt` records.
 
-Invalid rows are reported by file and line and counted, long prompts are counted, and the run goes
-on. A file without a usable row is an error. Rows are tokenised when they are read, because the
-length filter needs it and row numbers count only kept rows.
+Invalid rows are reported with file and line, too long prompts are counted, and the run continues.
+A file without a usable row is an error. Rows are tokenised when they are read: the length filter
+needs the tokens, and row numbers count only kept rows.
 
 Own code instead of `datasets`: no second copy of the files in a cache, and errors name file and
 line.
@@ -26,7 +26,7 @@ from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 _SHOWN = 5
-"""Number of invalid rows that are reported one by one; the others are only counted."""
+"""Number of invalid rows that are reported individually; the others are only counted."""
 _EXAMPLE_CHARS = 60
 
 Message = Mapping[str, Any]
@@ -84,7 +84,7 @@ class TaskModule(Protocol):
     CHARS: str
     """Characters of the task's texts, in the order of their tokens."""
 
-    # A task of several turns also has TURNS: the characters that the policy produces
+    # A multi-turn task also defines TURNS: the characters that the policy produces
 
     def make(self, split: Split, seed: int, index: int) -> TaskRow: ...
 
@@ -166,12 +166,12 @@ def load(
 def load(
     config: PromptSettings, which: Literal["train", "val"], tokenizer: Tokens, seed: int
 ) -> PromptSet | list[tuple[str, RowSet]]:
-    """Load prompt sets. `train` joins all of data.train to one set, in order of the files; `val`
-    returns each set of data.val by name, which is the file's stem. `data.num_prompts`
-    (`num_val_prompts`) limits each file. Held-out rows of a generated task are equal for all seeds.
+    """Load prompt sets. `train` joins the files of data.train, in their order, into one set; `val`
+    returns (name, set) for each entry of data.val, named by the file's stem. data.num_prompts
+    (data.num_val_prompts) limits each file. `seed` does not change a task's validation rows.
 
-    Raises ValueError if a file is missing, has an unknown type or no usable row, or, under
-    `bad_rows refuse`, has an invalid row.
+    Raises ValueError if a file is missing, has an unknown type or no usable row. With data.bad_rows
+    `refuse`, an invalid row also raises ValueError.
     """
     sources = config.train if which == "train" else config.val
     if not sources and which == "train":
@@ -199,8 +199,8 @@ def load(
 
 
 def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
-    """Count the validation prompts that are also in a training set of files, and warn if there are
-    any. The comparison ignores case and all characters but letters and digits."""
+    """Count the validation prompts that are also in the training files, and warn if there are any.
+    The comparison ignores case and all characters except letters and digits."""
     if not isinstance(train, RowSet):
         return 0  # the splits of a generated task share no prompt
     known = {_fingerprint(row.text): row for row in train.rows}
@@ -227,7 +227,7 @@ def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
 def read_file(
     path: Path, name: str, config: PromptSettings, tokenizer: Tokens, cap: int = 0
 ) -> list[Prompt]:
-    """Return the usable rows of a file, at most `cap` (0: all), and report the others."""
+    """Return the usable rows of a file, at most `cap` (0: all), and report the skipped rows."""
     prompts: list[Prompt] = []
     report = _Report(path)
     for place, row in _rows(path):
@@ -253,7 +253,7 @@ def read_file(
 
 
 class _Report:
-    """Counts and reports the rows of a file that are left out."""
+    """Report on the skipped rows of one file: bad rows and too long prompts."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -323,7 +323,7 @@ def _train_task(config: PromptSettings, tokenizer: Tokens, seed: int) -> TaskSet
 
 
 def _encoder(config: PromptSettings, tokenizer: Tokens) -> Callable[[str], list[int]]:
-    """Return the encoder of generated prompts; they become chats only with `template chat`."""
+    """Return the encoder of generated prompts; only data.template `chat` makes them chats."""
     if config.template != "chat":
         return lambda text: tokenizer.encode(text + config.suffix)
     return lambda text: tokenizer.encode(tokenizer.render_chat(_messages(text, config)))
@@ -343,7 +343,7 @@ def _names(sources: Sequence[str]) -> list[str]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (`file:line`, row) for every row; if the line is invalid, its exception is the row."""
+    """Yield (`file:line`, row) for every row; an invalid line yields its exception as the row."""
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(
             f"data file {path}: must end in .jsonl or .parquet, or be a task: {', '.join(TASKS)}"
@@ -423,7 +423,7 @@ def _field(row: dict[str, Any], name: str) -> Any:
 
 
 def _answer(row: dict[str, Any], name: str) -> str:
-    """Return the answer as text; "" if the field's name is empty."""
+    """Return the row's answer as text; "" if `name` is empty."""
     if not name:
         return ""
     answer = _field(row, name)
@@ -433,8 +433,8 @@ def _answer(row: dict[str, Any], name: str) -> str:
 
 
 def _messages(asked: Any, config: PromptSettings) -> list[dict[str, Any]]:
-    """Return the messages of a row; a text becomes one user message. The suffix is appended to the
-    last message."""
+    """Return the messages of a prompt field; a text becomes one user message. The suffix is
+    appended to the last message."""
     key = config.prompt_field
     if isinstance(asked, str):
         asked = [{"role": "user", "content": asked}]

@@ -1,7 +1,7 @@
 """ALFWorld's household tasks as text. Optional: needs the package alfworld and its games.
 
-A row of `--data.train` has the path of a game (`game.tw-pddl`) in its field `game`; its prompt is
-the text before the first room. The score is 1 if the task is done.
+A row of `--data.train` has the path of a game (`game.tw-pddl`) in its field `game`. Its prompt is
+the text before the description of the first room. The score is 1 if the task is done.
 
 The package is used only through `Game`; the contract test replaces it with a stub. This environment
 has not been run with the real package.
@@ -42,7 +42,7 @@ class AlfworldConfig(EnvConfig):
 
 class Alfworld(gymnasium.Env[str, str]):
     """Environment over one ALFWorld game. The command is the text after the last `action:` of a
-    turn, or else its last line."""
+    turn; without `action:`, the turn's last line."""
 
     observation_space = action_space = Text(max_length=1 << 20, min_length=0)
 
@@ -53,7 +53,7 @@ class Alfworld(gymnasium.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Start the game and return its first room. Raises ValueError if the row has no game."""
+        """Start the game and describe its first room. Raises ValueError if the row has no game."""
         super().reset(seed=seed)
         path = (options or {}).get("game")
         if not path:
@@ -63,7 +63,7 @@ class Alfworld(gymnasium.Env[str, str]):
         return self._shown(*self._game.reset()), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Run one command; the game itself answers an unknown one."""
+        """Run one command; the game itself answers unknown commands."""
         assert self._game is not None, "call reset first"
         seen, over, won, commands = self._game.step(command_of(action))
         return self._shown(seen, commands), float(won), over, False, {"success": float(won)}
@@ -87,7 +87,7 @@ def command_of(text: str) -> str:
 
 
 class TextWorldGame:
-    """`Game` of the package alfworld, in a batch of one."""
+    """`Game` that uses the package alfworld, with a batch size of 1."""
 
     def __init__(self, path: str) -> None:
         import textworld

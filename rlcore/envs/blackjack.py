@@ -27,8 +27,8 @@ class BlackjackConfig(EnvConfig):
 
 
 class Blackjack(gymnasium.Env[str, str]):
-    """Blackjack environment. The last hit or stick in a turn, or its first letter, is the action; a
-    turn without one changes nothing."""
+    """Blackjack environment. The action is the last hit or stick in a turn, as a word or its first
+    letter; a turn without an action changes nothing."""
 
     observation_space = Text(max_length=1 << 8, min_length=0, charset=cards_task.CHARS)
     action_space = Text(max_length=1 << 20, min_length=0)
@@ -39,17 +39,17 @@ class Blackjack(gymnasium.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Deal the first hand. `options["game"]` is the seed of the cards whose first hand the
-        prompt shows. Without it, `seed` is the seed of the cards, and the hand is returned as the
-        observation."""
+        """Deal the first hand. `options["game"]` is the seed of the cards; the prompt shows their
+        first hand. Without this option, `seed` is the seed of the cards, and the hand is returned
+        as the observation."""
         super().reset(seed=seed)
         game = (options or {}).get("game")
         seen, _ = self._table.reset(seed=seed if game is None else int(game))
         return cards_task.hand(seen) if game is None else "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Play one action. The info says whether the turn had one (`valid`) and, at the end,
-        whether the game is won (`success`)."""
+        """Play one action. The info has `valid` (whether the turn had an action) and `success`
+        (whether the game is won)."""
         found = _ACTION.findall(action)
         if not found:
             seen = cards_task.hand(self._table._get_obs())

@@ -2,8 +2,8 @@
 
     python -m rlcore.envs.child FD PARENT
 
-Only `pool.Pool` starts it; it exits with its parent. Each call runs in its own thread, so a waiting
-environment delays no other. It does not import torch, so that it starts fast.
+`pool.EnvPool` starts this process, which exits with its parent. Each call runs in its own thread,
+so a waiting environment delays no other. torch is not imported, so that the process starts fast.
 """
 
 import os
@@ -40,8 +40,8 @@ class _Slot:
     def reset(
         self, make: Callable[[], TextEnv], seed: int, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Create the environment and reset it. Raises RuntimeError if the slot was closed
-        before."""
+        """Create the environment and reset it. Raises RuntimeError if the slot is already
+        closed."""
         with self.lock:
             if self.is_closed:
                 raise RuntimeError("closed before its reset")
@@ -49,8 +49,8 @@ class _Slot:
             return self.env.reset(seed=seed, options=options)
 
     def close(self) -> None:
-        """Close the environment after its current step. An environment that is not created yet is
-        never created."""
+        """Close the environment after its current step. If the environment does not exist yet, it
+        is never created."""
         with self.lock:
             self.is_closed = True
             if self.env is not None:
@@ -61,7 +61,7 @@ _CLOSED = _Slot(is_closed=True)
 
 
 class EnvHost:
-    """Environments of this process, by key. Calls of one environment run one after another; those
+    """Environments of this process, by key. Calls of one environment run one after another; calls
     of different environments run concurrently."""
 
     def __init__(self, kind: EnvKind, config: Any, channel: Channel) -> None:
@@ -71,14 +71,14 @@ class EnvHost:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="env")
 
     def take(self, call: EnvCall) -> None:
-        """Run a call in a thread. The slot exists before the environment does, so that it can be
-        closed meanwhile."""
+        """Run a call in a thread. A reset adds the slot at once, so that the slot can be closed
+        before the environment exists."""
         if call.what == "reset":
             self._envs[call.key] = _Slot()
         self._threads.submit(self._run, call)
 
     def send(self, reply: EnvReply) -> None:
-        """Send a reply. The lock keeps replies of different threads apart."""
+        """Send a reply. A lock prevents threads from mixing their replies."""
         data = frame(reply)
         with self._lock:
             self._channel.send(data)
@@ -135,13 +135,13 @@ def main() -> None:
 
 
 def _start(start: EnvStart, channel: Channel) -> EnvHost:
-    """Load the environment and report it to the parent. Exits the process if it cannot be
-    loaded."""
+    """Load the environment and report success or the error to the parent. After an error, exit the
+    process."""
     sys.path[:] = start.sys_path
     try:
         kind = resolve(start.env)
         host = EnvHost(kind, msgspec.convert(start.config, kind.config), channel)
-        kind.make(host._config).close()  # finds missing dependencies now
+        kind.make(host._config).close()  # fail now if a dependency is missing
     except BaseException as error:
         traceback.print_exc()
         channel.send(frame(EnvReply(number=READY, error=sentence(error))))

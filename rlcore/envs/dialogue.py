@@ -1,9 +1,9 @@
 """Conversion of observations to the tokens that are appended between turns of the policy.
 
 A conversation is never tokenized again: sampled tokens stay unchanged, and observations are
-appended. The chat template adds tokens that end the assistant's message and begin its next one.
-They are read from the template for every observation, in a conversation of two turns, so that no
-template is reproduced here.
+appended. The chat template surrounds an observation with tokens that end the assistant's message
+and begin the next. For every observation, a conversation of two turns is rendered to obtain these
+tokens, so that no template is reproduced here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,16 +31,16 @@ class Dialogue:
     """Converter from observations to tokens."""
 
     def __init__(self, tokenizer: Texts, *, is_chat: bool, num_tokens: int = 2**31) -> None:
-        """Store the settings. `is_chat`: an observation is a user message; otherwise it is used
+        """Store the settings. `is_chat`: an observation becomes a user message, else it is used
         unchanged. `num_tokens`: size of the model's vocabulary."""
         self._tokenizer, self._is_chat, self._num_tokens = tokenizer, is_chat, num_tokens
 
     def observation(self, seen: Seen, last: int) -> list[int]:
         """Return the tokens to append after a turn that ended with the token `last`.
 
-        An end token that was already sampled is not repeated. Token ids are used unchanged; text of
-        the environment cannot contain special tokens. Raises ValueError if the template does not
-        show the turn unchanged, and EnvError for ids outside of the vocabulary.
+        An end token that was already sampled is not repeated. Token ids are used unchanged; special
+        tokens in text of the environment are disabled. Raises ValueError if the template does not
+        keep the turn unchanged, and EnvError for ids outside of the vocabulary.
         """
         if not isinstance(seen, str):
             if strange := [i for i in seen if not 0 <= i < self._num_tokens]:

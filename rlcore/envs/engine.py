@@ -1,19 +1,19 @@
-"""Engine whose responses are episodes: it implements `Engine` over environments and an inner
-engine.
+"""Implementation of `Engine` whose responses are episodes; an inner engine generates the turns.
 
-The controller and the rollout workers know nothing of environments: a request is an episode, and
-its sample has all turns and observations. Each episode is an asyncio task (`episode.py`) in the
-event loop of a separate thread. Turns go to the inner engine as requests, so an episode that waits
-for its environment takes no decode slot. Only the caller's thread calls the inner engine.
+The controller and the rollout workers do not handle environments: a request is an episode, and its
+sample has all turns and observations. Each episode is an asyncio task (`episode.py`) in the event
+loop of a separate thread. Turns go to the inner engine as requests, so an episode that waits for
+its environment takes no decode slot. Only the caller's thread calls the inner engine.
 
     caller's thread   submit, abort, poll --- turns ---> inner engine
                           |          ^
-                       episodes    turns, ends
+                       episodes    turns, results
                           v          |
-    loop's thread     one task an episode <--- frames ---> processes of environments (`pool.py`)
+    loop's thread     one task per episode <-- frames ---> processes of environments (`pool.py`)
 
-If the inner engine releases an episode (abort, a weight update with release, or a failure), nothing
-of it is kept. It restarts from the prompt on another engine, because its environment cannot move.
+If the inner engine releases an episode (abort, a weight update with release, or a failure), all its
+tokens are discarded. The episode restarts from its prompt on another engine, because an environment
+cannot move.
 """
 
 import asyncio
@@ -58,10 +58,10 @@ _BUSY_S = 0.004
 _CLOSE_S = 20.0
 _FULL_ERRORS = 5
 _MOST_RESTARTS = 16
-"""Number of restarts that an episode may need because of other episodes' crashes. Further restarts
-count as its own failures."""
+"""Maximum number of restarts of an episode that crashes of other episodes caused. Further restarts
+count as failures of the episode itself."""
 _MOST_FAILURES = 16
-"""Number of failed attempts that end the run if no episode has succeeded yet."""
+"""Number of failed attempts after which the run ends, if no episode has succeeded yet."""
 
 
 class EpisodeOutcome(NamedTuple):
@@ -76,18 +76,18 @@ class EpisodeOutcome(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Episode:
-    """Episode from submission to end. The loop's thread owns all fields, unless noted."""
+    """State of an episode. Only the loop's thread uses a field, unless the field says otherwise."""
 
     request: Request
     prompt: Prompt
     so_far: Transcript
     task: asyncio.Task | None = None
     turn: RequestId = ""
-    """Id of the turn that the inner engine is generating. Owned by the caller's thread."""
+    """Id of the turn that the inner engine is generating. Used by the caller's thread only."""
     length: int = 0
-    """Number of tokens at the end of the last turn. Owned by the caller's thread."""
+    """Number of response tokens up to the latest turn. Used by the caller's thread only."""
     is_aborted: bool = False
-    """Whether the episode is aborted. Owned by the caller's thread."""
+    """Whether the episode is aborted. Used by the caller's thread only."""
 
     def play(self, task: asyncio.Task) -> None:
         """Record the task that plays the episode. Called in the loop's thread."""
@@ -107,7 +107,7 @@ class _Episode:
         self.turn = ""
 
     def lengthen(self, turn: Sample) -> int:
-        """Add the tokens of a turn and return the new length. Called in the caller's thread."""
+        """Update `length` after a turn and return it. Called in the caller's thread."""
         self.length = len(self.so_far.tokens) + len(turn.tokens)
         return self.length
 
@@ -136,11 +136,11 @@ class EpisodeEngine:
         """Start the loop's thread.
 
         Args:
-            name: selector of `kind`.
-            prompt_of: returns the row of a group; called when its requests are submitted.
-            seed: base of the environments' seeds. An environment's seed is derived from this and
-                its row, so all episodes of a group begin alike.
-            barrier: submit the turns of all episodes together.
+            name: name of `kind` in `--env`.
+            prompt_of: returns the data row of a group; called when a request is submitted.
+            seed: base of the environments' seeds. An environment's seed depends on `seed` and the
+                data row, so all episodes of a group start in the same state.
+            barrier: whether to wait until all episodes have requested a turn, then submit all.
         """
         self._inner, self._name, self._kind, self._config = inner, name, kind, config
         self._dialogue, self._decode, self._prompt_of = dialogue, decode, prompt_of
@@ -175,7 +175,7 @@ class EpisodeEngine:
     # ---- requests
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Start episodes. Partial responses from other engines (`Request.resume`) are ignored."""
+        """Start episodes. A partial response from another engine (`Request.resume`) is ignored."""
         for request in requests:
             if request.id in self._episodes:
                 raise ValueError(f"request {request.id}: is already running; use each id once")
@@ -200,8 +200,8 @@ class EpisodeEngine:
             self._inner.abort(turns)
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
-        """Return the events of episodes, with `LengthReport` after every turn. Raises RuntimeError
-        if no environment can run."""
+        """Return the events of episodes, with a `LengthReport` after every turn. Raises
+        RuntimeError if no environment can run."""
         self._hand_over()
         if self._turns:
             waits = len(self._turns) < len(self._episodes)
@@ -275,14 +275,14 @@ class EpisodeEngine:
         return [event]
 
     def _turn_ended(self, turn: RequestId, sample: Sample | None) -> list[AnyEvent]:
-        """Handle the end of a turn. `sample` is None if the inner engine aborted it."""
+        """Handle the end of a turn. `sample` is None if the inner engine aborted the turn."""
         episode = self._turns.pop(turn, None)
         if episode is None:
             return []
         episode.end_turn()
         if episode.is_aborted:
             return []  # the next poll reports it as aborted
-        if sample is None:  # not requested here: the engine releases all requests
+        if sample is None:  # not aborted by this class: the inner engine releases all
             episode.abort()
             self._loop.call_soon_threadsafe(self._cancel, episode)
             return []
@@ -306,7 +306,7 @@ class EpisodeEngine:
             ended, self._ended = list(self._ended), deque()
         out: list[AnyEvent] = []
         for episode, sample, outcome in ended:
-            if self._episodes.get(sample.id) is not episode:  # it was aborted meanwhile
+            if self._episodes.get(sample.id) is not episode:  # aborted meanwhile
                 continue
             del self._episodes[sample.id]
             self.outcomes[sample.id] = outcome
@@ -499,15 +499,15 @@ class EpisodeEngine:
 
     @property
     def failure(self) -> str:
-        """Error of the inner engine; empty while it works."""
+        """Error of the inner engine; empty if it has not failed."""
         return self._inner.failure
 
     def fail(self, reason: str) -> None:
-        """Make the inner engine fail; its `Down` event follows by `poll`."""
+        """Make the inner engine fail; `poll` then returns its `Down` event."""
         self._inner.fail(reason)
 
     def restart(self) -> None:
-        """Restart the inner engine without episodes."""
+        """Drop all episodes and restart the inner engine."""
         self._drop_all()
         self._inner.restart()
 

@@ -4,7 +4,7 @@ EnvManager.
     prompt, [observation of reset], turn, observation, turn, observation, ..., turn
 
 Tokens are only appended. Sampled tokens have a log-prob and a policy version. Observed tokens have
-version -1 and are not trained.
+version -1 and are not trained on.
 """
 
 from collections.abc import Awaitable, Callable
@@ -38,19 +38,19 @@ class Transcript:
     prompt: np.ndarray  # [P] int32
     tokens: list[int] = field(default_factory=list)  # [R]
     logps: list[float] = field(default_factory=list)  # [R]
-    versions: list[int] = field(default_factory=list)  # [R], -1: the environment
+    versions: list[int] = field(default_factory=list)  # [R], -1: observed
     num_turns: int = 0
     score: float = 0.0
     text: str = ""
     """Text of the last turn."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """Numbers of the environment's last info."""
+    """Numbers in the latest `info` of the environment."""
     env_s: float = 0.0
     num_calls: int = 0
 
     @property
     def last(self) -> int:
-        """Last token of the episode, or of the prompt if there is none."""
+        """Last token of the episode so far, or of the prompt if the episode has no token yet."""
         return self.tokens[-1] if self.tokens else int(self.prompt[-1])
 
     @property
@@ -80,7 +80,7 @@ class Transcript:
             self.numbers = step.numbers
 
     def context(self) -> np.ndarray:
-        """Return [P + R], prompt and response tokens: the input of the policy."""
+        """Return the input of the policy: prompt and response tokens, [P + R]."""
         return np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
 
     def sample(self, finish: Finish) -> Sample:
@@ -108,8 +108,8 @@ async def play(
     seed: int,
     name: RequestId,
 ) -> Finish:
-    """Play an episode to its end and record it in `so_far`. `name` is the base of the turn ids,
-    which seed the sampling. Returns `length` if a limit ended it, else `stop`. Raises EnvError."""
+    """Play an episode to its end and record it in `so_far`. Turn ids, which seed the sampling, are
+    derived from `name`. Returns `length` if a limit was reached, else `stop`. Raises EnvError."""
 
     def room() -> int:
         return sampling.max_tokens - len(so_far.tokens)
@@ -118,7 +118,7 @@ async def play(
     so_far.answered(step)
     seen = dialogue.observation(step.seen, so_far.last)
     while so_far.num_turns < limits.max_turns:
-        if room() <= len(seen):  # not even one token would follow
+        if room() <= len(seen):  # no space for a turn of one token
             return "length"
         so_far.observed(seen)
         most = min(limits.turn_tokens or room(), room())

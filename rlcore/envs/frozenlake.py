@@ -1,5 +1,5 @@
-"""gymnasium's FrozenLake as text. An observation is the board after a move; a turn is one of left,
-down, right, up.
+"""gymnasium's FrozenLake as text. An observation is the board after a move; a turn is left, down,
+right or up.
 
 The prompt is the first board (`rlcore/data/lake_task.py`); the score is 1 at the goal.
 """
@@ -31,8 +31,8 @@ class FrozenLakeConfig(EnvConfig):
 
 
 class FrozenLake(gymnasium.Env[str, str]):
-    """FrozenLake environment. The last direction in a turn, as a word or its first letter, is the
-    move; a turn without one moves nothing."""
+    """FrozenLake environment. The move is the last direction in a turn, as a word or its first
+    letter; a turn without a direction changes nothing."""
 
     observation_space = Text(max_length=1 << 12, charset=lake_task.CHARS)
     action_space = Text(max_length=1 << 20, min_length=0)
@@ -45,8 +45,8 @@ class FrozenLake(gymnasium.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Start a game. `options["desc"]` is the map that the prompt shows; without it a small
-        default map is used and returned as the observation. Raises ValueError if the map is
+        """Start a game. `options["desc"]` is the map that the prompt shows. Without this option, a
+        small default map is used and returned as the observation. Raises ValueError if the map is
         invalid."""
         super().reset(seed=seed)
         given = (options or {}).get("desc")
@@ -58,8 +58,8 @@ class FrozenLake(gymnasium.Env[str, str]):
         return "" if given else self._board(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Make one move. The info says whether the turn had one (`valid`), and `success` at the
-        end."""
+        """Make one move. The info has `valid` (whether the turn had a move) and `success` (whether
+        the goal is reached)."""
         assert self._lake is not None, "call reset first"
         found = _ACTION.findall(action)
         if not found:

@@ -1,9 +1,9 @@
-"""Interface of an environment kind: its config section, and how an environment is created.
+"""Interface of an environment kind: its config section, and how to create an environment.
 
 Each environment module in `envs/` defines one `KIND`; `registry.ENVS` names the module. An
-environment has gymnasium's interface, on text: `step` takes the text that the policy wrote in its
-turn. `reset` and `step` return the next observation, as text or as token ids. It runs in a child
-process (child.py), where it may block, raise, crash or loop: this fails only its episode.
+environment has gymnasium's interface, on text: `step` takes the text of the policy's turn. `reset`
+and `step` return the next observation, as text or as token ids. The environment runs in a child
+process (child.py). If it blocks, raises, crashes or loops there, only its episode fails.
 """
 
 import math
@@ -24,14 +24,14 @@ class TextEnv(Protocol):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Seen, dict[str, Any]]:
-        """Begin the episode. `options` has the row of the data as `prompt`, `answer` and its other
-        fields, and the episode's name as `episode`. The policy has read the prompt; the returned
-        observation follows it and is mostly empty."""
+        """Begin the episode. `options` has the data row as `prompt`, `answer` and its other fields,
+        and the episode's name as `episode`. The policy sees the prompt, then the returned
+        observation, which is usually empty."""
 
     def step(self, action: Any) -> tuple[Seen, float, bool, bool, dict[str, Any]]:
-        """Take one turn. `action` is its text without special tokens, or its token ids if the class
-        sets `wants_tokens = True`. Numbers in the last `info` of an episode are shown as
-        `env/<name>`."""
+        """Take one turn. `action` is the turn's text without special tokens, or its token ids if
+        the class sets `wants_tokens = True`. Numbers in the last `info` of an episode become the
+        metrics `env/<name>`."""
 
     def close(self) -> None:
         """Close the environment at the end of the episode."""
@@ -60,7 +60,7 @@ class EnvStep(NamedTuple):
 
 def checked(seen: Any, reward: Any, info: Any) -> tuple[str | list[int], float, dict[str, float]]:
     """Check an observation, a reward and the numbers of an info. Raises TypeError or ValueError if
-    one is invalid."""
+    any is invalid."""
     if not isinstance(seen, str):
         if not isinstance(seen, Sequence) and not hasattr(seen, "tolist"):
             raise TypeError(

@@ -1,7 +1,7 @@
 """Environment with simulated latency, for experiments, as in ROLL Flash. Every step takes max(0,
 N(mean, std)) seconds; some steps take longer (fail-slow), some never end (fail-stop).
 
-It works with the rows of any data set. Turns before the last get a fixed answer; `--reward` scores
+Rows of any data set can be used. The observation after a turn is a fixed text; `--reward` scores
 the last turn.
 """
 
@@ -65,7 +65,7 @@ class Latency(gymnasium.Env[str, str]):
         return "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Sleep, then return the fixed answer."""
+        """Sleep, then return the fixed observation."""
         seconds = self.next_s()
         time.sleep(seconds)
         self._left -= 1

@@ -1,13 +1,13 @@
 """Pool of the child processes that run a rank's environments, used from an event loop.
 
-An environment that raises or times out, or whose process fails, fails its episode with `EnvError`.
-After a time-out the process takes no more environments, and is stopped when the others in it are
-closed. If a process fails, the episodes with a call in progress may have caused it; the others are
-innocent. An episode that may have caused a failure gets a process of its own for its next attempt,
-so a second crash affects no other episode.
+If an environment raises, times out or loses its process, its episode fails with `EnvError`. After a
+time-out the process accepts no more environments, and is stopped when its other environments are
+closed. If a process fails, only its episodes with a call in progress may have caused the failure;
+the others are innocent. An episode that may have caused a failure gets its own process for the
+next attempt, so a second crash affects no other episode.
 
-Own code instead of gymnasium's AsyncVectorEnv: no episode waits for the step of another one, 2.33x
-faster where steps take N(10, 10) s (`tools/results/env.json`).
+Own code instead of gymnasium's AsyncVectorEnv: no episode waits for a step of another episode. This
+is 2.33x faster where steps take N(10, 10) s (`tools/results/env.json`).
 """
 
 import asyncio
@@ -38,15 +38,15 @@ class EnvError(Exception):
     """Failure of an environment, which fails its episode."""
 
     def __init__(self, reason: Reason, text: str, *, is_innocent: bool = False) -> None:
-        """Record the reason. `is_innocent`: the process failed while it worked on no call of this
-        episode."""
+        """Record the reason. `is_innocent`: the process failed, but no call of this episode was in
+        progress."""
         super().__init__(text)
         self.reason: Reason = reason
         self.is_innocent = is_innocent
 
 
 class LoopSelector:
-    """Selector over an asyncio loop, as far as `GuardedChild` needs one for the pipes of
+    """Selector over an asyncio loop, with the methods that `GuardedChild` needs for the pipes of
     children."""
 
     def __init__(self, ready: Callable[[Any, str, int], None]) -> None:
@@ -89,13 +89,13 @@ class _Process(GuardedChild):
         self, selector: LoopSelector, start: bytearray, sink: Callable[[bytes], None], is_own: bool
     ) -> None:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ready.add_done_callback(lambda f: f.cancelled() or f.exception())  # mark as read
+        self.ready.add_done_callback(lambda f: f.cancelled() or f.exception())  # else it is logged
         self.calls: dict[int, asyncio.Future[EnvReply]] = {}
         self.num_envs = 0
         self.is_own = is_own
-        """Whether it serves a single episode."""
+        """Whether the process serves a single episode."""
         self.is_open = True
-        """Whether it accepts more environments."""
+        """Whether the process accepts more environments."""
         self.has_exited = False
         super().__init__(selector, start, sink, "rlcore.envs.child")
 
@@ -104,7 +104,7 @@ class _Process(GuardedChild):
         self.num_envs += 1
 
     def leave(self) -> None:
-        """Count one environment less."""
+        """Count one environment fewer."""
         self.num_envs -= 1
 
     def retire(self) -> None:
@@ -151,8 +151,8 @@ class EnvPool:
         log_file: Path | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
-        """Start the processes. `env` is the selector. Output of environments goes to `log_file`, up
-        to 4 MiB."""
+        """Start the processes. `env` is the value of `--env`. Output of environments goes to
+        `log_file`, up to 4 MiB."""
         self.name, self._config = env, config
         self._start_timeout_s = start_timeout_s
         self._log = CappedLog(log_file, "env")
@@ -175,8 +175,8 @@ class EnvPool:
             self._add(is_own=False)
 
     async def open(self, *, alone: bool = False) -> EnvSlot:
-        """Reserve a slot for an environment in the process with the fewest environments, or with
-        `alone` in a new process. Raises EnvError if the process does not start."""
+        """Reserve a slot for an environment: with `alone` in a new process, else in the process
+        with the fewest environments. Raises EnvError if the process does not start."""
         if alone:
             await self._own.acquire()
         try:
@@ -226,8 +226,8 @@ class EnvPool:
         return reply
 
     def leave(self, process: _Process, key: int) -> None:
-        """Release an environment. If its process is empty and accepts no others, stop the
-        process."""
+        """Release an environment. Stop its process if no environment is left in the process and
+        it accepts no more."""
         process.leave()
         if process.is_own:
             self._own.release()
@@ -259,7 +259,7 @@ class EnvPool:
         return process
 
     def _serve(self, process: _Process, what: str, events: int) -> None:
-        if process.has_exited:  # it failed earlier in this iteration of the loop
+        if process.has_exited:  # the process failed earlier in this loop iteration
             return
         if what == "output":
             process.read_output()
@@ -308,8 +308,8 @@ class EnvPool:
                 future.set_exception(EnvError("crash", reason))
 
     def _failed_start(self, process: _Process, reason: str) -> None:
-        """Count a process that failed before it was ready; give up after three in a row. Processes
-        that started together and fail together count once."""
+        """Count a process that failed before it was ready; after three such failures in a row, give
+        up. Processes that started together and fail together count once."""
         if process.started > self._failed_at:
             self._failed_starts, self._failed_at = self._failed_starts + 1, time.monotonic()
         sentence = f"--env {self.name}: a process failed before its first episode: {reason}"

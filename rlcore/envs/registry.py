@@ -25,7 +25,7 @@ ENVS: dict[str, str] = {
 
 
 def resolve(name: str) -> EnvKind:
-    """Return the environment kind of a name. Raises ConfigError if there is none."""
+    """Return the environment kind with this name. Raises ConfigError if there is none."""
     if name in ENVS:
         return importlib.import_module(ENVS[name]).KIND
     if "." not in name:
@@ -46,8 +46,8 @@ def resolve(name: str) -> EnvKind:
 
 
 def config_class(name: str) -> type[EnvConfig]:
-    """Return the class of the section `--env.*`. Without an environment it is the base class, for
-    its defaults."""
+    """Return the class of the section `--env.*`. Without an environment, return the base class,
+    whose defaults are used."""
     return resolve(name).config if name else EnvConfig
 
 

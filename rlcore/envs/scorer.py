@@ -1,5 +1,5 @@
-"""Scorer of episodes: the sum of the environment's rewards, plus a reward's score if the kind asks
-for one."""
+"""Scorer of episodes: the sum of the environment's rewards, plus the score of `--reward` if the
+environment kind uses a reward."""
 
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -13,18 +13,18 @@ from rlcore.records import Prompt, RequestId, RewardResult, Sample
 
 
 class Service(Scorer, Protocol):
-    """Reward service that the scorer closes."""
+    """Reward service that the scorer wraps and closes."""
 
     def close(self) -> None: ...
 
 
 class EnvScorer:
-    """Reward service of a run with environments. A failed episode scores 0 and carries its
-    error."""
+    """Reward service of a run with environments. A failed episode scores 0, and its result carries
+    the error."""
 
     def __init__(self, outcomes: dict[RequestId, EpisodeOutcome], service: Service | None) -> None:
-        """Wrap a reward service. `outcomes` belongs to the rank's engine; the scorer removes each
-        outcome. `service` scores the text of the last turn; None: only the environments score."""
+        """Wrap a reward service. The rank's engine fills `outcomes`; the scorer empties it.
+        `service` scores the text of the last turn; None: only the environments score."""
         self._outcomes, self._service = outcomes, service
         self._done: deque[tuple[RequestId, RewardResult]] = deque()
         self._open: dict[RequestId, EpisodeOutcome] = {}
@@ -40,8 +40,8 @@ class EnvScorer:
         return self._service.room if self._service is not None else 1
 
     def submit(self, id: RequestId, sample: Sample, prompt: Prompt, text: str) -> None:
-        """See `RewardService.submit`. `text` has all turns and is not scored; the text of the last
-        turn is."""
+        """See `RewardService.submit`. `text` has all turns and is ignored: only the text of the
+        last turn is scored."""
         outcome = self._outcomes.pop(id)
         if outcome.error or self._service is None:
             result = RewardResult(score=outcome.score, details=outcome.details, error=outcome.error)

@@ -1,9 +1,9 @@
-"""Software tasks in the style of SWE-bench: shell commands in a container, then its tests.
+"""Software tasks in the style of SWE-bench: shell commands in a container, then the task's tests.
 
 Optional: needs docker. A row of `--data.train` has the fields `image`, `tests` (a command that
 exits with 0 if the task is done) and optionally `workdir`. The prompt is the issue. If a turn has a
 fenced block of bash, the block is run and its output is the observation. If a turn has a line
-`submit`, the episode ends and the tests are its score.
+`submit`, the episode ends; its score is 1 if the tests pass, else 0.
 
 Containers are used only through `Workspace`; the contract test replaces them with a stub. This
 environment has not been run with docker.
@@ -98,7 +98,7 @@ class Swe(gymnasium.Env[str, str]):
         return "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Run the turn's command and return its output, or run the tests."""
+        """Run the turn's command and return its output. On `submit`, run the tests instead."""
         assert self._workspace is not None, "call reset first"
         blocks = _BLOCK.findall(action)
         if blocks:
@@ -132,7 +132,7 @@ class Swe(gymnasium.Env[str, str]):
 
 
 class Container:
-    """Docker container of one episode; it waits for commands."""
+    """Docker container of one episode, idle between commands."""
 
     def __init__(self, task: SweTask, args: tuple[str, ...]) -> None:
         words = ["run", "--detach", "--rm", "--init", *args, "--workdir", task.workdir]

@@ -4,8 +4,8 @@
     environment   <result>161.64</result>
     policy        ... so the answer is 161.64
 
-A turn with a tool call gets its result. The first turn without one is the final answer, which
-`--reward` scores.
+The result of a tool call is the next observation. The first turn without a tool call is the final
+answer, which `--reward` scores.
 
 Own calculator instead of the package simpleeval: a few lines on `ast` save the dependency.
 """
@@ -90,7 +90,7 @@ class ToolsConfig(EnvConfig):
 
 class Tools(gymnasium.Env[str, str]):
     """Environment that runs the last tool call of a turn. The first program of an episode starts a
-    sandbox, which is closed with the episode; every program has its own process."""
+    sandbox, which closes with the episode. Every program has its own process."""
 
     observation_space = action_space = Text(max_length=1 << 20, min_length=0)
 
@@ -108,8 +108,8 @@ class Tools(gymnasium.Env[str, str]):
         return "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Return the result of the tool call, or end the episode. The info counts calls and failed
-        calls."""
+        """Return the result of the tool call, or end the episode if there is none. The info counts
+        calls and failed calls."""
         calls = _CALL.findall(action)
         if not calls:
             return "", 0.0, True, False, self._counts()
@@ -136,8 +136,8 @@ class Tools(gymnasium.Env[str, str]):
         return {"calls": float(self._calls), "call_errors": float(self._errors)}
 
     def _python(self, source: str) -> str:
-        """Run a program and return its output. If it fails, raises ValueError with the last line of
-        its stderr."""
+        """Run a program and return its output. Raises ValueError with the last line of stderr if
+        the program fails."""
         if self._box is None:
             self._box = Sandbox(_is_isolated(self._config.require_isolation))
         end = time.monotonic() + self._config.program_timeout_s
@@ -160,8 +160,8 @@ def _is_isolated(required: bool) -> bool:
 
 
 def calculate(text: str) -> float:
-    """Evaluate an arithmetic expression: + - * / // % ** and brackets, pi, e and a dozen functions.
-    Raises ValueError, TypeError, ArithmeticError or SyntaxError if it is invalid or too large."""
+    """Evaluate an expression of + - * / // % **, brackets, pi, e and a dozen functions. Raises
+    ValueError, TypeError, ArithmeticError or SyntaxError if the text is invalid or too large."""
     text = text.strip().replace("^", "**")
     if len(text) > _MOST_CHARS:
         raise ValueError(f"an expression of {len(text)} characters: at most {_MOST_CHARS}")

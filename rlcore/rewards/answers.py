@@ -1,7 +1,7 @@
-"""Extraction and comparison of final answers, as far as math-verify is not needed.
+"""Extraction and comparison of those final answers that do not need math-verify.
 
-Own code instead of math-verify alone: it reads `4e33` and `A: 12`, tells 2.8e-6 from 2.9e-6, takes
-`(C) 5` for C, and is quick on any text.
+Own code instead of math-verify alone: this code reads `4e33` and `A: 12`, distinguishes 2.8e-6 from
+2.9e-6, reads `(C) 5` as choice C, and is fast on any text.
 """
 
 import re
@@ -12,10 +12,10 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BETWEEN = re.compile(
     r"(?:\s|\$|\\[\]\[()]|[,;.]|\\quad|\\qquad|\\ |and|or|\\text\s*\{[^{}]{0,40}\}){0,12}"
 )
-"""Text allowed between boxes that form one answer together; `_JOINT` is the required part."""
+"""Text allowed between boxes that together form one answer. It must contain `_JOINT`."""
 _JOINT = re.compile(r"[,;]|\b(?:and|or)\b|\\quad")
 _HASHES = "####"
-_LABEL = re.compile(  # `a = 3` and `A = 50` are steps: a bare letter is a label as `A:` alone
+_LABEL = re.compile(  # a letter is a label only as `A:`; `a = 3` and `A = 50` are steps
     r"^[ \t*#>]*(?:(?i:final answer|answer)[ \t*]*[:=]|A[ \t*]*:)[ \t*]*(\S.*)$", re.MULTILINE
 )
 _MOST_BOXES = 8
@@ -64,11 +64,11 @@ _COMMAND = re.compile(r"\\text *\{[^{}]*\}|\\[a-zA-Z]+")
 _LAST_LETTER = re.compile(r"([0-9}])\s*([a-zA-Z])([\s.$]*)$")
 _LONGEST = 4000
 _DIGITS_THAT_COUNT = 10_000
-"""Relative precision of a comparison: 2.78e-6 differs from 2.9e-6, although both round to 0 at six
-places."""
+"""Inverse of the largest relative difference of equal numbers: 2.78e-6 differs from 2.9e-6,
+although both round to 0 at six decimal places."""
 _DIGITS = 2000
-"""Longest text, and largest exponent, that is read as a number: exact arithmetic on longer ones is
-slow."""
+"""Maximum length of a text, and maximum exponent, that is read as a number: exact arithmetic on
+longer numbers is slow."""
 
 
 class Number(NamedTuple):
@@ -76,20 +76,20 @@ class Number(NamedTuple):
 
     value: Fraction
     is_decimal: bool
-    """Whether it has a decimal point or an exponent, so that it may be rounded."""
+    """Whether the text has a decimal point or an exponent, so that the number may be rounded."""
     is_percent: bool
 
 
 def boxed(text: str) -> str | None:
-    """Return the content of the last box, or of all boxes that form one answer with it. Returns
-    None if there is no box."""
+    """Return the content of the last LaTeX box, preceded by the boxes that form one answer with it.
+    Returns None if there is no box."""
     boxes = _last_boxes(text)
     return ", ".join(boxes) if boxes else None
 
 
 def labelled(text: str) -> str | None:
     """Return the text after the last ####, or on the last line that begins with `A:` or `Answer:`.
-    A #### that is a heading of more text is ignored. Returns None if neither is found."""
+    A #### that is a heading with text below is ignored. Returns None if neither mark is found."""
     if _HASHES in text:
         line, _, more = text.rpartition(_HASHES)[2].strip().partition("\n")
         if not more.strip() or number_of(normalise(line)) is not None:
@@ -108,26 +108,26 @@ def without_name(text: str) -> str:
 
 
 def with_variable(text: str, other: str) -> str:
-    """Write `2t` as `2{t}` if the other answer also has letters. Otherwise math-verify drops a last
-    t, m, s, ... as a unit."""
+    """Write `2t` as `2{t}` if the other answer also has letters. Without the braces, math-verify
+    drops a final t, m, s, ... as a unit."""
     is_variable = re.search("[a-zA-Z]", _COMMAND.sub("", other))
     return _LAST_LETTER.sub(r"\1{\2}\3", text) if is_variable else text
 
 
 def is_unevaluated(gold: str, answer: str) -> bool:
-    """Return whether the normalised answer is an unevaluated sum, integral, ... although the gold
+    """Return whether the normalised answer is an unevaluated sum, integral, ..., while the gold
     answer is a number. Such an answer may only restate the question."""
     return bool(_UNEVALUATED.search(answer)) and number_of(gold) is not None
 
 
 def _last_boxes(text: str) -> list[str]:
-    """Return the contents of the boxes that are joined to the last closed box, and of that box
-    itself."""
+    """Return the contents of the last closed box and, before it, of the boxes that are joined to
+    it."""
     boxes: list[str] = []
     start = None
     for match in reversed(list(_BOXED.finditer(text))[-_MOST_BOXES:]):
         end = _closing(text, match.end() - 1)
-        if end is None or (start is not None and end > start):  # unclosed, or around the next
+        if end is None or (start is not None and end > start):  # unclosed, or encloses the next
             continue
         if start is not None and not _are_joined(text[end + 1 : start]):
             break
@@ -142,7 +142,7 @@ def _are_joined(gap: str) -> bool:
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Return the index of the brace that closes the one at `start`; None if it is never closed."""
+    """Return the index of the brace that closes the brace at `start`; None if none does."""
     depth = 0
     for i in range(start, len(text)):
         if text[i] == "{" and text[i - 1] != "\\":
@@ -175,7 +175,7 @@ def normalise(text: str) -> str:
 
 def number_of(text: str) -> Number | None:
     """Parse normalised text as a plain number, simple fraction or percentage, ignoring units.
-    Returns None if it is none of these."""
+    Returns None if the text has another form."""
     if len(text) > _DIGITS:
         return None
     is_percent = text.endswith("%")

@@ -2,9 +2,9 @@
 
     python -m rlcore.rewards.child FD PARENT
 
-Only `pool.Worker` starts it. It exits with its parent, and after each sample it kills the processes
-that the sample left behind. It imports neither torch nor transformers, so that it starts fast. User
-code owns stdout and stderr; the channel is a separate descriptor, closed in every fork.
+`worker.RewardWorker` starts this process, which exits with its parent. After each sample it kills
+the processes that the sample left behind. To start fast, it imports neither torch nor transformers.
+User code may use stdout and stderr; the channel is a separate descriptor, closed in every fork.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ def main() -> None:
 
 
 def _start(start: RewardStart, channel: Channel) -> Any:
-    """Build the reward and report it to the parent. Exits the process if the reward cannot be
-    built."""
+    """Build the reward and report success or the error to the parent. After an error, exit the
+    process."""
     sys.path[:] = start.sys_path
     try:
         kind = resolve(start.reward)
@@ -58,8 +58,8 @@ def _start(start: RewardStart, channel: Channel) -> Any:
 
 
 def _run(job: ScoreJob, reward: Any, run_seed: int) -> ScoreReply:
-    """Score one sample. Any exception of the function becomes the reply's error. `random` is seeded
-    by run seed and sample id, so a score does not depend on earlier samples of this process."""
+    """Score one sample. An exception of the function becomes the reply's error. `random` is seeded
+    with run seed and sample id, so a score does not depend on earlier samples of this process."""
     pid = os.getpid()
     random.seed(seed.derive(run_seed, "reward", job.sample.id))
     retire, begin = False, time.monotonic()
@@ -70,7 +70,7 @@ def _run(job: ScoreJob, reward: Any, run_seed: int) -> ScoreReply:
             traceback.print_exc()
         retire = isinstance(error, MemoryError)
         result = RewardResult(score=0.0, error=sentence(error))
-    if os.getpid() != pid:  # the function forked, and this is the copy
+    if os.getpid() != pid:  # this is a fork that the function made
         os._exit(0)
     latency = time.monotonic() - begin
     return ScoreReply(job.key, msgspec.structs.replace(result, latency_s=latency), retire)
@@ -78,7 +78,7 @@ def _run(job: ScoreJob, reward: Any, run_seed: int) -> ScoreReply:
 
 def _children() -> set[int] | None:
     """Return the ids of the direct children, including adopted orphans. Returns None if the kernel
-    does not list them."""
+    does not list children."""
     found: set[int] = set()
     for task in os.listdir("/proc/self/task"):
         try:
@@ -91,8 +91,8 @@ def _children() -> set[int] | None:
 
 
 def _sweep(own: set[int]) -> None:
-    """Kill all processes that the last sample left behind, with their descendants. `own` are the
-    processes that the reward started when it was built."""
+    """Kill the processes that the latest sample left behind, with their descendants. Processes in
+    `own` are spared: the reward started them when it was built."""
     while True:
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -1,11 +1,11 @@
 """Code reward: runs the program in a response against the tests of its row, in a sandbox.
 
-A row may have tests of two kinds, or both:
-    Python, one statement each, as in MBPP: `assert add(2, 3) == 5`. The program defines what they
-        call. The tests run in a process that the program cannot reach (sandbox/README.md);
+A row has tests of one or both of these kinds:
+    Python statements, as in MBPP: `assert add(2, 3) == 5`. The program defines the functions that
+        they call. The tests run in a process that the program cannot access (sandbox/README.md);
     cases of stdin and stdout. The program is a script, and its output is compared word by word.
 
-Each of the `--reward.workers` slots has its own sandbox and a thread that waits for it.
+Each of the `--reward.workers` slots has its own sandbox and a thread that waits for the sandbox.
 """
 
 import json
@@ -27,8 +27,8 @@ from rlcore.sandbox import isolation
 from rlcore.sandbox.box import Broken, ProgramLimits, ProgramOutcome, Sandbox
 from rlcore.utils.log import log
 
-# Possessive quantifiers prevent backtracking, which takes quadratic time on a long header, during
-# which no other thread of the rank runs.
+# Possessive quantifiers prevent backtracking. On a long header it takes quadratic time and blocks
+# all other threads of the rank.
 _HEADER = r"^[ \t]*+```[ \t]*+([A-Za-z0-9_+-]*+)[^\n]*+\n"
 _FENCE = re.compile(_HEADER + r"(.*?)^[ \t]*+```", re.M | re.S)
 _OPEN = re.compile(_HEADER + r"(.*)\Z", re.M | re.S)
@@ -179,8 +179,8 @@ class CodeRunner:
 def run_checks(
     program: str, checks: Checks, box: Sandbox, deadline: Any, limits: ProgramLimits
 ) -> tuple[int, str]:
-    """Count the tests that the program passes. Also return why the program was killed: `timeout`,
-    an error message, or "". A killed program passes no test."""
+    """Return the number of passed tests, and why the program was killed: `timeout`, an error
+    message, or "" if it was not killed. A killed program passes no test."""
     passed = 0
     if checks.statements:
         source = f"{program}\n\n{checks.setup}\n" if checks.setup.strip() else program
@@ -206,9 +206,9 @@ def _same_words(printed: bytes, wanted: str) -> bool:
 
 
 def program_of(text: str) -> str:
-    """Extract the program from a response: the last fenced block of Python or of no language.
-    Without a block, take the text after a fence that is never closed; without any fence, the whole
-    response."""
+    """Extract the program from a response: the last fenced block that is marked as Python or not
+    marked. Without a block, take the text after a fence that is never closed; without any fence,
+    the whole response."""
     for found in (_FENCE.findall(text), _OPEN.findall(_FENCE.sub("", text))):
         blocks = [body for language, body in found if language.lower() in _PYTHON]
         if blocks:
@@ -220,7 +220,7 @@ _PYTHON = ("", "py", "python", "python3")
 
 
 def checks_of(prompt: Prompt, config: CodeRewardConfig) -> Checks:
-    """Read the tests of a row. Raises ValueError if the row has none or they cannot be read."""
+    """Read the tests of a row. Raises ValueError if the row has none or invalid tests."""
     row = prompt.fields
     try:
         checks = Checks(

@@ -4,9 +4,9 @@
     answer    a number, or {"score": number, ...further numbers, shown as reward/<name>}
 
 `label` is the row's answer, `fields` its other columns. At most `--reward.workers` requests are in
-flight at a time. Transient failures are retried with growing pauses: no connection, a broken one,
-and the status codes 408, 425, 429 and 5xx. `timeout_s` is the wall-clock deadline of a sample,
-including all retries and pauses. A server that sends one byte per second does not extend it.
+flight at a time. Transient failures (a missing or broken connection, status 408, 425, 429 or 5xx)
+are retried with growing pauses. `timeout_s` is the wall-clock time limit of a sample, including all
+retries and pauses. A server that sends one byte per second does not extend this limit.
 """
 
 import asyncio
@@ -64,8 +64,8 @@ class Requests(Protocol):
 
 
 class _Refused(Exception):
-    """Response of the server without a valid score. `wait_s` is its Retry-After; None means that a
-    retry is useless."""
+    """Failed request without a valid score. `wait_s` is the server's Retry-After, 0 if not given;
+    None: a retry is useless."""
 
     def __init__(self, text: str, wait_s: float | None) -> None:
         super().__init__(text)
@@ -87,8 +87,8 @@ class HttpReward:
     ) -> None:
         """Start the thread.
 
-        `write` encodes the body of a request. `read` decodes the result from an answer, and raises
-        ValueError if it is invalid. `headers` are sent with every request.
+        `write` encodes the body of a request. `read` decodes an answer to a result, and raises
+        ValueError if the answer is invalid. `headers` are sent with every request.
         """
         self._url, self._config, self._host = url, config, host
         self._write, self._read = write or _request, read or _result
@@ -96,7 +96,7 @@ class HttpReward:
         self._random = random.Random(host.seed)
         self._queue: deque[tuple[ScoreJob, bytes]] = (
             deque()
-        )  # as _tasks: used by the loop's thread only
+        )  # like _tasks, used by the loop's thread only
         self._tasks: dict[asyncio.Task[None], RequestId] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -121,8 +121,8 @@ class HttpReward:
             log.error("reward %s: requests did not end within %g s", self._url, _CLOSE_S)
 
     def _tell(self, call: Callable[..., None], *about: object) -> None:
-        """Call a function in the loop's thread. If the loop is closed, do nothing: the host already
-        has its error."""
+        """Call a function in the loop's thread. If the loop is closed, do nothing, because the host
+        has already received the error."""
         try:
             self._loop.call_soon_threadsafe(call, *about)
         except RuntimeError:
@@ -193,8 +193,8 @@ class HttpReward:
         self._host.done(job, msgspec.structs.replace(result, latency_s=latency_s), "")
 
     async def _tries(self, client: httpx.AsyncClient, body: bytes, last: list[str]) -> RewardResult:
-        """Return the first answer with a score, after retries. `last` holds the latest error, for
-        the message of a time-out."""
+        """Return the first answer with a score, after retries. The latest error is kept in
+        `last[0]`, for the message of a time-out."""
         pause_s = self._config.backoff_s
         for k in range(self._config.retries + 1):
             try:
@@ -250,7 +250,7 @@ def _request(job: ScoreJob) -> bytes:
 
 
 def _result(text: bytes) -> RewardResult:
-    """Decode the score in an answer. Raises ValueError if it is invalid."""
+    """Decode the score in an answer. Raises ValueError if the answer is invalid."""
     try:
         found = json.loads(text)
         if not isinstance(found, dict):
@@ -264,7 +264,7 @@ def _result(text: bytes) -> RewardResult:
 
 
 def kind(url: str) -> RewardKind:
-    """Return the reward kind of this address. Raises ConfigError if the address is invalid."""
+    """Return the reward kind for this address. Raises ConfigError if the address is invalid."""
     try:
         address = httpx.URL(url)
     except httpx.InvalidURL as error:

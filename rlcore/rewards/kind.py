@@ -1,4 +1,4 @@
-"""Interface of a reward kind: its config section, and where it runs.
+"""Interface of a reward kind: its config section, and where the reward runs.
 
 Each reward module in `rewards/` defines one `KIND`; `registry.REWARDS` names the module. A kind
 runs in one of two ways:
@@ -6,10 +6,10 @@ runs in one of two ways:
 `score`: in the pool's child processes (pool.py). Each rank has `--reward.workers` of them, and each
     child scores one sample at a time. `score` maps the section to an object with the method
     `score(sample, prompt, text) -> float | RewardResult`. The pool handles deadlines and crashes,
-    and kills the processes that a sample leaves behind. It spares the ids in `processes`, an
+    and kills the processes that a sample leaves behind, except the process ids in `processes`, an
     optional attribute of the object.
 `serve`: by a `Runner` in the rank's process. The runner does the work elsewhere: in its own worker
-    slots, in one process of its own, or on another machine. It enforces its own deadlines.
+    slots, in one process of its own, or on another machine. The runner enforces deadlines.
 """
 
 import math
@@ -33,14 +33,14 @@ class RunnerHost(NamedTuple):
     """Name of the reward, used in error messages."""
     done: Callable[[ScoreJob, RewardResult, str], None]
     """Callback, called once for every job that was not cancelled: `done(job, result, printed)`. A
-    result with `error` scores `on_error`. The first word of `error`, up to a colon or a blank, is
-    counted as the reason, such as timeout, crash, memory. `printed` is the reward's output, for the
-    log."""
+    result with `error` scores `on_error`. The first word of `error`, up to a colon or a space, is
+    the reason under which the failure counts, such as timeout, crash or memory. `printed` is the
+    reward's output, for the log."""
     fail: Callable[[str], None]
-    """Callback for a reward that cannot run at all. The run ends with this message."""
+    """Callback to report, with a message, that the reward cannot run. The run then ends."""
     timeout_s: Callable[[ScoreJob], float]
-    """Seconds that the job may take, as known now. With adaptive deadlines a score of another
-    sample may shorten the limit while the job runs."""
+    """Returns the current limit for a job in seconds. With adaptive deadlines, the score of another
+    sample may shorten this limit while the job runs."""
     seed: int
     log_file: Path | None
     """File for the output of the reward; None: the output is discarded."""
@@ -55,8 +55,8 @@ class Runner(Protocol):
         job cannot be sent."""
 
     def cancel(self, ids: Collection[RequestId]) -> None:
-        """Cancel these samples; waiting ones need not be scored. The runner may still call `done`
-        for them."""
+        """Cancel these samples; if still waiting, a sample is not scored. The runner may still call
+        `done` for them."""
 
     def close(self) -> None:
         """Stop the runner and everything that it started. Pending jobs are dropped."""
@@ -74,8 +74,8 @@ class RewardKind(NamedTuple):
 
 
 def to_result(value: Any) -> RewardResult:
-    """Check the return value of a reward and convert it. Raises TypeError or ValueError if it is
-    not a valid score."""
+    """Check the return value of a reward and convert it. Raises TypeError or ValueError if the
+    value is not a valid score."""
     if not isinstance(value, RewardResult):
         return RewardResult(score=number("score", value))
     if len(value.details) > _MOST_DETAILS:
@@ -89,7 +89,7 @@ def to_result(value: Any) -> RewardResult:
 
 
 def number(what: str, value: Any) -> float:
-    """Convert `value` to a finite number. Raises TypeError or ValueError if it is not one."""
+    """Convert `value` to a finite number. Raises TypeError or ValueError if this is impossible."""
     if not hasattr(value, "__float__"):
         raise TypeError(f"{what} is a {type(value).__name__}; return a number or a RewardResult")
     found = float(value)

@@ -1,9 +1,9 @@
 """Math reward: compares the final answer of a response with the row's answer, by value.
 
-Numbers and choices are compared as text (answers.py). Everything else goes through math-verify
-(sympy). It takes milliseconds, tenths of a second in a new process, and minutes on odd input. The
-limit `algebra_s` stops it early: if the service's deadline killed the child, its warm parser would
-be lost. The limit counts CPU time, so that a verdict does not depend on the load of the machine.
+Numbers and choices are compared by answers.py; other answers by math-verify (sympy). math-verify
+takes milliseconds, tenths of a second in a new process, and minutes on unusual input. The limit
+`algebra_timeout_s` applies before the service's deadline, which would kill the child and its warm
+parser. The limit counts CPU time, so that a verdict does not depend on the machine's load.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from rlcore.rewards.kind import RewardKind
 
 _LONGEST_ANSWER = 1000
 _TAIL_CHARS = 4000
-"""Number of last characters of a response that are searched if no mark introduces the answer."""
+"""Number of characters, from the end of a response, searched if no mark precedes the answer."""
 _AGAIN_S = 0.2
 """Interval in seconds at which the time-out signal repeats, in case a bare `except` catches the
-first."""
+first signal."""
 _FORMULA = ("$", "\\boxed", "\\[", "\\(")
 
 
@@ -47,11 +47,11 @@ class MathReward:
     """Math reward that caches comparisons: equal final answers to one prompt are compared once."""
 
     def __init__(self, config: MathRewardConfig, strict: bool = True) -> None:
-        """Import math-verify and build the caches. `strict` is math-verify's option: names of
-        variables matter."""
-        import math_verify  # takes 0.5 s (sympy); paid at child start
+        """Import math-verify and build the caches. `strict` is an option of math-verify: with it,
+        names of variables matter."""
+        import math_verify  # takes 0.5 s (sympy), so import at child start
 
-        # math-verify warns that its own time-outs are off.
+        # Silence the warnings that math-verify's own time-outs are off.
         for module in ("parser", "grader"):
             logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
         self._require, self._decimals, self._strict = config.require_boxed, config.decimals, strict
@@ -71,7 +71,7 @@ class MathReward:
         if answer is not None:
             is_number = answers.number_of(answers.normalise(answer)) is not None
             found = self._same(gold, answer) or not is_number and self._search(gold, answer)
-            return float(found)  # an answer that is no number may be a sentence
+            return float(found)  # text after the mark may contain the answer
         return float(not self._require and self._search(gold, text))
 
     def _compare(self, gold: str, answer: str) -> bool:
@@ -91,8 +91,8 @@ class MathReward:
         return self._algebra(gold, answer, self._parse)
 
     def _search(self, gold: str, text: str) -> bool:
-        """Compare a response without an answer mark: first as a whole, then by what math-verify
-        extracts."""
+        """Compare a text without an answer mark: first the whole text, then the answer that
+        math-verify extracts."""
         text = text[-_TAIL_CHARS:]
         if answers.compare(self._gold(gold), answers.normalise(text), self._decimals):
             return True
@@ -129,13 +129,13 @@ class MathReward:
 
 
 class _TooLongError(BaseException):
-    """Time-out of a comparison. It is no Exception, because math-verify and sympy catch those."""
+    """Time-out of a comparison. A BaseException: math-verify and sympy catch Exception."""
 
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise `_TooLongError` after this many seconds of CPU time. Without effect if `seconds` is 0
-    or the thread is not the main thread."""
+    """Raise `_TooLongError` after this many seconds of CPU time. There is no limit if `seconds` is
+    0 or the thread is not the main thread."""
     if not seconds or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -150,7 +150,7 @@ def _limited(seconds: float) -> Iterator[None]:
             yield
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-    finally:  # again: a signal may arrive between the inner finally and here
+    finally:  # stop it again: a signal may arrive before this line
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         signal.signal(signal.SIGVTALRM, before)
 

@@ -1,10 +1,10 @@
 """Pool of child processes that score samples with functions: math, exact, user code.
 
 One thread owns the children. A function that loops, raises, exits, forks or exhausts memory fails
-only its own sample. The pool replaces the child and gives the samples queued behind to another one.
+only its own sample. The pool replaces the child and gives its remaining samples to another child.
 
-PR_SET_PDEATHSIG ties a child to the thread that started it, not to the process. The thread
-therefore runs as long as the pool.
+PR_SET_PDEATHSIG kills a child when the thread that started it exits, not when the process exits.
+The thread therefore runs as long as the pool.
 
 Own code instead of `concurrent.futures`, where the failure of one child breaks the whole pool.
 """
@@ -44,8 +44,8 @@ class RewardPool:
     def __init__(
         self, config: RewardConfig, host: RunnerHost, start_timeout_s: float = 120.0
     ) -> None:
-        """Start the thread. `config` is the reward's section. Output of the function goes to the
-        host's log file, up to 4 MiB."""
+        """Start the thread. `config` is the reward's config section. Output of the function goes to
+        the host's log file, up to 4 MiB."""
         self._host, self._num_workers = host, config.workers
         self._memory, self._start_timeout_s = config.memory_limit_gb * 2**30, start_timeout_s
         self._start = frame(
@@ -90,7 +90,7 @@ class RewardPool:
         """See `Runner`. Running samples continue: stopping one would cost its child process."""
         with self._lock:
             self._inbox = deque(e for e in self._inbox if e.job.sample.id not in ids)
-            self._cancelled |= set(ids)  # the id may be submitted again after this
+            self._cancelled |= set(ids)  # not for later samples with this id
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class RewardPool:
             worker, what = key.data
             if what == "wake":
                 self._take_inbox()
-            elif worker in self._workers:  # it may have ended earlier in this loop
+            elif worker in self._workers:  # it may have exited earlier in this loop
                 self._serve(worker, what, events)
         self._check_deadlines()
         self._check_memory()
@@ -145,8 +145,8 @@ class RewardPool:
             self._inbox.clear()
 
     def _feed(self) -> None:
-        """Send samples to the children, about 5 ms of work ahead. So a child never waits for the
-        pool, and few samples queue behind a slow one."""
+        """Send each child samples for about 5 ms of work ahead. Thus no child waits for the pool,
+        and few samples queue behind a slow sample."""
         window = max(1, min(_MAX_WINDOW, int(_WINDOW_S / self._latency_s)))
         batches: dict[RewardWorker, list[PendingSample]] = {}
         open_workers = [w for w in self._workers if w.ready and not w.retiring]
@@ -191,7 +191,7 @@ class RewardPool:
         try:
             for body in worker.channel.receive():
                 self._reply(worker, net.decode(body, ScoreReply))
-        except EOFError:  # it has ended or closed its channel
+        except EOFError:  # the child has exited or closed its channel
             self._replace(worker)
             return False
         except (ValueError, IndexError) as error:
@@ -266,7 +266,7 @@ class RewardPool:
 
     def _replace(self, worker: RewardWorker, reason: str = "") -> None:
         """Kill a child. The sample that it was scoring fails with `reason`, or with the exit status
-        if `reason` is empty. The samples behind it return to the front of the queue."""
+        if `reason` is empty. Its other samples return to the front of the queue."""
         self._workers.remove(worker)
         status = worker.end(exiting=not reason)
         if self._failure:
@@ -281,8 +281,8 @@ class RewardPool:
             self._failed_start(reason, worker)
 
     def _failed_start(self, reason: str, worker: RewardWorker) -> None:
-        """Count a child that failed without scoring a sample; give up after three in a row.
-        Children that started together and fail together count once."""
+        """Count a child that failed without scoring a sample; after three such failures in a row,
+        give up. Children that started together and fail together count once."""
         if worker.started > self._failed_at:
             self._failed_starts, self._failed_at = self._failed_starts + 1, time.monotonic()
         sentence = f"reward {self._host.name}: a child process failed before scoring: {reason}"

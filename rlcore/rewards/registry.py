@@ -3,9 +3,9 @@ weighted sums of them.
 
 `--reward math:1,judge:0.5` is a sum of names with weights; the default weight is 1. A user's reward
 is one of
-    a function `score(sample, prompt, text) -> float | RewardResult` (or a module that has one);
-    the same with a fourth parameter `config`;
-    a class whose instances have that method; it is constructed with the config section;
+    a function `score(sample, prompt, text) -> float | RewardResult`, or a module with it;
+    such a function with a fourth parameter `config`;
+    a class with a method `score` of this form, constructed with the config section;
     a `kind.RewardKind`.
 `sample` is a `wire.SampleInfo`, `prompt` a `records.Prompt`. A subclass of `RewardConfig` in the
 same module (exactly one) becomes the section `--reward.*`.
@@ -73,8 +73,8 @@ def parts_of(selector: str) -> tuple[RewardTerm, ...]:
 
 
 def _weight_of(term: str) -> tuple[str, float]:
-    """Split a term into name and weight: `judge:0.5` and `http://host:80/:2` have both,
-    `http://host:80` is only a name."""
+    """Split a term into name and weight: `judge:0.5` and `http://host:80/:2` have a weight,
+    `http://host:80` has none."""
     found = _WEIGHT.fullmatch(term)
     if found is None:
         return term, 1.0
@@ -125,8 +125,8 @@ def resolve(name: str) -> RewardKind:
 
 
 def config_class(selector: str) -> type[RewardConfig] | type[RewardSum]:
-    """Return the class of the section `--reward.*`. One reward has its own class; a sum has a class
-    with one subsection per reward."""
+    """Return the class of the section `--reward.*`. For one reward it is the reward's class, for a
+    sum a class with one subsection per reward."""
     parts = parts_of(selector)
     classes = [resolve(part.name).config for part in parts]
     if len(parts) == 1:

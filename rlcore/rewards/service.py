@@ -2,8 +2,8 @@
 of several.
 
 The caller submits samples and polls for scores, so it never blocks on a score. Each reward has a
-runner (kind.py) that does the work in other processes. A failure affects only its own sample. The
-sample scores `on_error`, its result carries the error, and the failure is counted by its reason.
+runner (kind.py) that does the work in other processes. A failure affects only its own sample: the
+sample scores `on_error`, its result carries the error, and failures are counted by reason.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ _FULL_ERRORS = 5
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Open:
-    """Pending sample, with the results so far by their position in the sum."""
+    """Pending sample with its results so far, by the reward's position in the sum."""
 
     id: RequestId
     since: float
@@ -58,8 +58,8 @@ class RewardService:
     ) -> None:
         """Start one runner per reward.
 
-        `reward` is the selector, `config` the section that `registry.config_class` describes.
-        Output of the rewards goes to `log_file`. `deadlines` belongs to the reward with
+        `reward` is the value of `--reward`, `config` its section (`registry.config_class`). Output
+        of the rewards goes to `log_file`. `deadlines` sets the limits of the reward with
         adaptive_timeout; the caller saves its state. Raises ValueError if a reward does not exist.
         """
         self._reward, self._deadlines = reward, deadlines
@@ -138,8 +138,8 @@ class RewardService:
             ) from error
 
     def poll(self, timeout_s: float) -> list[tuple[RequestId, RewardResult]]:
-        """Return the scores since the last call, in no order; wait up to `timeout_s` for the first.
-        Raises RuntimeError if a reward cannot run at all."""
+        """Return the scores since the last call, in any order. Wait up to `timeout_s` for the first
+        score. Raises RuntimeError if a reward cannot run at all."""
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._failure, timeout_s)
             done = list(self._done)
@@ -151,8 +151,8 @@ class RewardService:
         return done
 
     def cancel(self, ids: Collection[RequestId]) -> None:
-        """Cancel samples: waiting ones are not scored, and scores of running ones are discarded.
-        Unknown ids are ignored."""
+        """Cancel samples: waiting samples are not scored, and the scores of samples in progress are
+        discarded. Unknown ids are ignored."""
         gone = {id for id in ids if id in self._keys}
         with self._changed:
             for id in gone:
@@ -164,7 +164,7 @@ class RewardService:
 
     def learn(self, reference_latency: Mapping[str, float]) -> None:
         """Add reference latencies from other ranks: seconds that scoring a right answer took, by
-        `sched.reward.key_of` the prompt."""
+        the prompt's key (`sched.reward_timeout.key_of`)."""
         if self._deadlines is not None:
             with self._changed:
                 self._deadlines.learn(reference_latency)
@@ -213,7 +213,7 @@ class RewardService:
         with self._changed:
             if self._adaptive[part]:
                 result = self._measured(part, job, result)
-            found = self._open.get(job.key)  # None if it was cancelled
+            found = self._open.get(job.key)  # None if the sample was cancelled
             if found is not None and part not in found.results:
                 found.results[part] = result
                 told = bool(result.error)
@@ -229,8 +229,8 @@ class RewardService:
             self._tell(part, job.sample.id, result, printed, count)
 
     def _measured(self, part: int, job: ScoreJob, result: RewardResult) -> RewardResult:
-        """Add the deadline to the result. The latency of a right answer becomes a reference for
-        later deadlines."""
+        """Add the time limit to the result. The latency of a right answer becomes a reference for
+        later limits."""
         assert self._deadlines is not None
         prompt = key_of(job.prompt)
         limit = self._deadlines.timeout_s(prompt)
@@ -242,8 +242,8 @@ class RewardService:
         )
 
     def _sum(self, found: _Open) -> RewardResult:
-        """Combine the results into the weighted sum. In a sum the score and details of each reward
-        become details."""
+        """Combine the results of all rewards into a weighted sum. If there are several rewards, the
+        score and details of each reward become details of the sum."""
         results = [found.results[i] for i in range(len(self._parts))]
         latency = max(r.latency_s for r in results)
         queued = max(0.0, time.monotonic() - found.since - latency)
@@ -270,8 +270,8 @@ class RewardService:
         )
 
     def _tell(self, part: int, id: str, result: RewardResult, printed: str, count: int) -> None:
-        """Log a failed sample. After `_FULL_ERRORS` errors of one kind, log only if their count is
-        a power of two."""
+        """Log a failed sample. After `_FULL_ERRORS` errors of one kind, log only when their count
+        is a power of two."""
         if count > _FULL_ERRORS and count & (count - 1):
             return
         nth = f" ({count} samples so far)" if count > _FULL_ERRORS else ""

@@ -11,15 +11,15 @@ READY = -1
 
 
 class SampleInfo(Struct, frozen=True, kw_only=True):
-    """Metadata of a sample for a reward. The tokens themselves stay at the engine."""
+    """Metadata of a sample for a reward. The sample's tokens are not sent."""
 
     id: RequestId
     num_tokens: int
     num_prompt_tokens: int
     finish: Finish
     timeout_s: float = 0.0
-    """Seconds that scoring may take; 0 if unknown. With adaptive deadlines a score of another
-    sample may shorten the limit."""
+    """Seconds that scoring may take; 0 if unknown. With adaptive deadlines, the score of another
+    sample may shorten this limit."""
 
     @property
     def group(self) -> GroupId:

@@ -1,4 +1,4 @@
-"""Child process of a reward as seen by the pool, with the samples that were sent to it."""
+"""Child process of a reward, with the samples that the pool sent to the child."""
 
 import dataclasses
 import selectors
@@ -20,7 +20,7 @@ class PendingSample:
 
 class RewardWorker(GuardedChild):
     """Child process, used by the pool's thread only. `inflight` has its samples in scoring order;
-    `head_since` is the time when scoring of the first one began."""
+    `head_since` is the time when scoring of the first sample began."""
 
     def __init__(
         self,
@@ -38,18 +38,18 @@ class RewardWorker(GuardedChild):
         super().__init__(selector, start, sink, module)
 
     def become_ready(self) -> None:
-        """Accept samples from now on. Memory growth is measured from here."""
+        """Accept samples. Memory growth is measured from this point on."""
         self.ready = True
         self.start_rss = self.rss()
 
     def hold(self, entry: PendingSample) -> None:
-        """Append a sample to those in flight."""
+        """Append a sample to the samples in flight."""
         if not self.inflight:
             self.head_since = time.monotonic()
         self.inflight.append(entry)
 
     def end_first(self) -> None:
-        """Remove the first sample, which is scored, and start the clock of the next."""
+        """Remove the first sample, which has been scored, and start timing the next sample."""
         self.inflight.popleft()
         self.head_since = time.monotonic()
 

@@ -31,24 +31,24 @@ class ProgramLimits:
     """Resource limits of a program."""
 
     memory_mb: int = 512
-    """Memory limit of each process, and of all processes together. Files in /tmp may take 128 MB
-    more."""
+    """Memory limit of each process and of all processes together, in MB. Files in /tmp may take
+    another 128 MB."""
     processes: int = 32
-    """Limit of processes; threads count too."""
+    """Maximum number of processes; threads count too."""
     output_bytes: int = 1 << 20
-    """Limit of stdout and stderr together. A program that writes more is killed."""
+    """Maximum size of stdout and stderr together. A program that writes more is killed."""
     file_mb: int = 16
     """Largest file that a program may write."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramOutcome:
-    """End of a program: exit status, reason, resources and output."""
+    """Outcome of a program: exit status, reason, resources and output."""
 
     code: int
-    """Exit status; -N: signal N."""
+    """Exit status; -N: killed by signal N."""
     why: str
-    """Why the sandbox killed it: "timeout", "memory", "output"; "" if it exited by itself."""
+    """Why the sandbox killed the program: "timeout", "memory" or "output"; "" if it did not."""
     seconds: float
     peak_bytes: int
     """Peak of the resident memory, as sampled."""
@@ -68,28 +68,28 @@ class Verdicts:
 
 @dataclass
 class _RunningProgram:
-    """State of a running job."""
+    """State of a running program."""
 
     kills: str = ""
     report: dict | None = None
     streams: dict[int, bytearray] = field(default_factory=dict)
 
     def kill(self, why: str) -> None:
-        """Record why it is killed."""
+        """Record why the program is killed."""
         self.kills = why
 
     def end(self, report: dict) -> None:
-        """Record the sandbox's report of its end."""
+        """Record the sandbox's report that the program has ended."""
         self.report = report
 
 
 class Broken(RuntimeError):
-    """Failure of the sandbox itself. The next program runs in a new one."""
+    """Failure of the sandbox itself. The next program runs in a new sandbox."""
 
 
 Deadline = Callable[[], float]
-"""Function that returns the `time.monotonic()` at which a program is killed. It is polled, so the
-deadline may become earlier."""
+"""Function that returns the `time.monotonic()` at which a program is killed. The function is called
+repeatedly, so the deadline may become earlier."""
 
 
 class Sandbox:
@@ -98,7 +98,7 @@ class Sandbox:
 
     def __init__(self, isolated: bool, packages: Sequence[str] = ()) -> None:
         """Start the sandbox. `isolated` comes from `isolation.grade`; programs may import from the
-        folders `packages`. Raises RuntimeError or TimeoutError if it does not start."""
+        folders `packages`. Raises RuntimeError or TimeoutError if the sandbox does not start."""
         self._isolated, self._packages = isolated, tuple(packages)
         self._walls: SandboxProcess | None = SandboxProcess(isolated, self._packages)
 
@@ -110,7 +110,7 @@ class Sandbox:
 
     @property
     def pid(self) -> int:
-        """Id of the sandbox's main process. It changes after `Broken`."""
+        """Id of the sandbox's main process. The id changes after `Broken`."""
         assert self._walls is not None
         return self._walls.pid
 
@@ -153,8 +153,8 @@ class Sandbox:
         *,
         limits: ProgramLimits | None = None,
     ) -> Verdicts:
-        """Run the source, then each test against its definitions (see `judge`). Output of the
-        program is discarded. Raises Broken if the sandbox fails meanwhile."""
+        """Run the source, then each test against the source's definitions (see `judge`). Output of
+        the program is discarded. Raises Broken if the sandbox fails meanwhile."""
         limits = limits or ProgramLimits()
         with _Files() as files:
             verdict = files.pipe()
@@ -191,7 +191,7 @@ class Sandbox:
         passed = [said[i : i + 1] == judge.PASSED for i in range(len(tests))]
         return Verdicts(passed=tuple(passed), outcome=_outcome(runs[_SCRIPT], b"", b""))
 
-    # ---- one order
+    # ---- orders to the sandbox's process
 
     def _order(
         self, job: int, what: str, limits: ProgramLimits, deadline: Deadline, fds: list[int]
@@ -212,8 +212,8 @@ class Sandbox:
             raise self._broken("does not accept programs") from error
 
     def _start(self) -> SandboxProcess:
-        """Start a new sandbox, with retries, so that a short lack of memory or disk does not end
-        the run. Raises RuntimeError if all tries fail."""
+        """Start a new sandbox, with retries, so that a brief lack of memory or disk space does not
+        end the run. Raises RuntimeError if all tries fail."""
         for pause in (*_PAUSES_S, None):
             try:
                 return SandboxProcess(self._isolated, self._packages)
@@ -230,7 +230,7 @@ class Sandbox:
     def _wait(
         self, runs: dict[int, _RunningProgram], main: int, deadline: Deadline, room: int
     ) -> None:
-        """Wait until all jobs have ended. The end of the job `main` ends the others."""
+        """Wait until all jobs have ended. When the job `main` ends, kill the others."""
         assert self._walls is not None
         given_up = float("inf")
         with selectors.DefaultSelector() as selector:
@@ -281,7 +281,7 @@ class Sandbox:
         for number, run in runs.items():
             if not run.kills and run.report is None:
                 run.kill(why)
-                with contextlib.suppress(OSError):  # it has failed: `_report` raises Broken
+                with contextlib.suppress(OSError):  # sandbox failed: `_report` raises Broken
                     self._walls.control.send(json.dumps({"kill": number}).encode())
 
     def _broken(self, how: str) -> Broken:
@@ -290,8 +290,8 @@ class Sandbox:
 
 
 def _read(fd: int, run: _RunningProgram, room: int) -> bool:
-    """Read the available output, at most slightly more than `room`. Returns False at the end of the
-    stream."""
+    """Read the available output, until slightly more than `room` bytes are stored. Returns False at
+    the end of the stream."""
     try:
         while sum(map(len, run.streams.values())) <= room:
             data = os.read(fd, _READ_BYTES)
@@ -319,7 +319,7 @@ def _outcome(run: _RunningProgram, out: bytes, err: bytes) -> ProgramOutcome:
 
 
 class _Files:
-    """File descriptors of one run, closed at its end."""
+    """File descriptors of one program run; leaving the context closes them."""
 
     def __init__(self) -> None:
         self._open: set[int] = set()
@@ -331,7 +331,7 @@ class _Files:
         self.close(*self._open)
 
     def close(self, *fds: int) -> None:
-        """Close some descriptors early."""
+        """Close these descriptors before the run ends."""
         for fd in fds:
             self._open.discard(fd)
             os.close(fd)

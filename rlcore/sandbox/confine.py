@@ -1,7 +1,7 @@
 """System calls that confine a process before it runs an untrusted program.
 
 Runs inside the sandbox, on the standard library alone. Each function raises OSError if the kernel
-refuses.
+refuses a call.
 
 Own code instead of libseccomp's bindings: only the standard library exists inside the sandbox.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 NOBODY = 65534
-"""User and group that programs run as if the sandbox can change users."""
+"""Id of user and group `nobody`. Programs run as this user if the sandbox can change users."""
 
 CLONE_NEWPID = 0x20000000
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW*: ns, cgroup, uts, ipc, user, pid, net, time
@@ -44,8 +44,8 @@ _SHARED_CALLS = {
     "quotactl_fd": 443,
     "memfd_secret": 447,
 }
-# name: (x86_64, aarch64). Denied: sockets, other processes, mounts, namespaces, memory that escapes
-# the limits (System V, memfd), the kernel's keys, clocks, modules and its large attack surfaces.
+# Denied calls and their numbers on (x86_64, aarch64): sockets, other processes, mounts, namespaces,
+# memory outside the limits (System V, memfd), kernel keys, clocks, modules, large attack surfaces.
 _CALLS = {
     "socket": (41, 198),
     "ptrace": (101, 117),
@@ -134,8 +134,8 @@ def adopt_orphans() -> None:
 
 
 class PidNamespaces:
-    """Handle that gives the next child its own pid namespace. The child is process 1 there, so all
-    its descendants are killed when it exits. Needs CAP_SYS_ADMIN, and a process with one thread."""
+    """Handle that gives the next child its own pid namespace. The child is process 1 there: when it
+    exits, its descendants are killed. Needs CAP_SYS_ADMIN, and a process with one thread."""
 
     def __init__(self) -> None:
         self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
@@ -147,7 +147,7 @@ class PidNamespaces:
 
 
 def mount_tmp(num_bytes: int, num_files: int) -> None:
-    """Mount an empty /tmp of this size over the existing one."""
+    """Mount an empty /tmp of this size over the existing /tmp."""
     options = f"size={num_bytes},nr_inodes={num_files},mode=1777".encode()
     _call("mount", b"tmpfs", b"/tmp", b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
@@ -164,7 +164,7 @@ def hide_proc() -> None:
 
 
 def close_from(first: int) -> None:
-    """Close every descriptor from this one on."""
+    """Close every descriptor whose number is `first` or higher."""
     os.closerange(first, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
@@ -200,8 +200,8 @@ def limit(seconds: float, memory: int, processes: int, file_bytes: int, files: i
 
 
 def seccomp_program() -> bytes:
-    """Build the seccomp filter. The calls above, and clone with namespaces, fail with EPERM. clone3
-    fails with ENOSYS, so that the C library falls back to clone. Returns b"" on an unknown
+    """Build the seccomp filter. Denied calls, and clone with new namespaces, fail with EPERM.
+    clone3 fails with ENOSYS, so that the C library falls back to clone. Returns b"" on an unknown
     processor."""
     if platform.machine() not in _ARCHES or struct.calcsize("P") != 8:
         return b""
@@ -212,7 +212,7 @@ def seccomp_program() -> bytes:
     for number in denied:
         lines += [(_JEQ, 0, 1, number), (_RET, 0, 0, _ERRNO | _EPERM)]
     lines += [(_JEQ, 0, 1, _CLONE3), (_RET, 0, 0, _ERRNO | _ENOSYS)]
-    lines += [(_JEQ, 0, 3, _CLONE[column]), (_LD, 0, 0, 16)]  # the low half of its flags
+    lines += [(_JEQ, 0, 3, _CLONE[column]), (_LD, 0, 0, 16)]  # the low half of the flags
     lines += [(_JSET, 0, 1, _NEW_NAMESPACES), (_RET, 0, 0, _ERRNO | _EPERM)]
     lines += [(_RET, 0, 0, _ALLOW)]
     return b"".join(struct.pack("HBBI", *line) for line in lines)
@@ -236,8 +236,8 @@ def landlock_version() -> int:
 
 
 def landlock(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Deny TCP, signals to other programs, and all files outside of these folders, as far as the
-    kernel's Landlock supports it. https://docs.kernel.org/userspace-api/landlock.html"""
+    """Deny files outside of these folders and, if the kernel's Landlock is new enough, TCP and
+    signals to other programs. https://docs.kernel.org/userspace-api/landlock.html"""
     version = landlock_version()
     every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     network = 3 if version >= 4 else 0
@@ -258,7 +258,7 @@ def _allow(ruleset: int, allowed: int, path: str) -> None:
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not os.path.isdir(path):
-            allowed &= 0b110 | 1 << 14 | 1 << 15  # rights that exist for files: write, read, ioctl
+            allowed &= 0b110 | 1 << 14 | 1 << 15  # rights of files: write, read, truncate, ioctl
         rule = struct.pack("=Qi", allowed, fd)
         _call("syscall", _LANDLOCK_ADD, ruleset, 1, rule, ctypes.c_uint32(0))
     finally:

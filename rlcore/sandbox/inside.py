@@ -2,15 +2,15 @@
 
     python -m rlcore.sandbox.inside CONTROL SETTINGS
 
-CONTROL is a socket, SETTINGS is JSON (`SandboxSettings`). An order is JSON with descriptors beside
-it. A program's source and its tests come through those descriptors and are read after the fork.
-This process never reads them, so a program cannot find another one's tests in inherited memory.
+CONTROL is a socket, SETTINGS is JSON (`SandboxSettings`). An order is JSON with file descriptors
+attached. A program's source and tests come through these descriptors and are read after the fork.
+This process never reads them, so a program cannot find another program's tests in inherited memory.
 
-Runs on the standard library alone and receives descriptors, so it does not use the channel of
-`utils/children.py`.
+The channel of `utils/children.py` is not used: this module imports only the standard library, and
+it receives descriptors.
 
-Own code instead of one bubblewrap per program: a fork inside it runs 29 scripts a second for 2.7
-(`tools/results/sandbox.json`, a loaded machine).
+Own code instead of one bubblewrap per program: forks inside one sandbox run 29 scripts per second
+instead of 2.7 (`tools/results/sandbox.json`, on a loaded machine).
 """
 
 import gc
@@ -47,14 +47,14 @@ class SandboxSettings(NamedTuple):
     has_namespaces: bool
     """Whether each program gets its own pid namespace, an empty /tmp, and no /proc."""
     to_nobody: bool
-    """Whether programs run as another user."""
+    """Whether programs run as the user `nobody`."""
     seccomp: bool
     readable: list[str]
-    """Paths that programs may read, with Landlock. Empty: Landlock is not used."""
+    """Paths that Landlock lets programs read; empty: Landlock is not used."""
     tmp: str
-    """Working folder of programs without namespaces; the client empties it."""
+    """Working folder of programs without namespaces; `SandboxProcess` empties it."""
     spare_processes: int
-    """Number of processes of the same user outside of the sandbox."""
+    """Number of other processes that count towards the process limit of the programs' user."""
 
 
 class Order(NamedTuple):
@@ -73,7 +73,7 @@ class Order(NamedTuple):
 
 
 class ProgramJob(NamedTuple):
-    """Running program."""
+    """Program that is running."""
 
     order: Order
     pid: int
@@ -140,7 +140,7 @@ class Zygote:
 
     def _kill(self, number: int, why: str) -> None:
         job = self._jobs.get(number)
-        if job is not None:  # else it has ended and its report is sent
+        if job is not None:  # else the program has ended and its report is sent
             job.tasks["why"] = job.tasks["why"] or why
             signal.pidfd_send_signal(job.pidfd, signal.SIGKILL)
 
@@ -165,8 +165,8 @@ class Zygote:
         self._control.send(json.dumps(report).encode())
 
     def _watch(self) -> None:
-        """Measure the memory of all processes of each program together, and kill programs above the
-        limit. The rlimit of each process does not bound their sum."""
+        """Measure each program's memory over all its processes, and kill programs above the limit.
+        Rlimits bound each process, but not the sum."""
         tree = self._processes()
         inherited = tree[os.getpid()][1]  # shared with this process after a fork
         for number, job in list(self._jobs.items()):
@@ -176,8 +176,8 @@ class Zygote:
                 self._kill(number, "memory")
 
     def _sweep(self) -> None:
-        """Without pid namespaces: kill the processes that ended programs left behind, which become
-        children of this one. All are stopped before the first is killed, because a fork bomb
+        """Kill the processes that ended programs left behind. Without pid namespaces they become
+        children of this process. All are stopped before the first is killed, because a fork bomb
         replaces each killed process."""
         end = time.monotonic() + _KILL_S
         stopped: set[int] = set()
@@ -202,14 +202,14 @@ class Zygote:
             return bool(set(map(int, file.read().split())) - {j.pid for j in self._jobs.values()})
 
     def _processes(self) -> dict[int, tuple[int, int]]:
-        """Return parent and resident bytes of every visible process."""
+        """Return the parent's id and the resident bytes of every visible process, by its id."""
         found = {}
         page = os.sysconf("SC_PAGE_SIZE")
         for name in os.listdir(self._proc):
             if name.isdigit():
                 try:
                     fd = os.open(f"{name}/stat", os.O_RDONLY, dir_fd=self._proc)
-                except OSError:  # it has just exited
+                except OSError:  # the process has just exited
                     continue
                 try:
                     fields = os.read(fd, 4096).rpartition(b") ")[2].split()
@@ -222,8 +222,8 @@ class Zygote:
 
 
 def _family(root: int, tree: dict[int, tuple[int, int]]) -> set[int]:
-    """Return a process and its descendants. Orphans of a pid namespace belong to its first
-    process."""
+    """Return the ids of a process and its descendants. Orphans in a pid namespace are children of
+    the namespace's first process."""
     family = {root} & tree.keys()
     size = 0
     while len(family) != size:
@@ -241,7 +241,7 @@ def _child(settings: SandboxSettings, order: Order, fds: list[int], filter: byte
         status = _run(order.what, source)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
-    except BaseException as error:  # a limit hit before the program began, or a kernel refusal
+    except BaseException as error:  # an early limit, or a call that the kernel refused
         os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -253,10 +253,10 @@ def _child(settings: SandboxSettings, order: Order, fds: list[int], filter: byte
 
 
 def _arrange(fds: list[int]) -> str:
-    """Move the descriptors to their numbers, close all others, and read the source."""
+    """Read the source, move the other descriptors to 0, 1, 2, ..., and close the rest."""
     with open(fds[0], "rb", closefd=False) as file:
         source = file.read().decode("utf-8", "surrogatepass")
-    spare = [os.dup(fd) for fd in fds[1:]]  # above the target numbers, as fds are
+    spare = [os.dup(fd) for fd in fds[1:]]  # new numbers, so that dup2 overwrites none
     for place, fd in enumerate(spare):
         os.dup2(fd, place)
     confine.close_from(len(spare))
@@ -281,7 +281,7 @@ def _confine(settings: SandboxSettings, order: Order, filter: bytes) -> None:
 
 
 def _run(what: str, source: str) -> int:
-    random.seed(0)  # Python reseeds it after a fork
+    random.seed(0)  # because Python reseeds `random` after a fork
     if what == "script":
         return program.run_script(source)
     channel = socket.socket(fileno=_CHANNEL).makefile("rwb")
@@ -303,7 +303,7 @@ def main() -> None:
     for name in _PRELOADED.split():
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # garbage collection in a fork does not touch the shared pages
+    gc.freeze()  # so that garbage collection in a fork does not copy shared pages
     control.send(b"{}")
     zygote.serve()
 

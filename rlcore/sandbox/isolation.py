@@ -1,7 +1,7 @@
 """Isolation of programs on this machine, and the command that starts it.
 
 There are two grades. With bubblewrap and user namespaces, programs see a read-only root with the
-interpreter, no network, and their own process ids. Without them, the same limits and system-call
+interpreter, no network, and their own process ids. Otherwise the same limits and system-call
 filter apply, and Landlock if the kernel has it, but programs see the machine's files and processes.
 The grade is found by trying, because containers forbid namespaces in many ways.
 """
@@ -44,12 +44,12 @@ class Grade(NamedTuple):
 
 
 class SandboxProcess:
-    """A running `inside` process and its control socket. One thread creates and uses it, and must
-    outlive it: the process is killed when the thread exits."""
+    """Running `inside` process with its control socket. Only the thread that created it may use it,
+    and the process is killed when that thread exits."""
 
     def __init__(self, isolated: bool, packages: tuple[str, ...] = ()) -> None:
         """Start the process; programs may import from the folders `packages`. Raises RuntimeError
-        if this machine forbids it, TimeoutError if it takes too long."""
+        if this machine forbids the sandbox, TimeoutError if the start takes too long."""
         self.isolated = isolated
         self.tmp = "" if isolated else tempfile.mkdtemp(prefix="rlcore-box-")
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -75,12 +75,12 @@ class SandboxProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process that contains all others."""
+        """Id of the process that starts all others of the sandbox."""
         assert self._process is not None
         return self._process.pid
 
     def empty_tmp(self) -> None:
-        """Remove a program's files from /tmp. Isolated programs lose their /tmp automatically."""
+        """Remove a program's temporary files. For isolated programs, `inside` replaces /tmp."""
         if self.tmp and any(os.scandir(self.tmp)):
             _remove(self.tmp)
             os.mkdir(self.tmp)
@@ -93,7 +93,7 @@ class SandboxProcess:
             if self.isolated:
                 self._process.kill()
             try:
-                self._process.wait(_END_S)  # without namespaces it kills its programs first
+                self._process.wait(_END_S)  # without namespaces, programs are killed first
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -114,8 +114,8 @@ class SandboxProcess:
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder, even if a program changed its permissions: without namespaces the files may
-    belong to this user. Not shutil.rmtree, which raises RecursionError on a thousand nested
+    """Remove a folder, even if a program without namespaces ran as this user and changed the
+    permissions. Uses `rm`, because shutil.rmtree raises RecursionError on a thousand nested
     folders."""
     remove = ["rm", "-rf", "--one-file-system", "--", folder]
     if subprocess.run(remove, timeout=_START_S, capture_output=True).returncode:
@@ -126,8 +126,8 @@ def _remove(folder: str) -> None:
 
 
 def grade(require_isolation: bool = False, packages: tuple[str, ...] = ()) -> Grade:
-    """Find the grade of this machine by trying. Raises RuntimeError if `require_isolation` is set
-    and namespaces are missing, or if no program can run at all."""
+    """Find this machine's grade by starting a sandbox. Raises RuntimeError if `require_isolation`
+    is set and namespaces are missing, or if no program can run at all."""
     if sys.platform != "linux":
         raise RuntimeError("the sandbox runs only on Linux")
     try:
@@ -157,8 +157,8 @@ def _filters() -> list[str]:
 
 
 def interpreters() -> list[str]:
-    """List this interpreter outside of any virtual environment, so that programs see only the
-    standard library, and the system's interpreter of the same version."""
+    """List this interpreter, outside of any virtual environment, and the system's interpreter of
+    the same version. With either, programs see only the standard library."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     own = os.path.join(sys.base_prefix, "bin", name)
     return [own, *(p for p in (f"/usr/bin/{name}",) if os.path.exists(p) and p != own)]
@@ -214,11 +214,11 @@ def _anyone_reads(file: str) -> bool:
 
 
 def _others(user: int) -> int:
-    """Count the threads of this user now, plus a reserve. The process limit counts all processes of
-    a user on the machine, so threads outside of the sandbox must not exhaust it."""
+    """Return the user's current number of threads plus a reserve, by which the process limit is
+    raised: the kernel also counts the user's threads outside of the sandbox."""
     found = 0
     for entry in os.scandir("/proc"):
-        with contextlib.suppress(OSError):  # it has just exited
+        with contextlib.suppress(OSError):  # the process has just exited
             if entry.name.isdigit() and entry.stat().st_uid == user:
                 found += len(os.listdir(f"{entry.path}/task"))
     return found + (_SPARE_NOBODY if user == confine.NOBODY else _SPARE_OWN)
@@ -235,7 +235,7 @@ def _start_isolated(
     info, told = os.pipe()
     fds = [control.fileno()]
     command = ["bwrap", *_ROOM, *_mounts(packages)]
-    if is_root:  # map two users: limits do not bind root, so programs run as the other
+    if is_root:  # map two users: limits do not bind root, so programs run as `nobody`
         command += ["--userns-block-fd", str(ready), "--info-fd", str(told)]
         fds += [ready, told]
     else:
@@ -311,7 +311,7 @@ def _map_users(info: int, go: int) -> None:
         with contextlib.suppress(BlockingIOError):
             data = os.read(info, 4096)
             if not data:
-                return  # bubblewrap has failed; its error output says why
+                return  # bubblewrap has failed; its stderr has the reason
             said += data
         if time.monotonic() > deadline:
             raise TimeoutError

@@ -1,9 +1,9 @@
-"""Runs the tests of a program, in a process that the program cannot reach.
+"""Run the tests of an untrusted program in a process that the program cannot access.
 
-A test is Python: `assert f(2) == [4]`. It runs in this process. Names that the program defines are
-proxies here: `f(2)` sends 2 to the program's process and receives plain data (values.py). Expected
-values never leave this process, and no object of the program enters it. The verdict is written to a
-descriptor that the program does not have.
+A test is Python code that runs in this process, such as `assert f(2) == [4]`. Names that the
+program defines are proxies here: `f(2)` sends 2 to the program's process and receives plain data
+(values.py). Expected values never leave this process, and no object of the program enters this
+process. The verdict is written to a descriptor that the program does not have.
 
 Runs inside the sandbox, on the standard library alone.
 """
@@ -17,16 +17,16 @@ from typing import Any, BinaryIO
 from rlcore.sandbox import values
 
 PASSED, FAILED = b"+", b"-"
-"""Verdict bytes: one per test, in order, written as soon as it is known."""
+"""Verdict of a test as a byte. Verdicts are written in order, each right after its test."""
 
 
 class ProgramEnded(BaseException):
-    """The program has ended, so no further test can pass. A BaseException, because tests catch
-    Exception."""
+    """Raised if the program has exited, so that no further test can pass. It is a BaseException,
+    because tests may catch Exception."""
 
 
 class Remote:
-    """Proxy of an object of the program that is no plain value. It equals only itself."""
+    """Proxy of an object of the program that is not a plain value. It equals only itself."""
 
     def __init__(self, link: "Link", number: int) -> None:
         self._link, self._number = link, number
@@ -63,7 +63,7 @@ class Link:
         self._remotes: dict[int, Remote] = {}
 
     def is_ready(self) -> bool:
-        """Return whether the program's source ran without error and serves questions."""
+        """Return whether the program's source ran without error, so that it answers questions."""
         try:
             return values.receive(self._channel).get("ready") is True
         except (EOFError, ValueError, AttributeError):
@@ -122,7 +122,7 @@ def judge(tests: list[str], channel: values.Stream, verdicts: BinaryIO) -> None:
 
 
 def _passes(test: str, link: Link) -> bool:
-    """Return whether the test passes, that is, raises nothing."""
+    """Return whether the test passes: it raises no exception."""
     try:
         tree = ast.parse(test)
         names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
@@ -131,7 +131,7 @@ def _passes(test: str, link: Link) -> bool:
         for name in modules(tree):
             names[name] = importlib.import_module(name)
         exec(compile(tree, "<test>", "exec"), names)
-    except Exception:  # AssertionError, and whatever else a test or the program raises
+    except Exception:  # AssertionError, or any other error of the test or the program
         return False
     except SystemExit:
         return False
@@ -141,8 +141,8 @@ def _passes(test: str, link: Link) -> bool:
 def free_names(tree: ast.AST) -> list[str]:
     """List the names that a test uses and does not define.
 
-    Builtins are excluded unless no other name is left: `assert sum(2, 3) == 5` tests a `sum` of the
-    program. Only the text of the test decides, so a program cannot redefine `set` or `sorted`.
+    Builtins are excluded unless no other name is left: `assert sum(2, 3) == 5` tests the program's
+    `sum`. Only the test's text decides, so a program cannot redefine `set` or `sorted`.
     """
     used: dict[str, None] = {}
     made: set[str] = set()
@@ -166,7 +166,7 @@ def free_names(tree: ast.AST) -> list[str]:
 
 
 def modules(tree: ast.AST) -> list[str]:
-    """List the standard-library modules that a test uses (`math.pi`), whether it imports them or
+    """List the standard-library modules whose attributes a test uses (`math.pi`), imported or
     not."""
     used = [
         n.value.id

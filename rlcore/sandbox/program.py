@@ -1,4 +1,4 @@
-"""Runs the untrusted program: as a script, or as functions that a judge calls.
+"""Run the untrusted program: as a script, or as functions that the tests (judge.py) call.
 
 Runs inside the sandbox, on the standard library alone, in a separate process that has dropped its
 privileges. The program may do anything to this process.

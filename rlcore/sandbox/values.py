@@ -1,8 +1,8 @@
-"""Encoding of plain values as JSON lines between a program and its judge: no code, no classes, no
-references.
+"""Encoding of plain values as JSON lines between a program and its judge (judge.py): no code, no
+classes, no shared objects.
 
-Runs inside the sandbox, on the standard library alone. The judge builds the values that it compares
-from JSON. So a program can answer only with numbers, texts and containers.
+Runs inside the sandbox, on the standard library alone. The judge builds the values to compare from
+JSON, so a program can answer only with numbers, texts and containers.
 """
 
 import json
@@ -16,7 +16,7 @@ from io import BufferedRWPair
 from typing import Any, BinaryIO
 
 Stream = BinaryIO | BufferedRWPair
-"""Stream of lines; for a socket it is a read-write pair."""
+"""Stream of lines; for a socket, a read-write pair."""
 LARGEST = 16 << 20
 """Maximum length of a line in bytes."""
 
@@ -51,7 +51,7 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
         return ["type", value.__name__]
     if hasattr(type(value), "__index__"):  # integers of other libraries
         return ["i", format(operator.index(value), "x")]
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:  # its booleans
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:  # its scalars
         return encode(value.item(), refer)
     return ["ref", refer(value)]
 
@@ -95,7 +95,7 @@ def decode(data: Any, follow: Callable[[int], Any]) -> Any:
 
 
 def send(stream: Stream, message: Any) -> None:
-    """Send one line. Raises ValueError if it is too long."""
+    """Send one line. Raises ValueError if the line is too long."""
     line = json.dumps(message, separators=(",", ":")).encode()
     if len(line) >= LARGEST:
         raise ValueError(f"a value of {len(line)} bytes as JSON; at most {LARGEST} are allowed")
@@ -104,7 +104,7 @@ def send(stream: Stream, message: Any) -> None:
 
 
 def receive(stream: Stream) -> Any:
-    """Receive the next line. Raises EOFError at the end, ValueError if the line is no JSON."""
+    """Receive the next line. Raises EOFError at the end, ValueError if the line is not JSON."""
     line = stream.readline(LARGEST + 1)
     if not line.endswith(b"\n"):
         raise EOFError("the other process has exited or sent too long a line")

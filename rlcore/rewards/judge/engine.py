@@ -1,7 +1,7 @@
 """Judge backend that uses a server with OpenAI's chat completions, such as SGLang or vLLM.
 
-With `prefill` it asks for one token and the log-probs of the likeliest tokens; with `generate` it
-asks for text. Requests, retries and deadlines are those of `rewards/http.py`.
+With `prefill` it requests one token and the log-probs of the likeliest tokens; with `generate` it
+requests text. `rewards/http.py` handles requests, retries and deadlines.
 
 Own code instead of the package openai: its requests share retries and deadlines with http.py.
 """
@@ -91,8 +91,8 @@ class EngineBackend:
         return json.dumps(body).encode()
 
     def _verdict(self, text: bytes) -> RewardResult:
-        """Decode a reply. Raises ValueError if its form is unexpected; a reply without a verdict
-        becomes the sample's error."""
+        """Decode a reply. Raises ValueError if the reply's form is unexpected. If a reply has no
+        verdict, the result carries an error."""
         try:
             choice = json.loads(text)["choices"][0]
             if self._cfg.method == "generate":
@@ -114,8 +114,8 @@ class EngineBackend:
         return RewardResult(score=score, details=details)
 
     def _shares(self, top: list[dict[str, Any]]) -> tuple[float, float]:
-        """Sum the probabilities of the good and of the bad words among the likeliest tokens. White
-        space around a token does not count."""
+        """Sum the probabilities of good words, and of bad words, among the likeliest tokens. White
+        space around a token is ignored."""
         shares = {True: 0.0, False: 0.0}
         for entry in top:
             word = entry["token"].strip()

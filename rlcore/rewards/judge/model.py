@@ -1,7 +1,7 @@
 """Model of the judge: probabilities of verdict tokens after a prefill, or a few greedy tokens.
 
-The forward pass is `hf.model.CausalLM`, as in the torch engine, over a `LayerPipeline` of layers.
-Before each batch the number of resident layers is recomputed from the free memory.
+The forward pass is `hf.model.CausalLM`, as in the torch engine; its layers come from a
+`LayerPipeline`. Before each batch, the number of resident layers is recomputed from free memory.
 """
 
 import time
@@ -27,7 +27,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(slots=True)
 class BatchStats:
-    """Statistics of the last batch."""
+    """Statistics of the latest batch."""
 
     rows: int = 0
     prefill_tokens: int = 0
@@ -61,7 +61,7 @@ class JudgeModel:
         self._ratio, self._memory = resident_ratio, memory_bytes
         self._free = free or self._free_here
         self.is_small = False
-        """If set, no layer becomes resident again until `may_grow`."""
+        """Whether all layers are streamed until `may_grow` is called."""
         reader = WeightReader(folder)
         reader.check(expected(self.hf))
         carrier: Carrier
@@ -82,8 +82,8 @@ class JudgeModel:
 
     @torch.no_grad()
     def probabilities(self, rows: Sequence[Sequence[int]], ids: Sequence[int]) -> Tensor:
-        """Compute [rows, ids] float32 on the CPU: probability of each token in `ids` after each
-        row, out of the whole vocabulary. Only one layer's keys and values are kept at a time."""
+        """Return the probability of each token in `ids` after each row, over the whole vocabulary:
+        [rows, ids] float32 on the CPU. Keys and values of only one layer are kept at a time."""
         longest = max(map(len, rows))
         self._decide(work_bytes(self.hf, self.dtype, len(rows), longest))
         logits = self._prefill(rows, self._cache(len(rows), longest, shared=True))
@@ -93,8 +93,8 @@ class JudgeModel:
     def generate(
         self, rows: Sequence[Sequence[int]], max_tokens: int, stop_ids: Collection[int]
     ) -> list[list[int]]:
-        """Generate greedily after each row, up to `max_tokens` or a stop token, which is left out.
-        Streamed layers are copied once per token."""
+        """Generate greedily after each row, up to `max_tokens` or a stop token, which is not
+        returned. Streamed layers are copied once per token."""
         count, longest = len(rows), max(map(len, rows))
         self._decide(work_bytes(self.hf, self.dtype, count, longest, max_tokens))
         cache = self._cache(count, longest + max_tokens, shared=False)
@@ -131,7 +131,7 @@ class JudgeModel:
 
     def shrink(self) -> None:
         """Stream all layers, because another process took the memory that a batch needed. No layer
-        becomes resident again until `may_grow`, however much memory seems free."""
+        becomes resident until `may_grow` is called, however much memory seems free."""
         self.is_small = True
         self.layers.set_resident(0)
 
@@ -140,8 +140,8 @@ class JudgeModel:
         self.is_small = False
 
     def _prefill(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
-        """Compute [rows, vocab] float32: logits after each row's last token. Rows are padded on the
-        right, where causal attention hides the padding from real tokens."""
+        """Return the logits after each row's last token, [rows, vocab] float32. Rows are padded on
+        the right, where causal attention hides the padding from real tokens."""
         begin = time.monotonic()
         longest = max(map(len, rows))
         padded = [[*row, *[0] * (longest - len(row))] for row in rows]
@@ -163,8 +163,8 @@ class JudgeModel:
         return logits
 
     def _cache(self, rows: int, length: int, shared: bool) -> Cache:
-        """Allocate the keys and values of a batch. `shared`: all layers take turns in the space of
-        one layer."""
+        """Allocate the KV cache of a batch. `shared`: all layers use the same space, one after
+        another."""
         hf = self.hf
         cache = Cache(
             hf.num_layers,
@@ -181,7 +181,7 @@ class JudgeModel:
         return cache
 
     def _decide(self, work: int) -> None:
-        """Keep as many layers resident as fit beside a batch that takes `work` bytes."""
+        """Keep as many layers resident as fit in memory with a batch that takes `work` bytes."""
         if self.is_small:
             return
         held = self.layers.num_buffers * self._sizes.layer

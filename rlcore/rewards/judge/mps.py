@@ -1,9 +1,9 @@
 """CUDA MPS: one control daemon per node lets several processes compute on a GPU at once.
 
-Without MPS the judge and the engines take turns on the GPU; with it their kernels run concurrently.
-The first process of a run on a node starts the daemon in the foreground, as its own child, so that
-it can stop it. The other processes of the run join. A daemon started outside of the run is used but
-never stopped. The daemon must run before the first CUDA call of every participating process.
+Without MPS, judge and engines take turns on the GPU; with MPS, their kernels run concurrently. The
+first process of a run on a node starts the daemon in the foreground, as its own child, so that it
+can stop the daemon. Other processes of the run join. A daemon started outside of the run is used
+but never stopped. The daemon must run before the first CUDA call of every participating process.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 class MPSError(RuntimeError):
-    """MPS cannot be used; the message gives the reason."""
+    """Raised if MPS cannot be used; the message gives the reason."""
 
 
 class Daemon:
-    """MPS daemon of this node, started by this process or by another. `environment` has the
-    variables that its clients need."""
+    """MPS daemon of this node, started by this or another process. `environment` has the variables
+    that clients of the daemon need."""
 
     def __init__(
         self,
@@ -50,8 +50,7 @@ class Daemon:
         lock: int | None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Record the daemon. `environment` defaults to that of a daemon with its pipes in
-        `folder`."""
+        """Record the daemon. By default, `environment` has the variables for pipes in `folder`."""
         self.folder = folder
         self._process, self._lock = process, lock
         of_folder = {PIPES: str(folder / "pipe"), LOGS: str(folder / "log")}
@@ -79,8 +78,8 @@ class Daemon:
 
 
 def wanted(reward: RewardConfig | RewardSum) -> tuple[str, bool]:
-    """Find the section of a local judge that may use MPS, and whether it asks for it with `on`.
-    Returns "" if there is none. Raises ConfigError if it asks for MPS and there is no GPU."""
+    """Return the key of a local judge's section that may use MPS ("" if none), and whether its
+    `mps` is `on`. Raises ConfigError if `mps` is `on` and there is no GPU."""
     judges = [
         (key, section)
         for key, section in reward_sections(reward).items()
@@ -95,7 +94,7 @@ def wanted(reward: RewardConfig | RewardSum) -> tuple[str, bool]:
 
 
 def of_run(reward: RewardConfig | RewardSum) -> Daemon | None:
-    """Join or start the MPS daemon of a run with a local judge; None if the run needs none.
+    """Join or start the MPS daemon of a run with a local judge; None: the run uses no MPS.
 
     Sets the daemon's environment variables for this process and its children, so call it before any
     CUDA call. Raises ConfigError if MPS is `on` and cannot be used.
@@ -126,8 +125,8 @@ def has_gpu() -> bool:
 
 
 def limits(percent: int, memory_gb: float, device: int = 0) -> dict[str, str]:
-    """Return the environment that limits a client: a percentage of the GPU's multiprocessors, and
-    GB (10^9 bytes) of its memory. 0 means no limit."""
+    """Return the environment variables that limit a client of MPS: percentage of the GPU's
+    multiprocessors, and GB (10^9 bytes) of GPU memory. 0 means no limit."""
     found = {}
     if percent:
         found[PERCENT] = str(percent)
@@ -137,14 +136,14 @@ def limits(percent: int, memory_gb: float, device: int = 0) -> dict[str, str]:
 
 
 def folder_of(run: str) -> Path:
-    """Return the folder for the daemon's pipes. It is short, because socket paths are limited, and
-    belongs to the user."""
+    """Return the folder for the daemon's pipes, separate for each user and run. Its path is short,
+    because the length of socket paths is limited."""
     return Path(tempfile.gettempdir()) / f"rlcore-mps-{os.getuid()}-{run}"
 
 
 def join(folder: Path, timeout_s: float = 30.0) -> Daemon:
-    """Join the daemon of this run on this node, or start it if no process of the run has. Removes
-    what a failed daemon of an earlier run left behind.
+    """Join the daemon of this run on this node, or start it if no process of the run has done so.
+    Removes pipes that a failed daemon left behind.
 
     Raises:
         MPSError: there is no control program, no permission, or the daemon does not answer.
@@ -163,7 +162,7 @@ def join(folder: Path, timeout_s: float = 30.0) -> Daemon:
         raise MPSError(f"its folder {folder} cannot be used ({error})") from error
     deadline = time.monotonic() + timeout_s
     environment = Daemon(folder, None, None).environment
-    while True:  # the process that starts the daemon holds the lock while it owns it
+    while True:  # the process that starts the daemon holds the lock until it stops the daemon
         if answers(environment):
             os.close(lock)
             announce("MPS", f"joined the daemon of this node at {folder}")
@@ -188,8 +187,8 @@ def join(folder: Path, timeout_s: float = 30.0) -> Daemon:
 
 
 def _start(folder: Path, environment: dict[str, str], deadline: float) -> subprocess.Popen:
-    """Start a daemon and wait until it answers. Existing pipes are stale: this process holds the
-    lock and no daemon answers."""
+    """Start a daemon and wait until it answers. Existing pipes are stale, because this process
+    holds the lock and no daemon answers."""
     pipes, logs = folder / "pipe", folder / "log"
     if pipes.exists():
         log.warning("MPS: removing %s, left behind by a daemon that has failed", pipes)
@@ -202,7 +201,7 @@ def _start(folder: Path, environment: dict[str, str], deadline: float) -> subpro
         raise MPSError(f"its folder {folder} cannot be used ({error})") from error
     libc = ctypes.CDLL(None)
 
-    def tie() -> None:  # SIGTERM at our exit, so that no daemon outlives its run
+    def tie() -> None:  # SIGTERM when the parent exits, so that no daemon outlives its run
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
     with output:
@@ -240,8 +239,8 @@ def answers(environment: dict[str, str]) -> bool:
 
 
 def command(environment: dict[str, str], line: str, timeout_s: float) -> str:
-    """Send a command to the daemon at these pipes and return its output. Raises MPSError if it
-    fails."""
+    """Send a command to the daemon at these pipes and return its output. Raises MPSError if the
+    command fails."""
     try:
         done = subprocess.run(
             [CONTROL],

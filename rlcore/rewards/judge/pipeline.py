@@ -1,20 +1,20 @@
 """Layers of a model in order, of which only some stay on the device: RollPacker's layer-wise
 pipeline (arXiv 2509.21009, PAPERS.md A4).
 
-    device    [0][1] . [3][4] . [6]     resident layers, in place
+    device    [0][1] . [3][4] . [6]     resident layers stay in their buffers
     slots           2       5           streamed layers alternate between two buffers
-    time       0  1  2  3  4  5  6  0   computing
-               2..|     5..|     2..|   copied meanwhile: the next streamed layer
+    time       0  1  2  3  4  5  6  0   layer that computes
+               2..|     5..|     2..|   next streamed layer, copied at the same time
 
 A streamed layer is copied while earlier layers compute. The first streamed layer of the next
-forward pass is copied while the last layers of this one compute. All buffers have the same layout,
-so the result is bitwise the same for any number of resident layers.
+forward pass is copied during the last layers of this pass. All buffers have the same layout, so the
+result is bitwise the same for any number of resident layers.
 
 On CUDA, streamed layers are kept in pinned host memory and copied on a separate stream. On the CPU,
 a thread reads them from the mapped safetensors and releases the pages.
 
-Own code instead of accelerate's offloading: with no layer resident a batch takes .80 of its time,
-and layers may stay (`tools/results/judge_pipeline.json`).
+Own code instead of accelerate's offloading: without resident layers a batch takes 0.80 of the time
+with accelerate, and layers may stay resident (`tools/results/judge_pipeline.json`).
 """
 
 from collections import deque
@@ -33,13 +33,13 @@ from rlcore.hf.weights import WeightReader, drop_pages
 from rlcore.rewards.judge.residency import SLOTS, spread
 
 OnRead = Callable[[int], None]
-"""Callback with the number of bytes read from files. It may block."""
+"""Callback with the number of bytes read from files. The callback may block."""
 
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """Memory for one layer. Its matrices have the layout of the file, so that filling it is plain
-    copying."""
+    """Memory for one layer. Matrices have the same layout as in the file, so that filling a buffer
+    is plain copying."""
 
     flat: Tensor
     layer: Layer
@@ -58,30 +58,30 @@ class Ticket(Protocol):
     """Handle of a copy in progress."""
 
     def wait(self) -> None:
-        """Return when work that is queued from now on may use the layer."""
+        """Block until newly queued work may use the layer."""
 
 
 class Carrier(Protocol):
     """Interface that copies layers to buffers on the device."""
 
     def bring(self, number: int, buffer: Buffer, stays: bool = False) -> Ticket:
-        """Start to fill the buffer after the work queued on it so far. `stays`: the layer becomes
-        resident, so it is not requested again soon."""
+        """Start to fill the buffer with layer `number`, after the work queued on the buffer so far.
+        `stays`: the layer becomes resident, so it is not requested again soon."""
 
     def close(self) -> None:
         """Release all resources."""
 
 
 class FileCarrier:
-    """Carrier that reads mapped safetensors in one thread: for the CPU, where device and host share
-    memory."""
+    """Carrier for the CPU, where device and host share memory. It reads mapped safetensors in one
+    thread."""
 
     def __init__(self, reader: WeightReader, on_read: OnRead | None = None) -> None:
         self._reader, self._on_read = reader, on_read
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge layers")
 
     def bring(self, number: int, buffer: Buffer, stays: bool = False) -> Ticket:
-        """See `Carrier`. On the CPU all earlier work on the buffer is already done."""
+        """See `Carrier`. On the CPU, all earlier work on the buffer has already ended."""
         return _Read(self._thread.submit(read_layer, self._reader, number, buffer, self._on_read))
 
     def close(self) -> None:
@@ -98,8 +98,8 @@ class _Read:
 
 
 class PinnedCarrier:
-    """Carrier that copies from pinned host memory on its own CUDA stream. A layer is read into host
-    memory on first use and kept there while it streams."""
+    """Carrier that copies from pinned host memory on its own CUDA stream. A streamed layer is read
+    into host memory on first use and kept there until it becomes resident."""
 
     def __init__(
         self, hf: HFConfig, dtype: torch.dtype, reader: WeightReader, device: torch.device
@@ -115,7 +115,7 @@ class PinnedCarrier:
             host = make_buffer(self._hf, self._dtype, torch.device("cpu"), pinned=True)
             read_layer(self._reader, number, host)
         if not stays:
-            self._host[number] = host  # for a resident layer torch frees it after the copy
+            self._host[number] = host  # else torch frees the host buffer after the copy
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             buffer.flat.copy_(host.flat, non_blocking=True)
@@ -153,7 +153,7 @@ def read_layer(
 
 class LayerPipeline:
     """Iterable over the layers in order, once per forward pass. Asking for the next layer signals
-    that the work of the previous one is queued, so its slot may be refilled after that work."""
+    that all work of the previous layer is queued. The layer's slot is refilled after that work."""
 
     def __init__(
         self,
@@ -163,8 +163,8 @@ class LayerPipeline:
         carrier: Carrier,
         overlap: bool = True,
     ) -> None:
-        """Create the pipeline without resident layers. Without `overlap` a layer is fetched only
-        when needed: the plain variant, for comparison."""
+        """Create the pipeline without resident layers. Without `overlap`, a layer is fetched only
+        when it is needed: a simple variant, for comparison."""
         self._hf, self._dtype, self._device = hf, dtype, device
         self._carrier, self._overlap = carrier, overlap
         self._leaving = spread(hf.num_layers)
@@ -184,25 +184,25 @@ class LayerPipeline:
 
     @property
     def num_buffers(self) -> int:
-        """Number of buffers on the device, slots included."""
+        """Number of buffers on the device, for resident and for streamed layers."""
         return len(self._resident) + len(self._slots)
 
     def set_resident(self, number: int) -> None:
         """Set the number of resident layers, between two forward passes. Layers are evicted before
-        others are loaded."""
+        new layers are loaded."""
         num_streamed = self._hf.num_layers - number
         assert 0 <= num_streamed <= self._hf.num_layers, number
         wanted = sorted(self._leaving[:num_streamed])
         is_so = wanted == self._streamed and num_streamed == self.num_streamed
         if is_so and len(self._slots) == min(SLOTS, num_streamed):
-            return  # otherwise, or if memory ran out in the middle of a change:
+            return  # no change, and the last change did not run out of memory
         self._stop()
         self._streamed = wanted
         for leaving in self._resident.keys() & set(self._streamed):
             del self._resident[leaving]
         del self._slots[min(SLOTS, num_streamed) :]
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # evicted memory is for the other processes
+            torch.cuda.empty_cache()  # give evicted memory to other processes
         coming = [n for n in range(self._hf.num_layers) if n not in self._streamed]
         for number in coming:
             if number not in self._resident:
@@ -231,7 +231,7 @@ class LayerPipeline:
                     self._fetch(self._following(after), slot)
             done = True
         finally:
-            if not done:  # the forward was abandoned: the slot in use is in no queue
+            if not done:  # the forward was abandoned, and `_ahead` lacks the slot in use
                 self._stop()
 
     def close(self) -> None:
@@ -250,8 +250,8 @@ class LayerPipeline:
                 self._fetch(number, slot)
 
     def _following(self, number: int) -> int:
-        """Return the streamed layer after this one. The first of the next forward pass follows the
-        last."""
+        """Return the streamed layer after layer `number`. After the last streamed layer, return the
+        first, for the next forward pass."""
         return next((n for n in self._streamed if n > number), self._streamed[0])
 
     def _fetch(self, number: int, slot: Buffer) -> None:

@@ -2,7 +2,7 @@
 
     python -m rlcore.rewards.judge.process FD PARENT
 
-Only `runner.ProcessBackend` starts it; it exits with its parent. It inherits the parent's
+`runner.ProcessBackend` starts this process, which exits with its parent. It inherits the parent's
 environment and adds the MPS limits before CUDA starts.
 """
 
@@ -36,10 +36,10 @@ from rlcore.utils.children import Channel, open_guarded_channel, sentence
 from rlcore.utils.net import frame
 
 _READ_CHARS = 1_000_000
-"""Number of characters tokenized between two batches; a tokenizer takes 3 to 6 s for them."""
+"""Maximum number of characters tokenized between two batches; this takes 3 to 6 s."""
 _STRETCH_CHARS = 20_000
-"""Number of characters tokenized between two messages to the parent. Each message restarts the
-parent's time-out."""
+"""Number of characters tokenized between two messages to the parent (a chunk). Each message
+restarts the parent's time-out."""
 
 
 def main() -> None:
@@ -50,8 +50,7 @@ def main() -> None:
 
 
 def serve(channel: Channel) -> None:
-    """Load the judge and score requests until the parent closes the channel, which raises
-    EOFError."""
+    """Load the judge and score requests. Raises EOFError when the parent closes the channel."""
     load = net.decode(channel.first(), LoadJudge)
     sys.path[:] = load.sys_path
     cfg = msgspec.convert(load.config, JudgeRewardConfig)
@@ -82,8 +81,8 @@ def serve(channel: Channel) -> None:
 
 
 def take(channel: Channel, judge: "JudgeServer", timeout_s: float | None) -> None:
-    """Pass received messages to the judge. Wait up to `timeout_s` for the first; None: wait until
-    one arrives or the parent closes the channel."""
+    """Pass received messages to the judge. Wait up to `timeout_s` for the first message; None: wait
+    without limit. Raises EOFError if the parent closes the channel."""
     for body in channel.receive(timeout_s):
         message = net.decode(body, ToJudge)
         if isinstance(message, CancelRequests):
@@ -104,11 +103,10 @@ class JudgeRow:
 
 
 class JudgeServer:
-    """Judge: the model with its tokenizer and rubric."""
+    """Judge in its process: the model with its tokenizer and rubric."""
 
     def __init__(self, cfg: JudgeRewardConfig, device: str) -> None:
-        """Load the model. Raises ValueError if the settings, the rubric and the model do not fit
-        together."""
+        """Load the model. Raises ValueError if settings, rubric and model are incompatible."""
         import torch
 
         from rlcore.hf.tokenizer import load_tokenizer
@@ -152,9 +150,9 @@ class JudgeServer:
     def _read(self, begins: Callable[[int], None]) -> None:
         """Tokenize received requests, up to `_READ_CHARS` characters.
 
-        Meanwhile nothing is scored and the parent's time-out runs, so `begins` is called with the
-        next key after every stretch. A request that cannot be rendered gets its error when its
-        batch comes.
+        Nothing is scored meanwhile and the parent's time-out runs, so `begins` is called with the
+        next key after every chunk. If a request cannot be rendered, its error is returned when its
+        batch is scored.
         """
         num_chars = stretch = 0
         while self._unread and num_chars < _READ_CHARS:
@@ -176,8 +174,8 @@ class JudgeServer:
         self._unread = deque(ask for ask in self._unread if ask.key not in keys)
 
     def encode(self, ask: GradeRequest) -> tuple[list[int], bool]:
-        """Build the judge's prompt. Also return whether the response was cut. Raises ValueError if
-        the prompt cannot be built."""
+        """Return the tokens of the judge's prompt, and whether the response was cut. Raises
+        ValueError if the prompt cannot be built."""
         defused = self._tokenizer.defused
         prompt, response = defused(ask.prompt), defused(ask.text)
         ids = self._render(prompt, ask, response)
@@ -185,7 +183,7 @@ class JudgeServer:
         if over <= 0:
             return ids, False
         words = self._tokenizer.encode(response)
-        kept = words[over + 8 :]  # the cut may add a token or two
+        kept = words[over + 8 :]  # tokenizing the cut text may add tokens
         if kept:
             ids = self._render(prompt, ask, self._tokenizer.decode(kept))
         if not kept or len(ids) > self._longest:
@@ -202,8 +200,8 @@ class JudgeServer:
         return self._tokenizer.encode(text)
 
     def next_batch(self, begins: Callable[[int], None] = lambda key: None) -> list[JudgeRow]:
-        """Take the oldest request and others of similar length, to keep padding small. `begins`:
-        see `_read`."""
+        """Take the oldest request and further requests of similar length, to keep padding small.
+        `begins`: see `_read`."""
         self._read(begins)
         if not self.waiting:
             return []
@@ -224,8 +222,8 @@ class JudgeServer:
         return batch
 
     def score(self, batch: list[JudgeRow]) -> list[RewardResult]:
-        """Score a batch; results are in its order. A batch that does not fit into device memory is
-        retried in halves, with no resident layer."""
+        """Score a batch and return results in its order. If device memory is too small, retry the
+        batch in halves, without resident layers."""
         if batch[0].error:
             return [RewardResult(score=0.0, error=batch[0].error)]
         found = self._fit(batch)
@@ -283,7 +281,7 @@ class JudgeServer:
 
 
 def _verdict(errors: dict[int, str], row: int, score: Callable[..., float], *args: Any) -> float:
-    """Return the score of a row; for a row without a verdict, 0, and record its error."""
+    """Return the score of a row. If the row has no verdict, record the error and return 0."""
     try:
         return score(*args)
     except ValueError as error:

@@ -48,8 +48,8 @@ def num_resident(sizes: JudgeSizes, ratio: float, free_bytes: float) -> int:
     """Return how many layers stay on the device if `free_bytes` are free for layers and slots
     together.
 
-    If all layers stay, no slots are needed; otherwise `SLOTS` slots are. Returns 0 even if the
-    slots do not fit; the judge cannot work with less.
+    If all layers stay, no slots are needed; otherwise `SLOTS` slots are. Returns 0 even if not all
+    slots fit, because the judge needs at least the slots.
     """
     fit = int(free_bytes * (1 - MARGIN) // sizes.layer)
     most = most_resident(sizes.num_layers, ratio)
@@ -62,7 +62,7 @@ def work_bytes(
     hf: HFConfig, dtype: torch.dtype, rows: int, longest: int, new_tokens: int = 0
 ) -> int:
     """Estimate the bytes that a batch of `rows` x `longest` padded tokens takes besides weights.
-    With `new_tokens` all layers keep keys and values, otherwise one layer at a time."""
+    With `new_tokens`, keys and values of all layers are kept, otherwise those of a single layer."""
     tokens = rows * longest
     inner = hf.experts_per_token * hf.moe_intermediate_size or hf.intermediate_size
     heads = (hf.num_heads + 2 * hf.num_kv_heads) * hf.head_dim
@@ -78,9 +78,9 @@ class Footprint:
     """Memory of one judge besides its CUDA context, in bytes."""
 
     stay: int
-    """Device bytes of resident layers and slots, as long as memory is not short."""
+    """Device bytes of embedding, last norm, head, resident layers and slots, at most."""
     work: int
-    """Device bytes of the largest batch; an estimate."""
+    """Estimated device bytes of the largest batch."""
     host: int
     """Pinned host bytes of the streamed layers."""
     num_resident: int
@@ -109,20 +109,20 @@ def footprint(cfg: JudgeRewardConfig, hf: HFConfig) -> Footprint:
 
 
 def host_growth(cfg: JudgeRewardConfig, hf: HFConfig, device_type: str) -> int:
-    """Return the bytes of host memory that a healthy judge may add after its start. These are its
-    layers, which are read on first use, and on the CPU its largest batch."""
+    """Return the bytes of host memory by which a healthy judge may grow after its start: for its
+    layers, which are read on first use, and on the CPU also for its largest batch."""
     sizes = sizes_of(hf, getattr(torch, cfg.dtype))
     if device_type == "cuda":
-        return 2 * sizes.num_layers * sizes.layer  # torch pins powers of two
+        return 2 * sizes.num_layers * sizes.layer  # torch rounds pinned memory up to powers of two
     return (sizes.num_layers + SLOTS) * sizes.layer + footprint(cfg, hf).work
 
 
 def spread(num_layers: int) -> list[int]:
-    """Return the layers in the order in which they are evicted. For any number of evicted layers
-    the evicted ones are spread evenly, and the next eviction moves no other layer.
+    """Return the layers in the order of their eviction. Any number of evicted layers is spread
+    evenly over the model, and the next eviction moves no other layer.
 
-    Differs from RollPacker, where the first layers stay and all others stream. There a copy
-    overlaps with one layer's computation; here also with that of the resident layers before it.
+    In RollPacker, the first layers stay and all others stream, so a copy overlaps with the
+    computation of one layer. Here it also overlaps with the resident layers before that layer.
     """
     bits = max(1, (num_layers - 1).bit_length())
     return sorted(range(num_layers), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))

@@ -1,4 +1,4 @@
-"""Rubric: renders the judge's prompt and converts its answer to a score."""
+"""Rubric: renders the judge's prompt and converts the judge's answer to a score."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -16,8 +16,8 @@ class Rubric:
     good bad`."""
 
     def __init__(self, cfg: JudgeRewardConfig) -> None:
-        """Load the template. Raises ValueError if the file cannot be read or is no valid template,
-        or if `pattern` is invalid."""
+        """Load the template. Raises ValueError if the file cannot be read or is not a valid
+        template, or if `pattern` is invalid."""
         from jinja2 import StrictUndefined, TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -61,14 +61,14 @@ class Rubric:
             raise ValueError(f"--reward.rubric: {type(error).__name__}: {error}") from error
 
     def read(self, text: str) -> float:
-        """Extract the score from the judge's text. Raises ValueError if it has no verdict."""
+        """Extract the score from the judge's text. Raises ValueError if there is no verdict."""
         found = self._pattern.findall(text)
         if not found:
             raise ValueError(f"no verdict in {text[-80:]!r}")
         return self.of_word(found[-1])
 
     def of_word(self, word: str) -> float:
-        """Convert one verdict to a score. Raises ValueError if it is not a valid verdict."""
+        """Convert one verdict to a score. Raises ValueError if the verdict is invalid."""
         cfg, bare = self._cfg, word.strip().strip(".,;:!*`\"'()[]")
         if bare in cfg.good or bare in cfg.bad:
             return float(bare in cfg.good)

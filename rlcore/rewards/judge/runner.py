@@ -1,5 +1,5 @@
-"""Runner of the judge and its local backend: `JudgeRunner` caches verdicts, `ProcessBackend` runs a
-judge process. `engine.py` has the backend for a judge behind a URL."""
+"""Runner of the judge, and its local backend. `JudgeRunner` caches verdicts, `ProcessBackend` runs
+a judge process. `engine.py` has the backend for a judge behind a URL."""
 
 import dataclasses
 import hashlib
@@ -41,14 +41,14 @@ _CLOSE_S = 20.0
 _MEMORY_CHECK_S = 0.25
 
 Settle = Callable[[int, RewardResult, str], None]
-"""Callback with a request's key, its result, and the judge's output if it failed."""
+"""Callback with a request's key, its result, and the judge's output if the request failed."""
 
 
 class Backend(Protocol):
     """Backend that obtains verdicts. No call blocks, except `close`."""
 
     def ask(self, job: ScoreJob) -> None:
-        """Request a verdict; `Settle` is called with the job's key later."""
+        """Request a verdict, which is passed to `Settle` later with the job's key."""
 
     def drop(self, keys: Collection[int]) -> None:
         """Cancel these requests."""
@@ -70,7 +70,7 @@ class JudgeRunner:
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[bytes, float] = OrderedDict()
         self._waiting: dict[bytes, tuple[int, list[ScoreJob]]] = {}
-        """Requests in flight: the backend's key, and the jobs that wait for its verdict."""
+        """Requests in flight: the backend's key, and the jobs that wait for the verdict."""
         self._digests: dict[int, bytes] = {}
         self._backend = make(self._settle)
 
@@ -147,7 +147,7 @@ class _Entry:
         worker.send(frame(self.ask))
 
     def take_back(self) -> None:
-        """Mark the request as unsent: the process that had it has exited."""
+        """Mark the request as unsent, because the process that received it has exited."""
         self.sent = False
 
     def send_alone(self) -> None:
@@ -158,7 +158,7 @@ class _Entry:
 class ProcessBackend:
     """Backend with a local judge process. A thread owns the process, sends requests, and enforces
     batch deadlines. If a batch crashes the process, its requests are retried one by one. A request
-    that crashes it again fails."""
+    fails if its own retry crashes the process."""
 
     def __init__(
         self, cfg: JudgeRewardConfig, host: RunnerHost, device: str, settle: Settle
@@ -181,11 +181,11 @@ class ProcessBackend:
         self._running: tuple[int, ...] = ()
         self._since = self._limit_s = 0.0
         self._is_asked = False
-        """Whether the judge has requests: it must then send a message within the time-out, or it is
-        restarted."""
+        """Whether the judge has requests. If so, it is restarted unless it sends a message within
+        the time-out."""
         self._growth = self._begin_growth = 0
         """`_growth`: bytes by which the judge may grow after its start. `_begin_growth`: bytes by
-        which it exceeded that when its batch began."""
+        which the judge exceeded `_growth` when its batch began."""
         self._memory_checked = 0.0
         self._worker: RewardWorker | None = None
         self._failed_starts = 0
@@ -230,7 +230,7 @@ class ProcessBackend:
         try:
             while not self._closing and not self._failure:
                 self._step()
-        except Exception as error:  # must not be silent: the service raises it
+        except Exception as error:  # must not be silent: poll raises the error
             log.exception("judge: its thread failed")
             self._fail(f"the judge's thread failed: {type(error).__name__}: {error}")
         finally:
@@ -265,7 +265,7 @@ class ProcessBackend:
             entry = self._entries.pop(key, None)
             if entry is not None and entry.sent:
                 gone.append(key)
-        self._update_deadline(is_new=False)  # if no sent request is left, no deadline applies
+        self._update_deadline(is_new=False)  # no deadline if no sent request is left
         if gone and self._worker is not None:
             self._worker.send(frame(CancelRequests(tuple(gone))))
 
@@ -280,7 +280,7 @@ class ProcessBackend:
                 self._update_deadline(is_new=not self._is_asked)
 
     def _update_deadline(self, is_new: bool = True) -> None:
-        """Update whether the judge has requests. If `is_new`, restart its time-out."""
+        """Update `_is_asked`. If `is_new`, restart the judge's time-out."""
         self._is_asked = any(entry.sent for entry in self._entries.values())
         if is_new:
             self._since, self._limit_s = time.monotonic(), self._cfg.timeout_s
@@ -308,7 +308,7 @@ class ProcessBackend:
             self._receive(worker)
 
     def _receive(self, worker: RewardWorker) -> None:
-        """Process the judge's messages, or its exit."""
+        """Process the judge's messages; if the judge has exited, handle its exit."""
         try:
             for body in worker.channel.receive():
                 self._obey(worker, net.decode(body, FromJudge))
@@ -348,7 +348,7 @@ class ProcessBackend:
             )
             return
         begun = self._since
-        self._receive(worker)  # results may be unread because this thread was delayed
+        self._receive(worker)  # read results that came while this thread was delayed
         if self._worker is worker and self._is_asked and self._since == begun:
             worker.print_stack()
             self._ended(f"timeout after {self._limit_s:g} s")
@@ -373,16 +373,16 @@ class ProcessBackend:
         )
 
     def _ended(self, reason: str, nobodys: bool = False) -> None:
-        """Stop the process, which has exited or must be killed. A batch of one request fails, or
-        any batch after a time-out; larger batches are retried one by one. Other requests are sent
-        again. If `nobodys` is set, no batch is blamed and all are sent again."""
+        """Stop the process, which has exited or must be killed. The running batch fails if it has
+        one request or timed out; otherwise its requests are retried one by one. Other requests are
+        sent again. If `nobodys` is set, the batch is not the cause: all requests are sent again."""
         worker, self._worker = self._worker, None
         assert worker is not None
         status = worker.end(exiting=not reason)
         printed = worker.printed() or "(nothing)"
         keys, self._running = () if nobodys else self._running, ()
         is_late = reason.startswith("timeout")
-        if is_late and not keys:  # it hangs between batches, so blame all requests that were sent
+        if is_late and not keys:  # judge hangs between batches: any sent request may be the cause
             keys = tuple(key for key, entry in self._entries.items() if entry.sent)
         for asked in self._entries.values():
             asked.take_back()

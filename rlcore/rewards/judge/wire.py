@@ -25,7 +25,7 @@ class GradeRequest(Struct, frozen=True, tag=True):
     text: str
     fields: dict[str, Any]
     alone: bool = False
-    """Whether to score it in a batch of its own, because an earlier batch with it crashed the
+    """Whether to score the request in its own batch, because an earlier batch with it crashed the
     judge."""
 
 
@@ -36,21 +36,21 @@ class CancelRequests(Struct, frozen=True, tag=True):
 
 
 class JudgeReady(Struct, frozen=True, tag=True):
-    """Reply that the judge is loaded, or the error why it is not."""
+    """Reply that the judge is loaded, or the error if loading failed."""
 
     error: str = ""
     growth_bytes: int = 0
-    """Bytes of host memory that its layers and batches may add."""
+    """Bytes of host memory by which layers and batches may make the judge grow."""
 
 
 class BatchStarted(Struct, frozen=True, tag=True):
-    """Start of a batch. The deadline counts from here."""
+    """Start of a batch, from which the batch's deadline is measured."""
 
     keys: tuple[int, ...]
 
 
 class BatchDone(Struct, frozen=True, tag=True):
-    """Results of the batch, in the order of its keys."""
+    """Results of a batch, in the order of the batch's keys."""
 
     results: tuple[RewardResult, ...]
 
