@@ -1,4 +1,4 @@
-"""`python -m rlcore train`: one rank of a training run."""
+"""`python -m rlcore train`: run one rank of a training run."""
 
 import logging
 import os
@@ -39,7 +39,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _check_early(cfg: "Config") -> None:
-    """Check what needs no torch: ranges of keys, and that the model folder exists.
+    """Check, without importing torch, ranges of keys and that the model folder exists.
 
     Raises:
         ConfigError: a value is out of range, or the model folder cannot be read.
@@ -59,7 +59,7 @@ def run(cfg: "Config") -> int:
     from rlcore.utils import log
 
     log.setup(int(os.environ.get("RANK", 0)))
-    daemon = mps.of_run(cfg.reward)  # before CUDA starts, which looks for the daemon only then
+    daemon = mps.of_run(cfg.reward)  # before CUDA, which looks for it only at its start
     try:
         return _run(cfg)
     finally:
@@ -115,9 +115,9 @@ def _train(cfg: "Config", here: "World") -> int:
 
 
 def failed(cfg: "Config", here: "World", error: Exception, alarm: bool = True) -> int:
-    """Log why the run ends, in one sentence, and the traceback in the rank's log file.
+    """Log why the run ends, and the traceback in the rank's log file.
 
-    Only the rank that fails first prints it, since the others see only that this rank has exited.
+    Only the rank that fails first prints the reason, since other ranks see only that a rank exited.
     With `alarm` the other ranks are notified. Return the exit code: 2 for a `ConfigError`, else 1.
     """
     from rlcore.cli.builders.folder import run_folder

@@ -18,8 +18,8 @@ def run_folder(cfg: Config) -> Path:
 def open_folder(cfg: Config, world: World) -> None:
     """Make the run's folder and start its log. Collective.
 
-    An older run that is not resumed is moved aside first, so that no log file of this run is opened
-    in the folder that moves.
+    An older run that is not resumed is moved aside first, so that this run opens no log file in the
+    moved folder.
 
     Raises:
         ConfigError: the folder cannot be made, or another run uses it.

@@ -25,13 +25,13 @@ from rlcore.utils.log import announce
 
 
 def engine_ranks(cfg: Config, rank: int) -> range:
-    """Return the ranks of the engine of `rank`; the first of them receives its requests."""
+    """Return the ranks of the engine of `rank`; the first one receives the engine's requests."""
     first = rank - rank % cfg.rollout.tp
     return range(first, first + cfg.rollout.tp)
 
 
 def with_tp(cfg: Config, tp: int) -> Config:
-    """Set another engine size, such that all engines together hold and decode as much."""
+    """Set another engine size. All engines together keep their cache size and request limit."""
     r = cfg.rollout
     changed = replace(
         r,
@@ -91,7 +91,7 @@ def make_sizes(cfg: Config, hf: HFConfig, world: World, tail: Elastic | None) ->
             except ConfigError:
                 if tp == cfg.rollout.tp:
                     raise
-                elastic = None  # one engine over all ranks: no rank can train during the rollout
+                elastic = None  # one engine over all ranks: none can train early
         return Sized(
             tp=tp,
             engine_ranks=engine_ranks(here, world.rank) if world.samples else (),

@@ -14,7 +14,7 @@ from rlcore.utils.spans import Spans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """A run under construction, on one rank."""
+    """State of one rank's run while it is being built."""
 
     cfg: Config
     world: World
