@@ -1,7 +1,7 @@
 """Advantages of all tokens from rewards: KL penalty, estimator, whitening.
 
 Estimators with one number per response need the rewards of whole groups, which every rank takes
-from the plan. Estimators per token work on this rank's batches. Whitening sums over ranks.
+from the plan. Estimators per token work on this rank's batches; whitening spans all ranks.
 """
 
 from collections.abc import Sequence
@@ -146,7 +146,7 @@ def kl_penalties(run: Run, plan: StepPlan, batches: list[Batch]) -> list[Tensor]
     run.progress.add(
         {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
     )
-    if run.trains_actor:  # until then the actor equals the reference: KL 0
+    if run.trains_actor:  # until then the actor is the reference, with KL 0
         run.kl.update(mean, int(count))
     return [coefficient * values for values in found]
 

@@ -82,8 +82,8 @@ class Device:
     is_shared = False
     """Whether other jobs use the accelerator too."""
     makes_room = False
-    """Whether the learner is offloaded before an engine starts, to make room. The engine sleeps
-    then until the next weight update."""
+    """Whether the learner is offloaded before an engine starts, to make room. The engine then
+    sleeps until the next weight update."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -219,8 +219,8 @@ class Device:
         """Restart this rank's engine if it has failed, unless `here` is false.
 
         An engine over several ranks is restarted on all its ranks (collective). A starting engine
-        reserves all memory that it may use. So with `makes_room` the learner is offloaded
-        first, and the engine sleeps until it gets weights.
+        reserves all memory that it may use. So with `makes_room` the learner is offloaded first,
+        and the engine sleeps until it gets weights.
         """
         p, ranks = self.parts, self.parts.sizes.now.engine_ranks
         why = p.engine.failure if here and p.engine is not None else ""
@@ -246,7 +246,7 @@ class Device:
         """Send this rank's engine to sleep or wake it, unless it has failed or `here` is false.
 
         If an engine spans several ranks, its first rank makes the call for all these ranks
-        (collective). Barriers ensure that every rank has freed its memory first, and waits for it.
+        (collective). Barriers make this call wait until every rank has freed its memory.
         """
         spread = len(self.parts.sizes.now.engine_ranks) > 1
         if spread:

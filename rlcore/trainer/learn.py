@@ -1,4 +1,4 @@
-"""Train on the samples of a step: log-probs, values, advantages, then critic and actor updates."""
+"""Train on the samples of a step: log-probs, values, advantages, critic and actor updates."""
 
 from functools import partial
 

@@ -116,7 +116,7 @@ def resize_engines(run: Run) -> None:
     Collective.
 
     Raises:
-        TimeoutError: an engine did not start within --cluster.timeout_s; names its rank.
+        TimeoutError: an engine did not start in time; the error names its rank.
     """
     if not rules.changes_size(run.cfg) or run.step >= run.cfg.run.steps:
         return

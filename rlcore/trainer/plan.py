@@ -113,7 +113,7 @@ def rewards_of(
 
 def overlong(length: int, max_tokens: int, cfg: AlgoConfig) -> float:
     """Return the penalty for a response's length: 0 until the last `overlong_share` of
-    `max_tokens`, then linear up to the full penalty. DAPO, arXiv:2503.14476 equation 13."""
+    `max_tokens`, then growing linearly to the full penalty. DAPO, arXiv:2503.14476 equation 13."""
     room = cfg.overlong_share * max_tokens
     if not room:
         return 0.0

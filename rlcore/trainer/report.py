@@ -182,8 +182,8 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
 def of_tokens(run: Run, sample: Sample, most: int) -> dict[str, Any]:
     """Return texts, sampler log-probs and policy versions of the first `most` tokens of a response.
 
-    Versions are given as [version, number of consecutive tokens]. If the engine drafts, the result
-    also has [1 if drafted else 0, number of consecutive tokens].
+    Versions are run-length encoded as [version, number of tokens]. If the engine drafts, the result
+    also has [1 if drafted else 0, number of tokens].
     """
     assert run.observers.pieces is not None
     versions = sample.versions[:most].tolist()

@@ -1,11 +1,11 @@
 """Checkpoints: the learner's checkpoint plus all other state of a run. A checkpoint is written to a
-temporary folder and then renamed, so a kill at any moment leaves the previous checkpoint
-intact.
+temporary folder and then renamed, so a kill at any moment leaves the previous checkpoint intact.
 
     <run>/checkpoints/step_000040/{learner/, critic/, buffer/, histories.npz, state.json,
                                    manifest.json}
 
-The manifest is the seal (`trainer/seal.py`): a run resumes from the newest checkpoint that matches.
+The manifest is the seal (`trainer/seal.py`): a run resumes from the newest checkpoint whose files
+match the manifest.
 """
 
 import errno

@@ -3,8 +3,8 @@ other ranks still decode. RollPacker, arXiv 2509.21009; `sched/stream.py` choose
 
 Strictly on-policy, as the synchronous loop: all samples come from the weights of the step.
 Gradients are accumulated as sums; one reduction and one optimizer step at the end divide the sums
-by the denominator of the whole step. `config/rules.py` refuses options that need all
-samples before the first gradient.
+by the denominator of the whole step. `config/rules.py` refuses options that need all samples
+before the first gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -111,7 +111,7 @@ def one_step(run: Run) -> None:
         with spans.phase("update_weights"):
             device.update_weights(run.step)
     rollout_metrics(run, end.groups, end.stats, todo)
-    if run.ranks.rank == 0:  # tokens trained during the rollout are timed apart
+    if run.ranks.rank == 0:  # tokens trained during the rollout have another phase
         run.progress.add({"sched/trained_tokens": float(sum(rest.loads(num_ranks)))})
 
 
