@@ -21,7 +21,7 @@ from rlcore.algos import ratio, sequence
 from rlcore.algos.base import Aggregation, AlgoConfig, Clip
 from rlcore.tensors import LossInputs, LossOutput
 
-LOG_MAX = 10.0  # verl's bound of log s
+LOG_MAX = 10.0  # verl's upper bound of log s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,7 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
 
     Args:
         x: loss inputs; `mask` has the tokens of `trained` that passed rejection.
-        log_w: [T] log-prob of the learner minus that of the sampler.
+        log_w: [T] the learner's minus the sampler's log-prob.
         trained: [T] the mask before rejection.
         version: policy version of the weights in training.
     """

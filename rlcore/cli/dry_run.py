@@ -31,7 +31,7 @@ def show(cfg: Config, every: bool = False) -> int:
     from rlcore.mcore.layout import layout_of
     from rlcore.trainer import memory
 
-    # recipes/common.sh sets the size of the real run
+    # recipes/common.sh derives the size of the real run from the same variables
     per_node, world = int(os.environ.get("GPUS_PER_NODE", 1)), world_size()
     apart = cfg.cluster.rollout_ranks
     train_ranks = max(world - apart, 1)
@@ -67,7 +67,7 @@ def show(cfg: Config, every: bool = False) -> int:
     if follows_rules:
         inputs.check(cfg, hf, world, found)
         problems += found.problems
-        with contextlib.suppress(ConfigError):  # already among the problems
+        with contextlib.suppress(ConfigError):  # `inputs.check` has reported it
             roomy = with_room(cfg, hf) if hf is not None else cfg
     if roomy != cfg:
         notes.append(
@@ -268,7 +268,7 @@ def gpu_gb(cfg: Config) -> float:
 
 
 def gpu_source(cfg: Config) -> str:
-    """Return the origin of the GPU's memory size; "" if --cluster.gpu_memory_gb gives it."""
+    """Return where the GPU's memory size comes from; "" if --cluster.gpu_memory_gb is set."""
     import torch
 
     if cfg.cluster.gpu_memory_gb is not None:

@@ -33,7 +33,7 @@ def sentence(error: Exception, file: Path) -> str:
     """Return a message with the first line of an error and the file with its traceback."""
     kind = type(error).__name__
     first = next(iter(str(error).splitlines()), "") or kind
-    if not isinstance(error, RuntimeError | OSError | ValueError):  # the text alone is unclear
+    if not isinstance(error, RuntimeError | OSError | ValueError):  # unclear without its type
         first = kind if first == kind else f"{kind}: {first}"
     return f"{first} (traceback: {file})"
 

@@ -242,7 +242,7 @@ def tokenizer(cfg: Config, hf: HFConfig | None, found: Findings) -> Tokenizer | 
     """Load the tokenizer. Return None if it is missing or broken here."""
     folder = cfg.model.tokenizer or cfg.model.path
     if f"--model.path {folder}" in found.unchecked or (hf is None and not cfg.model.tokenizer):
-        return None  # already reported
+        return None  # the error is already reported
     with found.check(f"--model.tokenizer {folder}", may_lack=found.may_lack(folder)):
         return load_tokenizer(folder, eos_ids=hf.eos_ids if hf is not None else ())
     return None

@@ -24,7 +24,7 @@ def _main(argv: Sequence[str]) -> int:
     from rlcore.config import resolve, rules
 
     dry = [i for i, w in enumerate(argv) if w in ("--dry-run", "--dry_run")]
-    every = [i + 1 for i in dry if argv[i + 1 : i + 2] == ["all"]]  # --dry-run all
+    every = [i + 1 for i in dry if argv[i + 1 : i + 2] == ["all"]]  # the `all` of `--dry-run all`
     words = [w for i, w in enumerate(argv) if i not in dry + every]
     if "--help" in words or "-h" in words:
         print(resolve.help_text(settings.parse([w for w in words if w not in ("--help", "-h")])))
@@ -59,7 +59,7 @@ def run(cfg: "Config") -> int:
     from rlcore.utils import log
 
     log.setup(int(os.environ.get("RANK", 0)))
-    daemon = mps.of_run(cfg.reward)  # before CUDA, which looks for it only at its start
+    daemon = mps.of_run(cfg.reward)  # before CUDA starts and looks for the daemon
     try:
         return _run(cfg)
     finally:

@@ -59,7 +59,7 @@ def parse(
     for name, resolve in sections.items():
         cfg = dataclasses.replace(cfg, **{name: resolve(getattr(select, name))()})
         cfg = _given(cfg, [c for c in chunks if _section(c) == name])
-    return _given(cfg, [c for c in chunks if _section(c) not in _SECTIONS])  # unknown keys: raises
+    return _given(cfg, [c for c in chunks if _section(c) not in _SECTIONS])  # unknown keys raise
 
 
 def keys(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -60,7 +60,7 @@ def by_response(
     run: Run, plan: StepPlan, batches: list[Batch], penalties: list[Tensor] | None = None
 ) -> list[Batch]:
     """Compute one advantage per response; the KL penalty is summed over its tokens. If the
-    algorithm's module has a function `advantages(groups, cfg)`, it replaces the estimator."""
+    algorithm's module has a function `advantages(groups, cfg)`, it is the estimator."""
     lost = {} if penalties is None else _sums_by_row(run, plan, batches, penalties)
     trained = plan.owners().keys()
     groups = [

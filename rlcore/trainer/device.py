@@ -155,7 +155,7 @@ class Device:
         self._wait_for_starts("the engines")
         engine = self.parts.engine
         if engine is not None and engine.failure:
-            with contextlib.suppress(RuntimeError):  # a crash: the weight update restarts it
+            with contextlib.suppress(RuntimeError):  # the weight update restarts the engine
                 engine.abort(())
 
     def resize_engines(self, tp: int) -> None:

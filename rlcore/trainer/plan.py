@@ -1,6 +1,6 @@
-"""Assignment of samples to updates and data-parallel ranks: pure functions, the same on every rank.
+"""Assign samples to updates and data-parallel ranks: pure functions, the same on every rank.
 
-The rows of an update do not depend on the number of ranks; only their distribution does.
+The number of ranks does not change the rows of an update, only their distribution.
 """
 
 from collections.abc import Sequence

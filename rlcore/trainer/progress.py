@@ -71,7 +71,7 @@ class Progress:
         self._skipped: dict[str, int] = {}
 
     def begin(self, step: int) -> None:
-        """Set the current step to the next one, or to the one of a checkpoint."""
+        """Set the current step: the next step, or the step of a checkpoint."""
         self.step = step
 
     def sent_weights(self, version: int) -> None:

@@ -215,8 +215,8 @@ class Checkpoints:
         return self._any(error)
 
     def _any(self, error: str) -> str:
-        """If any rank has failed, return this rank's error or else one that names a failed rank;
-        otherwise return "". Collective."""
+        """If any rank has failed, return this rank's error, or else an error that names a failed
+        rank; otherwise return "". Collective."""
         mine = float(self.ranks.rank + 1 if error else 0)
         last = int(collective.reduce_floats([mine], "max", self.ranks.everyone)[0]) - 1
         return (error or f"rank {last} failed; read its log") if last >= 0 else ""
@@ -318,7 +318,7 @@ class Checkpoints:
         k = 1
         while any(p.with_name(f"{p.name}.old{k}").exists() for p in later):
             k += 1
-        for path in self.folder.glob("*.jsonl"):  # first, so a restart after a kill repeats both
+        for path in self.folder.glob("*.jsonl"):  # first, so that a restart repeats this call
             shutil.copyfile(path, path.with_name(f"{path.name}.old{k}"))
         for path in later:
             path.rename(path.with_name(f"{path.name}.old{k}"))

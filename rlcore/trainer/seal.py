@@ -97,7 +97,7 @@ def _checksum(path: Path) -> float:
             while chunk := file.read(CHUNK_BYTES):
                 found = zlib.crc32(chunk, found)
     except OSError:
-        return UNREADABLE  # makes the sum over ranks negative, so every rank knows
+        return UNREADABLE  # makes the sum negative on every rank
     return float(found)
 
 

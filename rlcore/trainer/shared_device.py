@@ -99,8 +99,8 @@ class SharedDevice(Device):
 
     @contextmanager
     def _permit(self, name: str, resident: "EngineState | LearnerState | None") -> Iterator[None]:
-        """Hold the gate's permit for one phase. Collective over all ranks. One span has the time to
-        obtain and return the permit. An error of the gate has the same message on every rank."""
+        """Hold the gate's permit for one phase. Collective over all ranks. One span covers waiting
+        for the permit and returning it. Errors of the gate have the same message on every rank."""
         span = partial(self.parts.spans.phase, name if name in phases.BETWEEN else "wait_permit")
         with ExitStack() as stack:
             with span():

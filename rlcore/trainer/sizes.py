@@ -22,7 +22,7 @@ class Sized:
 
     tp: int
     engine_ranks: Sequence[int]
-    """Ranks of this rank's engine; the first one leads. Empty on a rank that only trains."""
+    """Ranks of this rank's engine; the first rank leads. Empty on a rank that only trains."""
     controller: Callable[[Stop, Elastic | None], Controller]
     """Makes the controller of one round."""
     elastic: Elastic | None = None

@@ -105,13 +105,13 @@ def one_step(run: Run) -> None:
             else:
                 run.learner.discard()
         parts = [(phases.made(b.advantage), b.mask) for b in (*stream.batches, batch)]
-        run.progress.add(advantages.spread("critic/advantages", parts))  # collective
+        run.progress.add(advantages.spread("critic/advantages", parts))  # collective, train ranks
         learn.conclude(run, todo, objective, run.kl.scale)  # collective over the train ranks
         phases.resize_engines(run)  # collective over the train ranks
         with spans.phase("update_weights"):
             device.update_weights(run.step)
     rollout_metrics(run, end.groups, end.stats, todo)
-    if run.ranks.rank == 0:  # tokens trained during the rollout have another phase
+    if run.ranks.rank == 0:  # update_actor excludes the time of tokens trained during the rollout
         run.progress.add({"sched/trained_tokens": float(sum(rest.loads(num_ranks)))})
 
 

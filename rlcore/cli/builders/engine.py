@@ -1,4 +1,4 @@
-"""The rollout engine of a rank (torch or SGLang), with or without environments."""
+"""Build the rollout engine of a rank (torch or SGLang), with or without environments."""
 
 import importlib.util
 import itertools
@@ -123,7 +123,7 @@ def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
     where = "CUDA" if world.device.type == "cuda" else "CPU"
     tp = f"tp {cfg.rollout.tp}" + (" at the start" if rules.changes_size(cfg) else "")
     announce("engine", f"sglang on {where}, {plain['dtype']}, {tp}, child process")
-    sizes, starts, sized = 0, itertools.count(), cfg  # number of resizes, starts since the last one
+    sizes, starts, sized = 0, itertools.count(), cfg  # resizes; starts since the last resize
 
     def resize(tp: int) -> None:
         nonlocal sizes, starts, sized
@@ -155,7 +155,7 @@ def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
 
 
 def _value(text: str) -> Any:
-    """Parse a value of --rollout.sglang_args: a number, true, false, a list; otherwise a text."""
+    """Parse a value of --rollout.sglang_args: a number, true, false, a list; otherwise a string."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Folder of a run, its log, and its saved settings."""
+"""Open the folder of a run, start its log, and save its settings."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def cannot_be_made(cfg: Config, error: OSError) -> ConfigError:
 
 
 def tell_changes(cfg: Config, file: Path) -> None:
-    """Warn if the settings of a resumed run differ from those saved in `file`."""
+    """Warn if the settings of a resumed run differ from the settings saved in `file`."""
     if not file.is_file():
         return
     old, new = json.loads(file.read_text()), json.loads(resolve.to_json(cfg))

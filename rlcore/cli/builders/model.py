@@ -1,4 +1,4 @@
-"""Architecture, tokenizer settings and lengths of the model in training."""
+"""Architecture, sampling parameters and maximum lengths of the model in training."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Metrics, progress and alarms of a run."""
+"""Build the parts of a run for metrics, progress and alarms."""
 
 import logging
 import os

@@ -49,7 +49,7 @@ def load_data(
     order = ShuffledEpochs(len(train) if train.is_finite else None, cfg.run.seed, cfg.data.shuffle)
     if eval_sets is None:
         held_out = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
-        prompts.overlap(train, held_out)  # warns
+        prompts.overlap(train, held_out)  # logs a warning about prompts in both sets
         eval_sets = [(name, found.rows) for name, found in held_out]
     source = make_source(cfg, order, train.__getitem__)
     return Data(order=order, source=source, eval_sets=eval_sets)

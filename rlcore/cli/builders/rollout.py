@@ -55,7 +55,7 @@ class SamplingSide:
 
 
 def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
-    """Start engine and rewards of a rank, and connect it to the other ranks."""
+    """Start engine and rewards of a rank, and connect the rank to the other ranks."""
     cfg, world = start.cfg, start.world
     folder = cfg.model.tokenizer or cfg.model.path
     tokenizer = load_tokenizer(folder, eos_ids=start.hf.eos_ids)

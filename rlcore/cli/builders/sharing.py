@@ -1,4 +1,4 @@
-"""Sharing of nodes with other jobs (--mux.url)."""
+"""Connect a job to nodes that it shares with other jobs (--mux.url)."""
 
 import os
 import socket

@@ -25,7 +25,7 @@ from rlcore.utils.log import announce
 
 
 def engine_ranks(cfg: Config, rank: int) -> range:
-    """Return the ranks of the engine of `rank`; the first one receives the engine's requests."""
+    """Return the ranks of the engine of `rank`; the first rank receives the requests."""
     first = rank - rank % cfg.rollout.tp
     return range(first, first + cfg.rollout.tp)
 
@@ -163,9 +163,9 @@ def make_controller(
 def make_place(cfg: Config) -> LeastLoaded:
     """Return the router of requests to engines; with `histopipe` it serves only evaluations.
 
-    Without --rollout.queue all requests are sent at once and wait inside the engines. With it the
-    controller fills engines as they become free, so batch composition depends on timing. Log-probs
-    then differ in their last bits, and a resumed run is not bit-exact.
+    Without --rollout.queue all requests are sent at once and wait inside the engines. With
+    --rollout.queue the controller fills engines as they become free, so batch composition depends
+    on timing. Log-probs then differ in their last bits, and a resumed run is not bit-exact.
     """
     r = cfg.rollout
     most = cfg.env.max_running_episodes if cfg.select.env else r.max_running_requests

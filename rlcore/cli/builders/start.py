@@ -25,7 +25,7 @@ class BuildContext:
     spans: Spans
     progress: Progress
     closing: ExitStack
-    """Stops all parts in reverse order of their start."""
+    """Stops all parts in reverse order of their start, at the end of the run."""
 
     @property
     def is_first(self) -> bool:
