@@ -1,4 +1,4 @@
-"""Objectives: one file each, torch only; README.md lists them all in one table.
+"""Objectives, one file each, on torch only; README.md has a table of all objectives.
 
 An algorithm is a module with one config class, a subclass of `base.AlgoConfig`, and a function
 

@@ -16,7 +16,7 @@ than 0. Whitening is over the trained tokens of the step:
     whitened(A) = (A - mean A) / sqrt(var A + 1e-8)     var with N - 1 for N tokens
 
 If all rewards of a group are equal, its advantages are exactly 0 before whitening. Responses
-without trained tokens do not count in opo's baseline and in the whitening.
+without trained tokens do not count in opo's baseline or in the whitening.
 
 Differs from verl: float64, and no rounding if rewards are equal. Whitening over at most one token
 gives 0, where verl raises. rloo with one response gives its reward, as verl's `rloo`; verl's
@@ -86,7 +86,7 @@ def _scale(rewards: Sequence[float], cfg: AlgoConfig) -> float:
 
 
 def grpo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Return the distances to the group's mean, in standard deviations."""
+    """Return the differences from the group's mean, in standard deviations."""
     out = []
     for g in groups:
         scale = _scale(g.rewards, cfg)
@@ -111,8 +111,8 @@ def grpo_passk(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 
 
 def rloo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Return the distances to the mean of the other rewards: n / (n - 1) times the distance to the
-    group's mean."""
+    """Return the differences from the mean of the other rewards: n / (n - 1) times the difference
+    from the group's mean."""
     out = []
     for g in groups:
         n = len(g.rewards)
@@ -121,13 +121,13 @@ def rloo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 
 
 def reinforce_plus_plus_baseline(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Return the distances to the group's mean; `outcome` whitens them."""
+    """Return the differences from the group's mean; `outcome` whitens the advantages."""
     return [_centred(g.rewards) for g in groups]
 
 
 def opo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Return the distances to the length-weighted mean of the rewards. This baseline has the least
-    variance if a response's gradient grows with its length. Without tokens it is 0."""
+    """Return the differences from the length-weighted mean of the rewards. This baseline has the
+    least variance if a response's gradient grows with its length. Without tokens it is 0."""
     out = []
     for g in groups:
         tokens = sum(g.lengths)
@@ -142,8 +142,8 @@ def opo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 
 
 def gpg(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Return the distances to the group's mean times alpha, which is larger if fewer responses of
-    the step have a reward."""
+    """Return the differences from the group's mean, times alpha. Alpha is larger if fewer responses
+    of the step have a reward other than 0."""
     rewards = [r for g in groups for r in g.rewards]
     alpha = len(rewards) / max(sum(r != 0 for r in rewards), 1)
     return [[alpha * a for a in _centred(g.rewards)] for g in groups]
@@ -152,7 +152,7 @@ def gpg(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 OUTCOME: dict[str, Callable[[Groups, AlgoConfig], list[list[float]]]] = {
     f.__name__: f for f in (grpo, grpo_passk, rloo, reinforce_plus_plus_baseline, opo, gpg)
 }
-"""Estimators with one advantage per response; those with one per token are in returns.py."""
+"""Estimators with one advantage per response; estimators per token are in returns.py."""
 
 
 def outcome(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:

@@ -1,6 +1,6 @@
 """Settings that all algorithms have in common. The tensors of a loss are in `rlcore/tensors.py`.
 
-`trainer/objective.py` composes the objective of these parts:
+`trainer/objective.py` composes the objective from these parts:
 
     correction (sampler against learner), rejection      correction.py
     per-token policy loss                                the algorithm's own file
@@ -65,8 +65,8 @@ class AlgoConfig:
     """Keys of every algorithm."""
 
     has_ratio: ClassVar[bool] = True
-    """Whether the loss weighs tokens by p / p_old itself. With bypass_mode this ratio is the
-    correction already; a loss without a ratio gets the weight p / p_sampler instead."""
+    """Whether the loss weighs tokens by p / p_old itself. With bypass_mode this ratio is
+    already the correction; a loss without a ratio gets the weight p / p_sampler instead."""
     uses_entropy: ClassVar[bool] = False
     """Whether the loss has a gradient through `x.entropy`, which is omitted otherwise to save
     time."""
@@ -148,5 +148,5 @@ class AlgoConfig:
 
     def problems(self) -> list[str]:
         """Return one error message per conflict between settings: key, value, allowed values. An
-        algorithm extends it for its own keys; ranges are stated at the fields."""
+        algorithm extends this method for its own keys; ranges are stated at the fields."""
         return []

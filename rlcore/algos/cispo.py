@@ -4,7 +4,7 @@
     L = -sg(clip(r, 1 - low, 1 + high)) A log p(a_t)
     L = 0 where A > 0 and r > 1 + high, or A < 0 and r < 1 - low          with unified_mask
 
-Differs from the paper, which has no lower bound and does not state the upper one: both bounds are
+Differs from the paper, which has no lower bound and no stated upper bound: here both bounds are
 those of verl's clip_ratio. `clip_low` of 1 or more has no effect (verl's example sets 10); cispo_m1
 has only the upper bound. Tokens masked by unified_mask stay in the denominator, as in ROLL.
 Equals verl `compute_policy_loss_cispo` and ROLL `_compute_cispo_loss` (there low = high = 0.1).

@@ -4,7 +4,7 @@
 
     rollout_is   weight                                        name
     token        min(w_t, C)                                   TIS; C = inf: vanilla IS
-    sequence     min(prod_t w_t, C) on all of its tokens       sequence TIS
+    sequence     min(prod_t w_t, C) on every token             sequence TIS
 
     rollout_rs   keeps the token or the whole response if
     token_k1     lower <= 1 / w_t <= upper                     token MIS; with a weight: IcePop
@@ -165,7 +165,7 @@ def _parsed(name: str, text: str) -> Rule:
 
 
 def _number(text: str) -> float:
-    """Parse a number; return NaN, which fails every comparison, if it is none."""
+    """Parse a number. If the text is no number, return NaN, which fails every comparison."""
     try:
         return float(text)
     except ValueError:

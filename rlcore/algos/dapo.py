@@ -5,12 +5,12 @@ arXiv:2503.14476
     L = -min(r A, clip(r, 1 - low, 1 + high) A)              A >= 0
     L = min(that, -dual A)                                   A < 0
 
-over all trained tokens of the update (token-mean). Groups with equal rewards are left out. A
+averaged over all trained tokens of the update. Groups with equal rewards are left out. A
 response that enters the last fifth of rollout.max_tokens loses reward, linearly up to 1.
 
 Differs from the paper: dropped groups are not replaced by further prompts. The dual clip at 10 is
-that of the published verl script, and overlong filtering (truncated_responses drop) is off as
-there. Equals verl `compute_policy_loss_vanilla` with that script's clips.
+that of the published verl script, and overlong filtering (truncated_responses drop) is off, as
+in that script. Equals verl `compute_policy_loss_vanilla` with that script's clips.
 """
 
 from dataclasses import dataclass

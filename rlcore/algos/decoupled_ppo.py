@@ -1,14 +1,14 @@
-"""Decoupled PPO: clip around this step's learner and weigh by its distance from the sampler.
+"""Decoupled PPO: clip the ratio to this step's first weights, and weigh tokens by the mismatch.
 arXiv:2110.00641, arXiv:2505.24298
 
     r = p / p_prox       p_prox: the learner before the first update of this step (old_log_probs)
-    w = sg(p_prox / p_behave)                p_behave: the sampler, with the weights it had
+    w = sg(p_prox / p_behave)                p_behave: the sampler, with its weights then
     L = -w min(r A, clip(r, 1 - low, 1 + high) A), and PPO's dual clip if clip_dual is on
 
 If w exceeds the cap, `token_mask` gives the token no loss but keeps it in the denominator, and
 `truncate` sets w to the cap. `none` always uses w = 1.
 
-Differs from the papers, which have no cap: truncate with behave_cap inf equals them. Equals AReaL
+Differs from the papers only by the cap; truncate with behave_cap inf has none. Equals AReaL
 `ppo_actor_loss_fn`: token_mask is rejection_sampling {level: token, action: mask, metric: ratio,
 upper: 5} (its old behave_imp_weight_cap), truncate is action clamp, none is no rejection_sampling.
 verl's token-level rollout_is on ppo equals truncate.

@@ -13,7 +13,7 @@ NAMES = ("ppo", "grpo", "dapo", "dr_grpo")
 
 
 class Clipped(Protocol):
-    """Settings that the fusible algorithms have besides those of `AlgoConfig`."""
+    """Settings of the fusible algorithms in addition to those of `AlgoConfig`."""
 
     @property
     def clip_low(self) -> float: ...

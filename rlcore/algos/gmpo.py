@@ -1,15 +1,15 @@
-"""GMPO: the geometric mean of a sequence's ratios, each clipped before it enters. arXiv:2507.20673
+"""GMPO: the geometric mean of a sequence's ratios, each ratio clipped first. arXiv:2507.20673
 
     d_t = log p(a_t) - log p_old(a_t)
     c_t = min(d_t, high) where A > 0,  max(d_t, -low) where A < 0         clip in log space
-    L   = -A exp(mean_t c_t) exp(mean_t log w_t)                          one number a sequence
+    L   = -A exp(mean_t c_t) exp(mean_t log w_t)                          one number per sequence
 
 A is the mean advantage of the sequence and w_t the correction weights, which enter by their
 geometric mean. Every token of the sequence carries L, so the mean over its tokens is L again.
 
-Differs from the paper in nothing. Equals verl `compute_policy_loss_geo_mean`, save that verl
-averages over the sequences of a micro-batch (here: of the update) and adds 1e-10 to w before the
-logarithm. Here |d_t| is also held below 20, and the clip fractions count only tokens whose gradient
+Same as the paper. Equals verl `compute_policy_loss_geo_mean`, except that verl averages over the
+sequences of a micro-batch (here: of the update) and adds 1e-10 to w before the logarithm. Here d_t
+is also clamped to +-20, and the clip fractions count only tokens whose gradient
 is clipped: A > 0 in pg_clipfrac, A < 0 in pg_clipfrac_lower. TRL: trl.experimental.gmpo.
 """
 

@@ -1,4 +1,4 @@
-"""GRPO: the group mean is the baseline, the clipped ratio is the step. arXiv:2402.03300
+"""GRPO: PPO's clipped ratio, with the group's mean reward as baseline. arXiv:2402.03300
 
     r = p(a_t) / p_old(a_t)
     L = -w min(r A, clip(r, 1 - low, 1 + high) A)            A >= 0

@@ -1,15 +1,15 @@
-"""GSPO: the ratio is that of the whole sequence, and so is the clip. arXiv:2507.18071
+"""GSPO: ratio and clip of whole sequences instead of tokens. arXiv:2507.18071
 
-    s   = exp(mean_t (log p(a_t) - log p_old(a_t)))          one number a sequence
+    s   = exp(mean_t (log p(a_t) - log p_old(a_t)))          one number per sequence
     s_t = sg(s) p(a_t) / sg(p(a_t))                          level token: GSPO-token
     L   = -min(s A, clip(s, 1 - low, 1 + high) A)            with s or s_t
 
-averaged over the tokens of a response, then over responses. If advantage and correction weight are
+L is averaged over a response's tokens, then over responses. If advantage and correction weight are
 the same for all tokens of a response, both levels have the same value and gradient. Otherwise, at
 token level, a token's advantage and weight act only on that token.
 
 Differs from the paper: GSPO-token is the default, because verl computes it and correction weights
-are per token; log s is held below 10, as in verl.
+are per token; log s is at most 10, as in verl.
 Equals verl `compute_policy_loss_gspo` (token), TRL importance_sampling_level "sequence" with
 loss_type "grpo".
 """
@@ -21,7 +21,7 @@ from rlcore.algos import ratio, sequence
 from rlcore.algos.base import Aggregation, AlgoConfig, Clip
 from rlcore.tensors import LossInputs, LossOutput
 
-LOG_MAX = 10.0  # verl's bound of log s
+LOG_MAX = 10.0  # verl's upper bound of log s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
-"""Kimi k1.5: policy gradient with a squared pull back to the old policy. arXiv:2501.12599 eq. 3
+"""Kimi k1.5: policy gradient plus the squared log-ratio to the old policy. arXiv:2501.12599 eq. 3
 
     d = log p(a_t) - log p_old(a_t)
     L = -A log p(a_t) + tau / 2 d^2,        A = R - mean R
 
-Differs from the paper, whose d is the sum over the response: here it is per token, as in ROLL.
+Differs from the paper, whose d is the sum over the response: here d is per token, as in ROLL.
 The log-ratio is not clamped, because its gradient pulls a distant token back. The correction
 weight multiplies both terms, as in ROLL. Equals ROLL pg_variant "kimi15" (`_compute_kimi15_loss`).
 """

@@ -1,17 +1,17 @@
 """Metrics of the mismatch between learner and sampler, from sums over micro-batches and ranks.
 
-p is the sampler's and q the learner's probability of a sampled token, w = q / p. A mean is over
-trained tokens, [mean] over responses with trained tokens; t runs over those of one response.
+p is the sampler's and q the learner's probability of a sampled token, w = q / p. "mean" is over
+trained tokens, "[mean]" over responses with trained tokens; t over a response's trained tokens.
 
     rollout_corr/
       kl, k3_kl                mean -log w, mean (w - 1 - log w)
       training_log_ppl         [mean] h_q,       h_q = mean_t -log q
-      training_ppl             [mean] exp h_q;   rollout_* the same of p
+      training_ppl             [mean] exp h_q;   rollout_*: the same with p
       log_ppl_diff             [mean] h_q - h_p; also _abs_diff, _diff_max, _diff_min
       ppl_ratio                [mean] exp(h_q - h_p)
       chi2_token, chi2_seq     mean w^2 - 1, [mean] (prod_t w)^2 - 1, log clamped to +-20
       response_max_diff_*      mean and max over responses of max_t |p - q|
-      response_mean_diff_*     the same of mean_t |p - q|
+      response_mean_diff_*     mean and max over responses of mean_t |p - q|
       responses_above_half     share of responses with max_t |p - q| > 1/2
       score_is                 sum w_o R_o / sum w_o over responses, w_o = prod_t w: the mean score
                                that the learner would have
@@ -25,21 +25,21 @@ trained tokens, [mean] over responses with trained tokens; t runs over those of 
     training/
       rollout_probs_diff_{mean,max,std}     |p - q|
       rollout_actor_probs_pearson_corr      of p and q; left out where one of them is constant
-    training/off_policy/       of versions v_t, the version trained being n
+    training/off_policy/       with v_t the version of token t, n the version trained
       token_staleness          mean, max of n - v_t
       trajectory_staleness     mean, max, min over responses of n - newest v_t
-      trajectory_staleness_worst            the same of n - oldest v_t
-      trajectory_spans         the same of newest - oldest + 1: versions within a response
+      trajectory_staleness_worst            mean, max, min over responses of n - oldest v_t
+      trajectory_spans         mean, max, min over responses of newest v_t - oldest v_t + 1
 
 All metrics are over the trained tokens before rejection. As in verl, rollout_is_* exist only if the
 weight is used, and rollout_rs_* only if rollout_rs has rules.
 
 Differs from verl: responses without trained tokens are not counted (verl counts them with log-prob
-0). Standard deviations divide by n, so that ranks with the same tokens may count them twice. k3 is
-computed by expm1.
+0). Standard deviations divide by n, so that ranks with the same tokens may count these twice. k3
+is computed by expm1.
 
 Sources: verl rollout_corr_helper.compute_offpolicy_metrics and compute_is_metrics,
-utils/debug/metrics.calculate_debug_metrics; the two measures of a response,
+utils/debug/metrics.calculate_debug_metrics; response_max_diff and response_mean_diff,
 fengyao.notion.site/off-policy-rl.
 """
 
@@ -54,11 +54,11 @@ from rlcore.algos import sequence as sequences
 from rlcore.algos.base import LOG_LIMIT, AlgoConfig
 from rlcore.tensors import LossInputs
 
-# The healthy range: outside of it, `unhealthy` returns a note for the step line.
+# Healthy range; outside this range `unhealthy` returns a note for the step line.
 MAX_PROBS_DIFF = 0.5
-"""Largest |p - q| of a step; the TIS study counts responses above it."""
+"""Maximum healthy |p - q| of a step; the TIS study counts responses above 0.5."""
 MAX_K3 = 1e-2
-"""NeMo-RL advises divergences below 1e-3 for equal weights; a few updates of staleness raise it."""
+"""Maximum healthy k3. NeMo-RL advises 1e-3 for equal weights; stale samples have a larger k3."""
 MIN_ESS = 0.9
 
 ADDED = (
@@ -122,8 +122,8 @@ HIGHEST = (
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums and maxima of one micro-batch, or of several with `total`; float64, on the loss's
-    device."""
+    """Sums and maxima of one or several micro-batches; float64, on the loss's device. `total`
+    combines them."""
 
     added: Tensor
     """Sums by the names in ADDED, [len(ADDED)]."""
@@ -150,7 +150,7 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
 
     Args:
         x: loss inputs; `mask` has the tokens of `trained` that passed rejection.
-        log_w: [T] log-prob of the learner minus that of the sampler.
+        log_w: [T] the learner's minus the sampler's log-prob.
         trained: [T] the mask before rejection.
         version: policy version of the weights in training.
     """

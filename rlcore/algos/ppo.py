@@ -1,4 +1,4 @@
-"""PPO: advantages from a critic, and a clipped ratio that keeps the policy near the old one.
+"""PPO: advantages from a critic, and a clipped ratio that keeps the policy near the old policy.
 arXiv:1707.06347
 
     r = p(a_t) / p_old(a_t)

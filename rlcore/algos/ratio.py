@@ -1,4 +1,4 @@
-"""Functions that losses share: the ratio of the learner to the old policy, and PPO's clip of it.
+"""Functions that losses share: the ratio of learner to old policy, and PPO's clipped loss.
 
 Shapes: T packed tokens of one micro-batch.
 """

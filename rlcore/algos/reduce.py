@@ -11,7 +11,7 @@
 A rejected token or sequence is not counted. N is passed to `Learner.apply`; no function here
 averages over the tokens of one rank.
 
-Differs from verl's trainer, whose N in modes over sequences also counts rejected ones.
+Differs from verl's trainer, whose N in the seq-mean modes also counts rejected sequences.
 """
 
 import torch

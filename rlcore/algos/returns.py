@@ -1,5 +1,5 @@
 """Advantage estimators with one advantage per token. r_t is the reward of token t, V_t the critic's
-value before it; t runs over the trained tokens of a response, so t + 1 is the next trained one.
+value before it; t runs over the trained tokens of a response, so t + 1 is the next trained token.
 
     estimator            G_t (returns)                     A_t
     reinforce_plus_plus  r_t + gamma G_{t+1}               G_t                        whitened
@@ -29,7 +29,7 @@ from rlcore.tensors import Batch
 from rlcore.utils.errors import ConfigError
 
 TOKEN = ("reinforce_plus_plus", "remax", "gae")
-"""Estimators with one advantage per token; those with one per response are in advantage.py."""
+"""Estimators with one advantage per token; estimators per response are in advantage.py."""
 
 
 def token_rewards(batch: Batch, rewards: Sequence[float], penalty: Tensor | None) -> Tensor:
@@ -116,11 +116,11 @@ def _discounted(values: Tensor, sequence: Tensor, factor: float, longest: int) -
 
 
 def whitening_sums(values: Tensor, mask: Tensor) -> Tensor:
-    """Return count, sum and sum of squares over the mask, [3] float64; the caller adds those of all
-    ranks.
+    """Return count, sum and sum of squares over the mask, [3] float64; the caller adds the sums of
+    all ranks.
 
-    The variance from these sums has an error of about 1e-16 mean^2. It is negligible against the
-    added 1e-8 while advantages are below 1e3.
+    The variance from these sums has an error of about 1e-16 mean^2. This error is negligible
+    compared to the added 1e-8 while advantages are below 1e3.
     """
     kept = torch.where(mask, values.double(), 0.0)
     return torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
@@ -130,8 +130,8 @@ def whitened(values: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
     """Return (A - mean) / sqrt(var + 1e-8), [T], with the unbiased variance of the tokens in
     `sums`.
 
-    The result is 0 outside the mask. If `sums` counts at most one token it is 0 everywhere; verl's
-    `masked_whiten` raises then.
+    The result is 0 outside the mask. If `sums` counts at most one token, the result is 0
+    everywhere; verl's `masked_whiten` raises an error.
     """
     count, total, squares = sums.double().to(values.device)
     mean = total / count.clamp(min=1)

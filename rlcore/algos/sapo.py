@@ -5,9 +5,9 @@
     L   = -(4 / tau) sigmoid(tau (r - 1)) A
 
 The gradient is -g r A grad log p with g = 4 s (1 - s), s = sigmoid(tau (r - 1)): 1 at r = 1 and
-falling to both sides, faster where the advantage is negative. g is the metric algo/gate.
+lower on both sides, falling faster where the advantage is negative. g is the metric algo/gate.
 
-Differs from the paper in nothing. Equals verl `compute_policy_loss_sapo`, TRL loss_type "sapo" and
+Same as the paper. Equals verl `compute_policy_loss_sapo`, TRL loss_type "sapo" and
 AReaL `sapo_loss_fn` at token level (averaged there over tokens, here per response first).
 """
 

@@ -3,8 +3,8 @@
     r = p(a_t) / p_old(a_t)
     L = -sg(clip(r, clip_min, clip_max)) A log p(a_t)
 
-This is not the TIS between sampler and learner, which is `rollout_is token`: it works with every
-loss and caps p_old / p_sampler at 2. Equals ROLL pg_variant "tis" (`_compute_tis_loss`).
+This is not the TIS between sampler and learner, which is `rollout_is token`. That TIS works with
+every loss and caps p_old / p_sampler at 2. Equals ROLL pg_variant "tis" (`_compute_tis_loss`).
 """
 
 from dataclasses import dataclass

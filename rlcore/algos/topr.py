@@ -1,4 +1,4 @@
-"""TOPR: good responses have a constant weight, bad ones a tapered weight. arXiv:2503.14286
+"""TOPR: a constant weight for good responses, a tapered weight for bad responses. arXiv:2503.14286
 
     r = p(a_t) / p_old(a_t)                       level token
     r = prod_t p(a_t) / p_old(a_t)                level sequence

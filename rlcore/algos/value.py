@@ -31,7 +31,7 @@ def loss(x: ValueInputs, clip: float) -> LossOutput:
 
 def variance_sums(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Return count and sums of G, G^2, G - V and (G - V)^2 over the mask, [5] float64; the caller
-    adds those of all ranks."""
+    adds the sums of all ranks."""
     gain = torch.where(mask, returns.double(), 0.0)
     error = torch.where(mask, returns.double() - value.double(), 0.0)
     parts = [mask.double(), gain, gain.square(), error, error.square()]
@@ -41,8 +41,8 @@ def variance_sums(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 def explained_variance(sums: Sequence[float]) -> float:
     """Return 1 - var(G - V) / (var G + 1e-5), verl's critic/vf_explained_var.
 
-    1 means a perfect critic, 0 one that predicts only the mean. With fewer than two tokens it is
-    0."""
+    1 means a perfect critic, 0 a critic that predicts only the mean. With fewer than two tokens the
+    result is 0."""
     count, gain, gain2, error, error2 = sums
     if count < 2:
         return 0.0

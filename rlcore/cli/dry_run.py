@@ -1,4 +1,4 @@
-"""`--dry-run`: what would run, without running it. One process, whatever the world size."""
+"""`--dry-run`: show what would run, without running it. One process for any world size."""
 
 import contextlib
 import dataclasses
@@ -25,13 +25,13 @@ GPU_GB = 80.0
 
 def show(cfg: Config, every: bool = False) -> int:
     """Print batch arithmetic, layout, memory plan, the settings that differ from their defaults (or
-    `every` key), and all checks that were not possible here. Return 2 if the run is refused."""
+    `every` key), and all checks that this machine cannot make. Return 2 if the run is refused."""
     from rlcore.cli import inputs
     from rlcore.cli.builders.model import with_layers, with_room
     from rlcore.mcore.layout import layout_of
     from rlcore.trainer import memory
 
-    # recipes/common.sh sets the size of the real run
+    # recipes/common.sh derives the size of the real run from the same variables
     per_node, world = int(os.environ.get("GPUS_PER_NODE", 1)), world_size()
     apart = cfg.cluster.rollout_ranks
     train_ranks = max(world - apart, 1)
@@ -50,7 +50,7 @@ def show(cfg: Config, every: bool = False) -> int:
     except ConfigError as e:
         problems.append(str(e))
     try:
-        if cfg.model.path:  # an empty path is already reported by a rule
+        if cfg.model.path:  # a rule reports an empty path
             hf, where = model_of(cfg.model.path)
             notes.append(f"model        {where}")
             hf = with_layers(cfg, hf)
@@ -67,7 +67,7 @@ def show(cfg: Config, every: bool = False) -> int:
     if follows_rules:
         inputs.check(cfg, hf, world, found)
         problems += found.problems
-        with contextlib.suppress(ConfigError):  # already among the problems
+        with contextlib.suppress(ConfigError):  # `inputs.check` has reported it
             roomy = with_room(cfg, hf) if hf is not None else cfg
     if roomy != cfg:
         notes.append(
@@ -144,8 +144,8 @@ def settings_of(cfg: Config) -> str:
 
 
 def is_elsewhere(cfg: Config) -> bool:
-    """Return whether the run is planned for another machine or its recipe makes the model first.
-    Then the folder of the model or of a judge is missing, and the recipe gives its sizes."""
+    """Return whether the run is planned for another machine, or its recipe makes the model first.
+    In both cases a model's or judge's folder is missing, and the recipe names a config.json."""
     from rlcore.cli.builders.rewards import own_judges
 
     folders = {"MODEL_CONFIG": [cfg.model.path]}
@@ -157,7 +157,7 @@ def is_elsewhere(cfg: Config) -> bool:
 
 
 def expected(cfg: Config, hf: HFConfig, world: int) -> str:
-    """Return a sentence with the simulated time of a step, or the reason why there is none."""
+    """Return a line with the simulated time of a step, or with the reason why it is missing."""
     import torch
 
     from rlcore.sim import expect
@@ -179,8 +179,8 @@ def expected(cfg: Config, hf: HFConfig, world: int) -> str:
 
 
 def rank_map(layout: "ParallelLayout", world: int, per_node: int, tp: int) -> str:
-    """Return a sentence on how ranks are numbered. `layout` is that of the train ranks, `tp` that
-    of an engine."""
+    """Return a line on how ranks are numbered. `layout` is the layout of the train ranks, `tp` the
+    size of an engine."""
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
     stride, terms = 1, []
     for name, size in sizes.items():
@@ -197,7 +197,7 @@ def rank_map(layout: "ParallelLayout", world: int, per_node: int, tp: int) -> st
 
 
 def split(cfg: Config, hf: HFConfig, world: int, per_node: int) -> str:
-    """Return a sentence on how many ranks should sample, or the reason why there is none."""
+    """Return a line on how many ranks should sample, or with the reason why it is missing."""
     from rlcore.cli import splits
 
     folder = Path(cfg.run.dir) / (cfg.run.name or "run")
@@ -211,10 +211,10 @@ def split(cfg: Config, hf: HFConfig, world: int, per_node: int) -> str:
 
 
 def judges(cfg: Config, found: "Findings") -> tuple["OtherMemory", list[str]]:
-    """Return the memory of judges on the run's own GPUs, and lines about them.
+    """Return the memory of judges on the run's own GPUs, and lines that describe the judges.
 
     Raises:
-        ConfigError: the folder of a judge is no model.
+        ConfigError: the folder of a judge has no model.
     """
     from rlcore.cli.builders.rewards import beside, own_judges
     from rlcore.rewards.judge.residency import footprint
@@ -245,7 +245,7 @@ def model_of(
         The architecture, and a text on where it was read.
 
     Raises:
-        ConfigError: there is neither, or it is no model.
+        ConfigError: there is no folder and no file, or it describes no model.
     """
     facts = os.environ.get(variable, "")
     if Path(path).is_dir() or not facts:
@@ -257,7 +257,7 @@ def model_of(
 
 
 def gpu_gb(cfg: Config) -> float:
-    """Return the memory of a GPU in GB that the plan must fit; 0: any."""
+    """Return the memory of a GPU in GB that the plan must fit; 0: no limit."""
     if cfg.cluster.gpu_memory_gb is not None:
         return cfg.cluster.gpu_memory_gb
     import torch
@@ -268,7 +268,7 @@ def gpu_gb(cfg: Config) -> float:
 
 
 def gpu_source(cfg: Config) -> str:
-    """Return the origin of the GPU's memory size; "" if --cluster.gpu_memory_gb gives it."""
+    """Return where the GPU's memory size comes from; "" if --cluster.gpu_memory_gb is set."""
     import torch
 
     if cfg.cluster.gpu_memory_gb is not None:

@@ -1,4 +1,4 @@
-"""How a command ends: 0 done, 1 failed, 2 refused; and where the traceback of a failure is kept."""
+"""Exit codes of commands (0 done, 1 failed, 2 refused), and the file for a failure's traceback."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from rlcore.utils.errors import ConfigError
 
 def guard(body: Callable[[], int]) -> int:
     """Run `body` and return its exit code. On a `ConfigError` print it and return 2. On any other
-    exception print a sentence that names the traceback's file and return 1."""
+    exception print an error that names the traceback's file and return 1."""
     try:
         return body()
     except ConfigError as error:
@@ -23,23 +23,23 @@ def guard(body: Callable[[], int]) -> int:
 
 
 def fail(error: Exception, file: Path | None = None) -> int:
-    """Append the traceback to `file`, or to a new temporary file if that is None or not writable.
-    Print a sentence that names it, and return 1."""
+    """Append the traceback to `file`, or to a new temporary file if `file` is None or not writable.
+    Print an error that names the traceback's file, and return 1."""
     print(sentence(error, keep(error, file)), file=sys.stderr)
     return 1
 
 
 def sentence(error: Exception, file: Path) -> str:
-    """Return the first line of an error, and the file with the traceback, as one sentence."""
+    """Return a message with the first line of an error and the file with its traceback."""
     kind = type(error).__name__
     first = next(iter(str(error).splitlines()), "") or kind
-    if not isinstance(error, RuntimeError | OSError | ValueError):  # the text alone is unclear
+    if not isinstance(error, RuntimeError | OSError | ValueError):  # unclear without its type
         first = kind if first == kind else f"{kind}: {first}"
     return f"{first} (traceback: {file})"
 
 
 def keep(error: Exception, file: Path | None = None) -> Path:
-    """Append the traceback to `file`, or to a temporary one. Return the path written to."""
+    """Append the traceback to `file`, or to a temporary file. Return the path of that file."""
     text = "".join(traceback.format_exception(error))
     if file is not None:
         try:

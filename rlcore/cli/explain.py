@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the arithmetic for these keys. The environment variables NODES and GPUS_PER_NODE give
+    """Print the batch arithmetic for the given keys. The variables NODES and GPUS_PER_NODE give
     the size of the world. Return 2 if the keys are invalid."""
     return exits.guard(lambda: _main(argv))
 

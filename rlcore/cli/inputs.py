@@ -1,5 +1,5 @@
-"""What a run opens before its first step, checked for `--dry-run`. Each check is the run's own
-function, so its error is the same.
+"""Check for `--dry-run` what a run opens before its first step. Each check calls a function of the
+run, so its error is the same.
 
 Not checked are resources that another process holds (the run's folder, a port), checksums of
 checkpoints, and errors that appear only in a step.
@@ -50,15 +50,15 @@ class Findings:
     """Errors in the inputs of a run, and checks that were not possible."""
 
     elsewhere: bool
-    """Whether the run is planned for another machine, which may have what is missing here."""
+    """Whether the run is planned for another machine, which may have files missing here."""
     problems: list[str] = field(default_factory=list)
     unchecked: dict[str, str] = field(default_factory=dict)
-    """Error of each setting that cannot be checked here. Keys are such as `--data.train FILE`."""
+    """Error of each setting that cannot be checked here. Key: such as `--data.train FILE`."""
 
     @contextlib.contextmanager
     def check(self, setting: str, *, may_lack: bool = False) -> Iterator[None]:
         """Collect the ConfigError of the block. `setting` counts as refused, or as unchecked if
-        this machine `may_lack` what it needs."""
+        this machine `may_lack` a file or package for it."""
         try:
             yield
         except ConfigError as error:
@@ -68,12 +68,12 @@ class Findings:
                 self.problems += str(error).splitlines()
 
     def may_lack(self, path: str) -> bool:
-        """Return whether the file or folder is missing here and may exist where the run is."""
+        """Return whether the file or folder is missing here and may exist where the run starts."""
         return self.elsewhere and not Path(path).exists()
 
 
 class _NoTokenizer:
-    """Substitute for a missing tokenizer. Prompts have no tokens, so none is too long."""
+    """Substitute for a missing tokenizer. It returns no tokens, so no prompt is too long."""
 
     def encode(self, text: str) -> list[int]:
         return []
@@ -83,7 +83,7 @@ class _NoTokenizer:
 
 
 def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) -> None:
-    """Add to `found` all errors that the run would raise between its rules and its first step.
+    """Add to `found` all errors that a run would raise after `rules` and before its first step.
 
     Args:
         cfg: a configuration that breaks no rule.
@@ -109,7 +109,7 @@ def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) ->
     if hf is not None:
         sizes(cfg, hf, world_size, found)
         weights(cfg, hf, found)
-        with contextlib.suppress(ConfigError):  # `sizes` has reported it
+        with contextlib.suppress(ConfigError):  # `sizes` has reported the error
             cfg = with_room(cfg, hf)
     data(cfg, tokenizer(cfg, hf, found), found)
 
@@ -135,8 +135,8 @@ def machine(cfg: Config, world_size: int, found: Findings) -> None:
 
 
 def folder_error(folder: Path) -> OSError | None:
-    """Return the error that making a folder would raise, without making it; None if it can be
-    made."""
+    """Return the error that creating the folder would raise, without creating it; None if it can
+    be created."""
     at = folder
     while not at.exists() and at != at.parent:
         at = at.parent
@@ -167,7 +167,7 @@ def judges(cfg: Config, found: Findings) -> None:
 
 
 def judge(section: JudgeRewardConfig) -> None:
-    """Check a judge as its process does before it reads weights. Raise the same ConfigError."""
+    """Check a judge as its process does before reading weights. Raise the same ConfigError."""
     hf = HFConfig.from_folder(section.model, "--reward.model")
     tokens = load_tokenizer(section.model, key="--reward.model")
     if section.method == "prefill":
@@ -194,7 +194,7 @@ def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
     try:
         layout_of(cfg.train, max(world_size - cfg.cluster.rollout_ranks, 1), 0)
     except ConfigError:
-        return  # the dry run has reported it
+        return  # the dry run has reported the error
     plain = replace(cfg.train, transformer_impl="local", apex=False)
     with found.check("--train"):
         check_learner(hf, cfg.model, plain)
@@ -242,15 +242,15 @@ def tokenizer(cfg: Config, hf: HFConfig | None, found: Findings) -> Tokenizer | 
     """Load the tokenizer. Return None if it is missing or broken here."""
     folder = cfg.model.tokenizer or cfg.model.path
     if f"--model.path {folder}" in found.unchecked or (hf is None and not cfg.model.tokenizer):
-        return None  # already reported
+        return None  # the error is already reported
     with found.check(f"--model.tokenizer {folder}", may_lack=found.may_lack(folder)):
         return load_tokenizer(folder, eos_ids=hf.eos_ids if hf is not None else ())
     return None
 
 
 def data(cfg: Config, tokens: Tokenizer | None, found: Findings) -> None:
-    """Check the first usable row of every file. If one bad row, or too few rows, can end the run,
-    check all rows."""
+    """Check the first usable row of every file. Check all rows if one bad row, or too few rows, can
+    end the run."""
     cfg = with_tasks(cfg)
     if counts_rows(cfg) and tokens is not None:
         sources = (*cfg.data.train, *cfg.data.val)

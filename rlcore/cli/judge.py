@@ -1,8 +1,8 @@
 """`python -m rlcore judge --out FOLDER --seed N`: make a tiny judge for the task `label`.
 
 The judge is a Qwen3 model of 0.1 M weights with a tokenizer of 34 characters. Its rubric shows the
-answer beside the text after the response's last `>`. It is trained to tell whether the two are
-equal. With `--steps 0` its weights stay random, which is enough to exercise all parts.
+answer beside the text after the response's last `>`. The judge is trained to tell whether the two
+texts are equal. With `--steps 0` its weights stay random, which is enough to test all parts.
 """
 
 import json
@@ -45,8 +45,8 @@ class JudgeConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Make the judge. Return 0 if its folder is complete, 1 if it has not learned the rule in
-    `--steps`. The last three training batches decide; the printed agreement is of a fresh batch and
-    may be below the target."""
+    `--steps`. The last three training batches decide. The printed agreement is that of a fresh
+    batch and may be below the target."""
     return exits.guard(lambda: _main(argv))
 
 
@@ -133,8 +133,8 @@ def make(cfg: JudgeConfig) -> tuple[float, int]:
 
 
 def _pair(draw: random.Random) -> tuple[str, str]:
-    """Draw an answer and the end of a response. The end is the answer, the answer with one digit
-    changed, another number, a part of the answer, or a text that is no number."""
+    """Draw an answer and the end of a response: the same answer, the answer with one digit changed,
+    another number, a part of the answer, or a text that is not a number."""
     answer = str(draw.randrange(10 ** draw.choice((1, 2, 2, 3))))
     kind = draw.choice(("same", "same", "digit", "digit", "number", "part", "junk"))
     if kind == "same":

@@ -5,8 +5,8 @@
     python -m rlcore mux status [--json]
     python -m rlcore mux down
 
-`up` can be repeated: it starts only what does not run. All state is in --dir, so jobs continue
-after a crash of Redis or the arbiter.
+`up` can be repeated: it starts only processes that are not running. All state is in --dir, so jobs
+continue after a crash of Redis or the arbiter.
 """
 
 import argparse
@@ -143,7 +143,7 @@ def _up(a: argparse.Namespace) -> int:
 
 
 def _configure(folder: Path, about: dict[str, Any]) -> None:
-    """Write the Redis configuration: a store that loses no acknowledged write, and its users."""
+    """Configure Redis so that it loses no acknowledged write, and write its users."""
     (folder / "users.acl").touch(mode=0o600)
     password = about["password"]
     text = (folder / "users.acl").read_text()
@@ -222,7 +222,7 @@ def _status(a: argparse.Namespace) -> int:
 
 
 def _nodes(group: dict[str, Any], pool: str) -> str:
-    """Return the nodes of a group in one pool, by name if known, else by number."""
+    """Return the nodes of a group in one pool as text: names if known, else numbers."""
     names = {number: name for name, number in group["names"][pool].items()}
     return ", ".join(names.get(n, str(n)) for n in group[pool])
 
@@ -308,7 +308,7 @@ def _answers(about: dict[str, Any]) -> bool:
 
 
 def _is_ours(pid: int, name: str) -> bool:
-    """Return whether the process is the one that we started, and not a later one with its pid."""
+    """Return whether the process is the one that `up` started, not a later one with its pid."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

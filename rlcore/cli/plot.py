@@ -10,9 +10,9 @@ from rlcore.utils.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw the pictures. For one run write `<run>/curve.png` and `<run>/detail.png`, or `--out
-    FILE.png` and `FILE-detail.png`. For several write `compare.png` beside the first, or `--out
-    FILE`."""
+    """Draw the pictures. One run: `<run>/curve.png` and `<run>/detail.png`, or with `--out
+    FILE.png` this file and `FILE-detail.png`. Several runs: `compare.png` beside the first run, or
+    the file of `--out`."""
     return exits.guard(lambda: _main(argv))
 
 

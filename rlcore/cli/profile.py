@@ -3,10 +3,10 @@
     python -m rlcore profile --model.path MODEL --rollout.engine sglang --tp 1 2 --out profile.json
 
 Writes the table that `rlcore/sim/profile.py` describes and prints the best `--rollout.tp` for a
-run. Other keys are those of `rlcore train`. The engine is started as a run would start it, with
+run. All other keys of `rlcore train` work too. The engine is started as a run would start it, with
 random weights, one size after the other.
 
-A decode step is timed from the moment at which all sequences have tokens until all end together. A
+Decode steps are timed from the moment at which all sequences have tokens until all end together. A
 prefill is timed from the request to its only token. Every row is the median of three measurements.
 """
 
@@ -43,11 +43,11 @@ if TYPE_CHECKING:  # importing torch would slow down --help
     from rlcore.rollout.child import ChildEngine
 
 LEAST_S = 0.3
-"""Seconds that the timed decode steps must take together, unless --steps limits their number."""
+"""Seconds that all timed decode steps together must take, unless --steps limits their number."""
 FEWEST = 16
 """Minimum number of decode steps."""
 REPEATS = 3
-"""Number of measurements per row; the row is their median."""
+"""Number of measurements per row; the row is the median."""
 REPORT_S = 0.02
 """Seconds between two reports of the engine."""
 
@@ -179,7 +179,7 @@ def measure(
     contexts: Sequence[int],
     steps: int,
 ) -> EngineMeasurements:
-    """Measure an engine of one size. Rows that do not fit its cache are left out.
+    """Measure an engine of one size. Rows that do not fit the engine's cache are left out.
 
     Raises:
         ConfigError: no row is left.
@@ -192,7 +192,7 @@ def measure(
         start_s = time.monotonic() - start
         load_random(engine, hf, tp, cfg.run.seed)
         bench = Bench(engine, hf.vocab_size, most, cfg.rollout.stall_timeout_s)
-        bench.decode(1, 1, FEWEST)  # warm-up; its reports also give the size of the cache
+        bench.decode(1, 1, FEWEST)  # warm-up; the reports give the cache size
         decode = []
         for context in contexts:
             for batch in sorted(set(batches)):
@@ -210,7 +210,7 @@ def start_engine(
     cfg: "Config", hf: "HFConfig", here: "World", tp: int, max_running: int, max_model_tokens: int
 ) -> "ChildEngine":
     """Start an engine in a child process over the first `tp` ranks of this node. Return without
-    waiting for it."""
+    waiting until it has started."""
     from rlcore.cli.builders.engine import SGLANG_ENGINE, TORCH_ENGINE, engine_settings
     from rlcore.cli.builders.sizes import with_tp
     from rlcore.rollout.child import ChildEngine
@@ -234,7 +234,7 @@ def start_engine(
 
 
 def load_random(engine: "ChildEngine", hf: "HFConfig", tp: int, seed: int) -> None:
-    """Load random weights, since only their sizes matter."""
+    """Load random weights, since the values do not matter for speed."""
     import torch
 
     from rlcore.hf.names import expected
@@ -266,11 +266,11 @@ class Bench:
         self.cache_tokens = 0
 
     def row(self, sequences: int, context: int, steps: int) -> Decode | None:
-        """Measure one row of the table. Return None if the engine does not decode so many sequences
+        """Measure one row of the table. Return None if the engine cannot decode so many sequences
         at once, since its cache is full or reserved for growing sequences."""
         count, enough = min(FEWEST, steps), min(steps, max(2 * context, FEWEST))
         rows: list[Decode] = []
-        short: Decode | None = None  # last result with half as many steps, too short to be precise
+        short: Decode | None = None  # result of half as many steps, if too short to be precise
         while len(rows) < REPEATS:
             prompt = max(1, min(context - count // 2, self._most - count))
             if sequences * (prompt + count) > self.cache_tokens:
@@ -296,7 +296,7 @@ class Bench:
         """Decode `steps` tokens after prompts of `prompt` tokens.
 
         Returns:
-            The timed seconds, and the row; None if the sequences were never all decoded at once.
+            The timed seconds and the row; row None if the sequences never all decoded at once.
         """
         events = self._play(sequences, prompt, steps)
         begun = [
@@ -313,7 +313,7 @@ class Bench:
         return seconds, Decode(sequences=sequences, context=context, step_s=step_s)
 
     def prefill(self, tokens: int) -> Prefill:
-        """Measure a prefill: one prompt to its first token."""
+        """Measure a prefill: from sending one prompt to its first token."""
         seconds = []
         for _ in range(REPEATS):
             start = time.monotonic()
@@ -322,8 +322,8 @@ class Bench:
         return Prefill(tokens=tokens, seconds=float(np.median(seconds)))
 
     def _play(self, sequences: int, prompt: int, steps: int) -> list[AnyEvent]:
-        """Return all events of the engine until every sequence has ended. Prompts are random
-        and all different."""
+        """Send random, different prompts. Return all events of the engine until every sequence has
+        ended."""
         requests = []
         for _ in range(sequences):
             tokens = self._random.integers(0, self._vocab, prompt).astype(np.int32)

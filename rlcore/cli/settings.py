@@ -1,4 +1,4 @@
-"""Command line to configuration, with the registries of this installation."""
+"""Parse a command line into a configuration, with the registries of rewards, envs and algos."""
 
 from collections.abc import Callable, Sequence
 

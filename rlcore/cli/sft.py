@@ -100,7 +100,7 @@ def run(cfg: SFTConfig) -> int:
     finally:
         if here.health is not None:
             here.health.close()
-    world.leave(here)  # afterwards no rank reads the start folder
+    world.leave(here)  # waits until no rank reads the start folder
     if here.rank == 0:
         shutil.rmtree(start)
         if accuracy < cfg.target:
@@ -160,7 +160,7 @@ def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -
 
 
 def settings_of(cfg: SFTConfig, start: Path) -> "Config":
-    """Return the configuration of the training run, whose folder is beside the model's."""
+    """Return the configuration of the training run; its folder is beside the model's folder."""
     from rlcore.cli.settings import parse
     from rlcore.config.schema import (
         CheckpointConfig,

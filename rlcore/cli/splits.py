@@ -1,5 +1,5 @@
-"""How many ranks sample in `--mode async`: what the splits can be, and what to say of them before
-the run has figures of its own. The planner is `sched/balance.py`."""
+"""Splits into sampling and training ranks for `--mode async`: the possible splits, and estimates
+before the run has measurements of its own. The planner is `sched/balance.py`."""
 
 import json
 from dataclasses import replace
@@ -14,8 +14,8 @@ from rlcore.utils.errors import ConfigError
 
 
 def possible(cfg: Config, world: int, per_node: int) -> list[int]:
-    """Return the possible numbers of sampling ranks. They form whole engines, and the other ranks
-    whole model-parallel groups."""
+    """Return the possible numbers of sampling ranks. These form whole engines, and the other ranks
+    form whole model-parallel groups."""
     from rlcore.mcore.layout import layout_of
 
     found = []
@@ -44,8 +44,8 @@ def planner(cfg: Config, world: int, per_node: int) -> Balance:
 
 
 def by_last_steps(plan: Balance, cfg: Config, folder: Path, world: int) -> str:
-    """Return a sentence on splits from the last steps of the run in `folder`; "" if there are none
-    or they had another split."""
+    """Return advice on splits from the most recent steps of the run in `folder`; "" if there are no
+    steps or they had another split."""
     file = folder / "config.json"
     if not file.is_file():
         return ""
@@ -63,7 +63,7 @@ def _ranks(row: dict[str, float]) -> int:
 
 
 def by_data_sheet(plan: Balance, cfg: Config, hf: HFConfig, world: int, earlier: Path) -> str:
-    """Return a sentence on splits from the GPU's data sheet and the known response lengths. Also
+    """Return advice on splits from the GPU's data sheet and the known response lengths. Also
     set the plan's cost of a request in a decode step.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`python -m rlcore train`: one rank of a training run."""
+"""`python -m rlcore train`: run one rank of a training run."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ def _main(argv: Sequence[str]) -> int:
     from rlcore.config import resolve, rules
 
     dry = [i for i, w in enumerate(argv) if w in ("--dry-run", "--dry_run")]
-    every = [i + 1 for i in dry if argv[i + 1 : i + 2] == ["all"]]  # --dry-run all
+    every = [i + 1 for i in dry if argv[i + 1 : i + 2] == ["all"]]  # the `all` of `--dry-run all`
     words = [w for i, w in enumerate(argv) if i not in dry + every]
     if "--help" in words or "-h" in words:
         print(resolve.help_text(settings.parse([w for w in words if w not in ("--help", "-h")])))
@@ -39,7 +39,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _check_early(cfg: "Config") -> None:
-    """Check what needs no torch: ranges of keys, and that the model folder exists.
+    """Check, without importing torch, ranges of keys and that the model folder exists.
 
     Raises:
         ConfigError: a value is out of range, or the model folder cannot be read.
@@ -59,7 +59,7 @@ def run(cfg: "Config") -> int:
     from rlcore.utils import log
 
     log.setup(int(os.environ.get("RANK", 0)))
-    daemon = mps.of_run(cfg.reward)  # before CUDA starts, which looks for the daemon only then
+    daemon = mps.of_run(cfg.reward)  # before CUDA starts and looks for the daemon
     try:
         return _run(cfg)
     finally:
@@ -115,9 +115,9 @@ def _train(cfg: "Config", here: "World") -> int:
 
 
 def failed(cfg: "Config", here: "World", error: Exception, alarm: bool = True) -> int:
-    """Log why the run ends, in one sentence, and the traceback in the rank's log file.
+    """Log why the run ends, and the traceback in the rank's log file.
 
-    Only the rank that fails first prints it, since the others see only that this rank has exited.
+    Only the rank that fails first prints the reason, since other ranks see only that a rank exited.
     With `alarm` the other ranks are notified. Return the exit code: 2 for a `ConfigError`, else 1.
     """
     from rlcore.cli.builders.folder import run_folder

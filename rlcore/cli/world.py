@@ -1,4 +1,4 @@
-"""Joining torchrun's world and leaving it in order."""
+"""Join torchrun's world, and leave it in order."""
 
 import os
 import threading
@@ -30,15 +30,15 @@ class World:
     local_rank: int
     device: torch.device
     store: Any
-    """torchrun's key-value store, with a prefix of this start; None in a world of one."""
+    """torchrun's key-value store, with a prefix for this start; None in a world of one rank."""
     rollout_ranks: int = 0
-    """Number of ranks at the end that only sample, while the others only train; 0: all do both."""
+    """Number of ranks, counted from the last, that only sample; 0: all ranks sample and train."""
     everyone: dist.ProcessGroup | None = None
-    """Group of all ranks, if the default group has only the ranks of this rank's role."""
+    """Group of all ranks, if the default group has only the ranks of one role; else None."""
     health: Health | None = None
-    """Heartbeats of all ranks, and the flight record of this one."""
+    """Heartbeats of all ranks, and the flight record of this rank."""
     secret: bytes = b""
-    """Secret that only this run's ranks know; empty in a world of one."""
+    """Secret that only this run's ranks know; empty in a world of one rank."""
 
     @property
     def sealed(self) -> SealedStore:
@@ -60,7 +60,7 @@ class World:
         return not self.rollout_ranks or not self.trains
 
     def phase(self, name: str) -> None:
-        """Set the phase of the flight record, before there are `Spans`."""
+        """Set the phase of the flight record; for phases before `Spans` exist."""
         if self.health is not None:
             self.health.flight.phase(name)
 
@@ -75,8 +75,8 @@ class World:
 
 
 def pin(rollout_ranks: int, rollout_cores: Sequence[int], train_cores: Sequence[int]) -> None:
-    """Bind this rank and its child processes to the CPU cores of its role. If none are given, do
-    nothing. Call it before anything is started.
+    """Bind this rank and its child processes to the CPU cores of its role. Without given cores, do
+    nothing. Must be called before anything is started.
 
     Raises:
         ConfigError: this process may not use one of the cores.
@@ -101,11 +101,11 @@ def check_cores(rollout_cores: Sequence[int], train_cores: Sequence[int]) -> Non
 def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = "") -> World:
     """Make the default process group (NCCL and gloo with GPUs, gloo without).
 
-    It has all ranks. If the last `rollout_ranks` only sample, ranks that train and ranks that
-    sample have one group each. Without torchrun the world has one rank.
+    The group has all ranks. With `rollout_ranks`, the last ranks only sample, and train ranks and
+    rollout ranks have one group each. Without torchrun the world has one rank.
 
     Args:
-        folder: the run's folder, for flight records; the run's secret is shared beside it.
+        folder: the run's folder, for flight records; the run's secret is shared in its parent.
         interface: network interface to listen on; empty: the loopback on one node, torch's choice
             on several.
 
@@ -117,7 +117,7 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
     if has_cuda:
-        # Megatron relies on it for kernel order, and CUDA reads it at the first context.
+        # Megatron relies on this for kernel order, and CUDA reads it at the first context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device)
     # makes torch keep the last collectives of every process group, for the flight record

@@ -1,4 +1,4 @@
-"""Dotted paths on the command line: import of the named object and of its module's section."""
+"""Import the object of a dotted path on the command line, and find its module's config class."""
 
 import importlib
 import inspect
@@ -11,8 +11,8 @@ Section = TypeVar("Section")
 
 
 def find(option: str, name: str) -> tuple[ModuleType, Any]:
-    """Import the object that the dotted path `name` names, which may be a module. Return its module
-    and the object. `option` is the key for error texts, such as `--reward`.
+    """Import the object at the dotted path `name`; it may be a module. Return its module and the
+    object. `option` is the key for error messages, such as `--reward`.
 
     Raises:
         ConfigError: there is no such module or attribute, or the import fails.
@@ -33,7 +33,7 @@ def section(option: str, name: str, module: ModuleType, base: type[Section]) -> 
     """Return the subclass of `base` that `module` defines, or `base` if there is none.
 
     Raises:
-        ConfigError: there are several.
+        ConfigError: the module defines several.
     """
     own = [
         c
@@ -49,8 +49,8 @@ def section(option: str, name: str, module: ModuleType, base: type[Section]) -> 
 
 
 def _import(option: str, name: str, path: str) -> ModuleType | None:
-    """Import the module at `path`. Return None if there is none. Errors in the module become a
-    ConfigError of one sentence."""
+    """Import the module at `path`. Return None if there is none. If the import fails otherwise,
+    raise a ConfigError with the reason."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:

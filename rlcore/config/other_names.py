@@ -1,7 +1,7 @@
-"""Names that other frameworks, or older versions of rlcore, have for our keys.
+"""Names of rlcore's keys in other frameworks and in older versions of rlcore.
 
-`resolve.py` looks up an unknown key here before it guesses by spelling. The text after a key says
-what else differs.
+`resolve.py` looks up an unknown key here before it guesses by spelling. The text after a key states
+further differences.
 """
 
 RENAMED = {
@@ -105,7 +105,7 @@ VERL = {
     "trainer.total_training_steps": "run.steps",
     "trainer.val_before_train": "eval.at_start",
 }
-"""verl's keys, without `actor_rollout_ref.`, and ours."""
+"""verl's keys, without `actor_rollout_ref.`, and the keys of rlcore."""
 
 TRL = {
     "batch_size": "data.prompts_per_step",
@@ -139,7 +139,7 @@ TRL = {
     "vllm_tensor_parallel_size": "rollout.tp",
     "warmup_steps": "train.lr_warmup_updates",
 }
-"""TRL's fields of `GRPOConfig`, and our keys."""
+"""Fields of TRL's `GRPOConfig`, and the keys of rlcore."""
 
 SLIME = {
     "advantage_estimator": "algo.adv_estimator",
@@ -175,7 +175,7 @@ SLIME = {
     "update_weight_buffer_size": "sync.bucket_mb",
     "use_tis": "algo.rollout_is",
 }
-"""slime's arguments, and our keys."""
+"""slime's arguments, and the keys of rlcore."""
 
 MISSING = {
     "lora": "LoRA",
@@ -184,11 +184,11 @@ MISSING = {
     "fp8": "FP8 training",
     "speculative_draft_model_path": "a draft model (EAGLE, MTP); rollout.draft has drafts without",
 }
-"""Words in keys of others that stand for what rlcore does not have."""
+"""Words in keys of other frameworks, and the feature, missing in rlcore, that each refers to."""
 
 
 def explain(name: str) -> str:
-    """Return a sentence about a key that rlcore does not have, "" if no table has it.
+    """Return a hint for a key that rlcore does not have, "" if no table has the key.
 
     A key matches by its full name, without `actor_rollout_ref.`, or by its last part.
     """

@@ -1,9 +1,9 @@
-"""Command line to `Config`: selectors first, nearest-name errors, JSON out.
+"""Parse a command line into a `Config`, and write a `Config` as JSON.
 
 The selectors `--algo`, `--reward`, `--env`, `--mode`, `--schedule` choose the class of a section.
-Then every key is looked up in the schema and its words become a value of the field's type. Every
-error is one sentence. The last occurrence of a key wins, so that "$@" can override a recipe. tyro
-writes the text of `--help`.
+Then every key is looked up in the schema, and its words become a value of the field's type. An
+error names the nearest valid key. The last occurrence of a key wins, so that "$@" can override a
+recipe. tyro writes the text of `--help`.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ def parse(
 
     Args:
         sections: functions by selector that return the config class of a name, such as {"algo":
-            algos.config_class}. They are called in this order, since they may import torch. Each is
-            called only if all keys of earlier sections are valid.
+            algos.config_class}. They are called in this order, since they may import torch, and
+            only if all keys of earlier sections are valid.
         early: called before these functions, with the values of all other sections.
 
     Raises:
-        ConfigError: a key or value is wrong; the error is one sentence.
+        ConfigError: a key or value is wrong.
     """
     argv = _split_equals(argv)
     chosen, rest = _take_selectors(argv)
@@ -59,7 +59,7 @@ def parse(
     for name, resolve in sections.items():
         cfg = dataclasses.replace(cfg, **{name: resolve(getattr(select, name))()})
         cfg = _given(cfg, [c for c in chunks if _section(c) == name])
-    return _given(cfg, [c for c in chunks if _section(c) not in _SECTIONS])  # unknown keys: raises
+    return _given(cfg, [c for c in chunks if _section(c) not in _SECTIONS])  # unknown keys raise
 
 
 def keys(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -130,8 +130,8 @@ def _allowed(value: str, allowed: Sequence[str]) -> str:
 
 
 def _for_each(chunks: list[list[str]], default: Config) -> list[list[str]]:
-    """If a section consists of sections (a sum of rewards), expand keys that do not name one of
-    them: `--reward.timeout_s 5` becomes `--reward.math.timeout_s 5` and so on."""
+    """If a section consists of subsections (a sum of rewards), expand keys without a subsection:
+    `--reward.timeout_s 5` becomes `--reward.math.timeout_s 5` and so on."""
     known = _types(default)
     out: list[list[str]] = []
     for option, *words in chunks:
@@ -153,7 +153,7 @@ def _positive(key: str) -> str:
 
 
 def _chunks(argv: list[str]) -> list[list[str]]:
-    """Group the words into keys with their values."""
+    """Group the words into chunks of a key and its values."""
     chunks: list[list[str]] = []
     for a in argv:
         if a.startswith("--"):
@@ -166,7 +166,7 @@ def _chunks(argv: list[str]) -> list[list[str]]:
 
 
 def _given(cfg: Config, chunks: list[list[str]]) -> Config:
-    """Set the values of these keys in `cfg`."""
+    """Return `cfg` with the values of these chunks."""
     return _with(cfg, _values(_for_each(chunks, cfg), cfg))
 
 
@@ -181,13 +181,13 @@ def _values(chunks: list[list[str]], default: Config) -> dict[str, Any]:
     found = {}
     for key, chunk in last.items():
         value = _value(known[key], chunk)
-        is_negated = chunk[0][2:].replace("-", "_") != key  # --train.no_sp
+        is_negated = chunk[0][2:].replace("-", "_") != key  # such as --train.no_sp
         found[key] = not value if is_negated else value
     return found
 
 
 def _types(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the type of every key."""
+    """Return the type of every key, by name."""
     found: dict[str, Any] = {}
     hints = typing.get_type_hints(type(section))
     for f in dataclasses.fields(section):
@@ -220,7 +220,7 @@ def _value(kind: Any, chunk: list[str]) -> Any:
     """Parse the words after an option into a value of type `kind`.
 
     Raises:
-        ConfigError: they are no such value.
+        ConfigError: the words are no value of this type.
     """
     option, *words = chunk
     given = hide(" ".join(word or "''" for word in chunk))
@@ -280,7 +280,7 @@ def _wanted(kind: Any) -> str:
 
 
 def _with(section: Any, values: dict[str, Any]) -> Any:
-    """Replace values of a section by keys such as `math.timeout_s`."""
+    """Return the section with new `values`, by keys such as `math.timeout_s`."""
     changes: dict[str, Any] = {}
     for f in dataclasses.fields(section):
         name, value = f.name.rstrip("_"), getattr(section, f.name)
@@ -311,7 +311,7 @@ def help_text(default: Config) -> str:
 
 
 def _fill(paragraph: re.Match[str]) -> str:
-    """Wrap a text again: tyro keeps the line breaks of an indented docstring."""
+    """Wrap a paragraph again, since tyro keeps the line breaks of an indented docstring."""
     width, indent = max(map(len, paragraph[0].splitlines())), " " * 8
     words = " ".join(paragraph[0].split())
     return (

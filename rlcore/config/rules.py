@@ -1,5 +1,5 @@
-"""Rules on combinations of settings, checked before anything starts. Each error is one sentence:
-key, value, what is allowed, what to do. The range of a single key is stated at its field
+"""Rules on combinations of settings, checked before anything starts. Each error names the key, its
+value, what is allowed and what to do. The range of a single key is stated at its field
 (`utils/bounds.py`).
 """
 
@@ -43,12 +43,12 @@ def broken(cfg: Config) -> list[str]:
 
 
 def of_batch(cfg: Config) -> list[str]:
-    """Return the errors of `broken` that concern the arithmetic of a batch."""
+    """Return those errors of `broken` that concern the batch arithmetic."""
     return [*ranges(cfg), *_batch(cfg), *_schedule(cfg)]
 
 
 def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
-    """Return the errors of rules that need the number of ranks, which `broken` does not know."""
+    """Return the errors of rules that depend on the number of ranks; `broken` has the others."""
     out, site = [], cfg.sync.ranks_per_site
     sizes = [("rollout.tp", cfg.rollout.tp), ("rollout.max_tp", cfg.rollout.max_tp or 1)]
     for key, tp in [*sizes, *(("debug.rollout_tp", tp) for tp in cfg.debug.rollout_tp)]:
@@ -97,7 +97,7 @@ def route(cfg: Config) -> Literal["gather", "intranode", "two_stage"]:
 
 
 def warnings(cfg: Config) -> list[str]:
-    """Return warnings about settings that have no effect, or another effect than it seems. The run
+    """Return warnings about settings that have no effect, or an unexpected one. A run with warnings
     continues."""
     a, r, out = cfg.algo, cfg.rollout, []
     cut = [k for k, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(r, k) != off]
@@ -167,7 +167,7 @@ def warnings(cfg: Config) -> list[str]:
 
 
 def check(cfg: Config) -> None:
-    """Raise ConfigError with all broken rules, one per line, if there are any."""
+    """If rules are broken, raise a ConfigError that lists them, one per line."""
     found = broken(cfg)
     if found:
         raise ConfigError("\n".join(found))
@@ -181,7 +181,7 @@ def ranges(cfg: Config) -> list[str]:
 
 
 def _idle(section: Any, usual: Any, key: str, needed: str) -> list[str]:
-    """Return an error for every changed key of a section whose feature `needed` is off."""
+    """Return an error for every key of a section that is set although `needed` is off."""
     return [
         f"--{key}.{f.name}: has no effect without {needed}"
         for f in fields(section)
@@ -204,7 +204,7 @@ def quotas(cfg: Config) -> dict[str, int]:
     """Parse `--tail.dataset_quotas` into prompts by dataset.
 
     Raises:
-        ConfigError: one of them is not `dataset=prompts`.
+        ConfigError: a quota is not of the form `dataset=prompts`.
     """
     found = {}
     for text in cfg.tail.dataset_quotas:
@@ -277,8 +277,8 @@ STREAMABLE = ("grpo", "grpo_passk", "rloo", "opo")
 
 
 def _stream(cfg: Config) -> list[str]:
-    """Check --mode stream, which excludes all settings that need every sample of a step before the
-    first gradient."""
+    """Check settings that conflict with --mode stream: those that need every sample of a step
+    before the first gradient."""
     a, s, out = cfg.algo, cfg.stream, []
     if cfg.select.mode != "stream":
         return _idle(s, StreamConfig(), "stream", "--mode stream")
@@ -583,7 +583,7 @@ def _mux(cfg: Config) -> list[str]:
             f"--mode {cfg.select.mode}: with --mux.url rollout and training alternate with those "
             "of other jobs and cannot overlap; use --mode sync"
         )
-    if changes_size(cfg) and not cfg.cluster.rollout_ranks:  # else `_roles` refuses it
+    if changes_size(cfg) and not cfg.cluster.rollout_ranks:  # else `_roles` returns the error
         out.append(
             "--mux.url: engines change their size between the phases of a job, while other jobs "
             "use its nodes; unset rollout.adaptive_tp and debug.rollout_tp"

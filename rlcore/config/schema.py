@@ -356,8 +356,8 @@ class RewardConfig:
     """Minimum score of a response that counts as correct, with adaptive_timeout."""
 
     def problems(self, key: str) -> list[str]:
-        """What cannot work in the keys that a reward has besides these, one sentence each; `key` is
-        the section's, such as `reward` or `reward.judge`."""
+        """Return an error for each conflict in the keys that a subclass adds. `key` is the key of
+        the section, such as `reward` or `reward.judge`."""
         return []
 
 
@@ -367,7 +367,7 @@ class RewardSum:
 
 
 def reward_sections(reward: RewardConfig | RewardSum) -> dict[str, RewardConfig]:
-    """Every reward's own section by its key: `reward`, or in a sum `reward.math`, ..."""
+    """Return the section of every reward by key: `reward`, or in a sum `reward.math`, ..."""
     if isinstance(reward, RewardConfig):
         return {"reward": reward}
     return {f"reward.{f.name}": getattr(reward, f.name) for f in fields(reward)}
@@ -403,7 +403,7 @@ class EnvConfig:
     are trained; 0: start no more."""
 
     def problems(self) -> list[str]:
-        """What cannot work in the keys that an environment has besides these, one sentence each."""
+        """Return an error for each conflict in the keys that a subclass adds."""
         return []
 
 

@@ -1,7 +1,7 @@
 """Advantages of all tokens from rewards: KL penalty, estimator, whitening.
 
 Estimators with one number per response need the rewards of whole groups, which every rank takes
-from the plan. Estimators per token work on this rank's batches. Sums over ranks make both global.
+from the plan. Estimators per token work on this rank's batches; whitening spans all ranks.
 """
 
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ def assign(
 def split_baselines(
     run: Run, groups: Sequence[Group]
 ) -> tuple[tuple[Group, ...], dict[str, float]]:
-    """Split the groups into those to train and greedy baselines. The baselines are returned as
-    rewards by group id, shaped by length as those of the trained groups."""
+    """Split the groups into groups to train on and greedy baselines. Return the baselines as
+    rewards by group id, shaped by length like all rewards."""
     cfg, greedy = run.cfg, {}
     for g in (g for g in groups if is_baseline(g.id)):
         lost = overlong(g.lengths[0], cfg.rollout.max_tokens, cfg.algo)
@@ -60,7 +60,7 @@ def by_response(
     run: Run, plan: StepPlan, batches: list[Batch], penalties: list[Tensor] | None = None
 ) -> list[Batch]:
     """Compute one advantage per response; the KL penalty is summed over its tokens. If the
-    algorithm's module has a function `advantages(groups, cfg)`, it replaces the estimator."""
+    algorithm's module has a function `advantages(groups, cfg)`, it is the estimator."""
     lost = {} if penalties is None else _sums_by_row(run, plan, batches, penalties)
     trained = plan.owners().keys()
     groups = [
@@ -95,7 +95,7 @@ def _by_token(
     penalties: list[Tensor] | None,
     baselines: dict[str, float],
 ) -> list[Batch]:
-    """Compute advantages and returns of every token; if the estimator whitens, over the step."""
+    """Compute advantages and returns of every token. Whitening, if on, spans the whole step."""
     cfg, out = run.cfg.algo, []
     for u, batch in enumerate(batches):
         rows = _rows(run, plan, u)
@@ -146,7 +146,7 @@ def kl_penalties(run: Run, plan: StepPlan, batches: list[Batch]) -> list[Tensor]
     run.progress.add(
         {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
     )
-    if run.trains_actor:  # before, the actor equals the reference and the KL is 0
+    if run.trains_actor:  # until then the actor is the reference, with KL 0
         run.kl.update(mean, int(count))
     return [coefficient * values for values in found]
 

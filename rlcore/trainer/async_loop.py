@@ -1,11 +1,10 @@
 """The asynchronous loop: the train ranks take the next batch while the other ranks keep sampling.
 ROLL Flash, arXiv:2510.11345.
 
-A step trains policy version n on samples of which no token is older than n - alpha, then pauses the
-engines for the weight update. Unfinished requests keep their tokens and log-probs and continue
-under the new weights. With alpha 0 no request is unfinished then, so the step equals that of the
-synchronous loop. Both loops run inside `sync_loop.train`. Lines marked C are collective over the
-train ranks, W over all ranks.
+A step trains policy version n on samples whose tokens are of version n - alpha or newer. It then
+pauses the engines for the weight update. Unfinished requests keep their tokens and log-probs and
+continue under the new weights. With alpha 0 no request is unfinished at the weight update, so the
+step equals a step of the synchronous loop. `sync_loop.train` runs either loop.
 """
 
 from rlcore.records import Group, HoldMode, TrainOrder
@@ -15,7 +14,7 @@ from rlcore.trainer.run import Run
 
 
 def one_step(run: Run) -> None:
-    """Run one update on a rank that trains; sample until the next weight update on the others."""
+    """On a rank that trains, run one update; on others, sample until the next weight update."""
     groups: tuple[Group, ...] = ()
     stats: dict[str, float] = {}
     todo: StepPlan | None = None
@@ -26,12 +25,12 @@ def one_step(run: Run) -> None:
         with run.device.generate(), run.spans.phase("gen"):
             run.rollout.worker.go_on(sync_loop.callbacks(run))
     with run.spans.phase("update_weights"):
-        run.device.update_weights(run.step)  # W
-    phases.observe_round(run, "all", stats)  # W
+        run.device.update_weights(run.step)  # collective over all ranks
+    phases.observe_round(run, "all", stats)  # collective over all ranks
     if todo is not None:
-        sync_loop.rollout_metrics(run, groups, stats, todo)  # W
+        sync_loop.rollout_metrics(run, groups, stats, todo)  # collective over all ranks
     else:
-        sync_loop.engine_counts(run)  # W
+        sync_loop.engine_counts(run)  # collective over all ranks
 
 
 def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], StepPlan]:
@@ -52,7 +51,7 @@ def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], StepPlan]:
         batches = phases.batches(run, todo, samples)
         if run.ranks.rank == 0:
             async_rollout.read(samples.values())
-    learn.all_models(run, todo, batches, {})  # C
+    learn.all_models(run, todo, batches, {})  # collective over the train ranks
     stats = dict(batch.stats)
     if run.ranks.rank == 0:
         with spans.phase("pause_engines"):
@@ -61,8 +60,8 @@ def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], StepPlan]:
 
 
 def hold_mode(run: Run) -> HoldMode:
-    """Return how requests are held during the next weight update. Before an evaluation and a
-    checkpoint they are released: the first needs idle engines, the second all tokens."""
+    """Return how requests are held during the next weight update. Before an evaluation or a
+    checkpoint, release them: an evaluation needs idle engines, a checkpoint needs all tokens."""
     if sync_loop.evaluates(run) or sync_loop.saves(run):
         return "release"
     return run.cfg.async_.weight_update

@@ -1,10 +1,10 @@
-"""The owner of one rank's accelerator: it decides whether engine, learner or both are on it.
+"""Owner of one rank's accelerator; decides whether it holds the engine, the learner, or both.
 
-The loops announce the next phase; a `Device` moves the memory that the phase needs. Strategies:
+The training loops announce each phase, and a `Device` moves the memory for it. Strategies:
 
-    Device          engine and learner both stay on the accelerator, or the rank has only one
-    OffloadDevice   --train.offload: engine and learner use it one after the other
-    SharedDevice    --mux.url: other jobs use it between phases (shared_device.py)
+    Device          keeps engine and learner on the accelerator; also if a rank has only one
+    OffloadDevice   --train.offload: engine and learner use the accelerator in turn
+    SharedDevice    --mux.url: other jobs use the accelerator between phases (shared_device.py)
 
     state            on the accelerator with OffloadDevice
     build            learner; the engine sleeps
@@ -14,8 +14,8 @@ The loops announce the next phase; a `Device` moves the memory that the phase ne
     save             learner: weights, optimizer; engine: weights
     away             nothing (SharedDevice between two permits)
 
-If an engine fails, its requests move to other engines; it is restarted before the next weight
-update. C: collective over the ranks of the default group; W: over all ranks.
+If an engine fails, its requests move to other engines, and the engine is restarted before the next
+weight update. "Collective" alone means: over the default group, the ranks of one role.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ NEXT: dict[State, tuple[State, ...]] = {
     "save_checkpoint": ("gen", "away"),
     "away": ("gen", "train", "update_weights", "save_checkpoint", "away"),
 }
-"""States that may follow each state. A repair updates the weights in the middle of `generate`."""
+"""States that may follow each state. A repair updates the weights in the middle of `gen`."""
 ALL: tuple[Tag, ...] = ("weights", "kv_cache")
 LOOK_S = 1.0
 """Seconds between two polls of the engines that are still starting."""
@@ -64,7 +64,7 @@ class Parts:
     """Restarts this rank's failed engine and discards its pending events."""
     sizes: EngineSizes
     memory: Residency | None = None
-    """Measures the memory at every switch between engine and learner; None: no check."""
+    """Checks the memory at every switch between engine and learner; None: no check."""
     progress: Progress
     spans: Spans
     timeout_s: float
@@ -82,8 +82,8 @@ class Device:
     is_shared = False
     """Whether other jobs use the accelerator too."""
     makes_room = False
-    """Whether a starting engine needs the learner's memory, so that the learner is offloaded first
-    and the engine sleeps until the next weight update."""
+    """Whether the learner is offloaded before an engine starts, to make room. The engine then
+    sleeps until the next weight update."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -106,29 +106,29 @@ class Device:
 
     @contextmanager
     def train(self) -> Iterator[None]:
-        """Enclose a phase in which the learner computes. Its weights are sent to the engines before
-        the block ends."""
+        """Enclose a phase in which the learner computes. The caller updates the engines' weights
+        before the block ends."""
         self._enter("train")
         yield
 
     @contextmanager
     def save(self, parts: Collection[Part]) -> Iterator[None]:
-        """Enclose a phase that reads these parts of the learner. Afterwards the engine can
-        decode."""
+        """Enclose a phase that reads the given parts of the learner. After the block the engine can
+        decode again."""
         self._enter("save_checkpoint")
         yield
         self._enter("gen")
 
     def update_weights(self, version: int) -> None:
-        """Restart failed engines, then send the learner's weights to every engine (W)."""
+        """Restart failed engines, then update all engines' weights. Collective over all ranks."""
         self._enter("update_weights")
         self._restart_failed()
         self._send_weights(self.parts.engine, version)
         self._enter("gen")
 
     def repair(self) -> None:
-        """If no engine is left in the middle of a round, restart all of them with the weights of
-        the round (W)."""
+        """If all engines have failed in the middle of a round, restart them with the round's
+        weights. Collective over all ranks."""
         self.update_weights(self.parts.progress.version)
 
     def release_engine(self) -> None:
@@ -140,13 +140,13 @@ class Device:
         """Load these parts of the actor in the middle of a round, after `release_engine`."""
 
     def engine_is_back(self) -> None:
-        """Undo the mark of `release_engine`: the engine decodes again, or the round is over."""
+        """Undo `release_engine`: the engine decodes again, or the round is over."""
         self._has_left = False
 
     # ---- start of engines
 
     def wait_for_engines(self) -> None:
-        """Wait for the engines that were started with the run (W).
+        """Wait until the first engines of the run have started. Collective over all ranks.
 
         Raises:
             ValueError: this rank's engine refuses its settings, so a restart would not help.
@@ -155,11 +155,11 @@ class Device:
         self._wait_for_starts("the engines")
         engine = self.parts.engine
         if engine is not None and engine.failure:
-            with contextlib.suppress(RuntimeError):  # a crash: the weight update restarts it
+            with contextlib.suppress(RuntimeError):  # the weight update restarts the engine
                 engine.abort(())
 
     def resize_engines(self, tp: int) -> None:
-        """Replace all engines by engines of tensor-parallel size `tp`, without weights (C).
+        """Restart all engines with tensor-parallel size `tp`, without weights. Collective.
 
         Raises:
             TimeoutError: an engine has not started in time; the error names its rank.
@@ -181,8 +181,8 @@ class Device:
             self._switch_engine("sleep", ALL)
 
     def _wait_for_starts(self, engines: str) -> None:
-        """Wait until every engine has started or one has failed (W). Ranks that only train wait
-        too."""
+        """Wait until every engine has started or one has failed. Collective over all ranks, also
+        those that only train."""
         p = self.parts
         end = time.monotonic() + p.timeout_s
         while True:
@@ -218,9 +218,9 @@ class Device:
     def _restart_failed(self, *, here: bool = True) -> None:
         """Restart this rank's engine if it has failed, unless `here` is false.
 
-        An engine over several ranks is restarted on all of them (C). A starting engine reserves all
-        memory that it may use. So with `makes_room` the learner is offloaded first, and the engine
-        sleeps until it gets weights.
+        An engine over several ranks is restarted on all its ranks (collective). A starting engine
+        reserves all memory that it may use. So with `makes_room` the learner is offloaded first,
+        and the engine sleeps until it gets weights.
         """
         p, ranks = self.parts, self.parts.sizes.now.engine_ranks
         why = p.engine.failure if here and p.engine is not None else ""
@@ -245,8 +245,8 @@ class Device:
     ) -> None:
         """Send this rank's engine to sleep or wake it, unless it has failed or `here` is false.
 
-        If an engine spans several ranks, its first rank makes the call for the memory of all. Every
-        rank has freed its own memory before, and none continues until the call returns (C).
+        If an engine spans several ranks, its first rank makes the call for all these ranks
+        (collective). Barriers make this call wait until every rank has freed its memory.
         """
         spread = len(self.parts.sizes.now.engine_ranks) > 1
         if spread:
@@ -257,8 +257,8 @@ class Device:
             collective.barrier()
 
     def _ask_engine(self, what: str, call: Callable[[Engine], None]) -> None:
-        """Call this rank's engine, unless it has failed. If it fails during the call, treat it as
-        already failed; the next round is notified."""
+        """Call this rank's engine, unless it has failed. If the engine fails during the call, log
+        that; the next round treats the engine as failed."""
         engine = self.parts.engine
         if engine is None or engine.failure:
             return
@@ -271,8 +271,8 @@ class Device:
 
 
 class OffloadDevice(Device):
-    """Strategy in which engine and learner use the accelerator one after the other. Every switch is
-    measured against the memory plan, and fails if something is left on the accelerator."""
+    """Strategy in which engine and learner use the accelerator in turn. Every switch checks the
+    memory plan, and raises an error if memory was not freed."""
 
     makes_room = True
 
@@ -294,8 +294,8 @@ class OffloadDevice(Device):
         yield
 
     def update_weights(self, version: int) -> None:
-        """Keep only the actor's weights beside the engine's and send them. Then offload the learner
-        and wake the engine's KV cache."""
+        """Offload all of the learner but the actor's weights, and send these to the engines. Then
+        offload the weights too, and wake the engine's KV cache."""
         p = self.parts
         self._enter("update_weights")
         self._restart_failed()
@@ -351,7 +351,7 @@ class OffloadDevice(Device):
             self.parts.memory.before(phase, self.parts.learners)
 
     def _measure(self, phase: str) -> None:
-        """Raise RuntimeError if the device holds more than planned at the start of `phase`."""
+        """Measure the memory at the start of `phase`. Raise RuntimeError if it exceeds the plan."""
         if self.parts.memory is not None:
             self.parts.memory.check(phase, self.parts.learners)
             self.parts.progress.add(self.parts.memory.take())

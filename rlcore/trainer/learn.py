@@ -1,5 +1,4 @@
-"""Training on the samples of a step: log-probs and values, advantages, then the optimizer steps of
-critic and actor. Lines marked C are collective over the train ranks."""
+"""Train on the samples of a step: log-probs, values, advantages, critic and actor updates."""
 
 from functools import partial
 
@@ -17,17 +16,17 @@ def all_models(run: Run, todo: StepPlan, batches: list[Batch], baselines: dict[s
     greedy rewards by group id (remax)."""
     cfg, spans = run.cfg, run.spans
     with spans.phase("old_log_prob"):
-        batches = phases.old_logprobs(run, batches)  # C
+        batches = phases.old_logprobs(run, batches)  # collective over the train ranks
     if cfg.algo.needs_reference:
         with spans.phase("ref"):
-            batches = phases.reference_logprobs(run, batches)  # C
+            batches = phases.reference_logprobs(run, batches)  # collective over the train ranks
     if run.critic is not None:
         with spans.phase("values"):
-            batches = phases.old_values(run, batches)  # C
+            batches = phases.old_values(run, batches)  # collective over the train ranks
     kl_scale = run.kl.scale
     with spans.phase("adv"):
-        batches = advantages.assign(run, todo, batches, baselines)  # C
-        mean = phases.correction_mean(run, batches)  # C
+        batches = advantages.assign(run, todo, batches, baselines)  # collective, train ranks
+        mean = phases.correction_mean(run, batches)  # collective over the train ranks
     if run.critic is not None:
         with spans.phase("update_critic"):
             update_critic(run, todo, batches)
@@ -47,9 +46,9 @@ def update_actor(
         for u, batch in enumerate(batches):
             if todo.lengths(u):
                 run.learner.accumulate(batch, objective)
-                step_actor(run, todo, u, objective)  # C
+                step_actor(run, todo, u, objective)  # collective over the train ranks
                 run.spans.alive()
-    conclude(run, todo, objective, kl_scale)  # C
+    conclude(run, todo, objective, kl_scale)  # collective over the train ranks
 
 
 def make_objective(run: Run, correction_mean: float, kl_scale: float) -> Objective:
@@ -87,7 +86,8 @@ def conclude(run: Run, todo: StepPlan, objective: Objective, kl_scale: float) ->
 
 
 def update_critic(run: Run, todo: StepPlan, batches: list[Batch]) -> None:
-    """Run the critic's optimizer steps on this rollout. Its loss is always a mean over tokens."""
+    """Run the critic's optimizer steps on this rollout. Its loss is always a mean over tokens.
+    Collective over the train ranks."""
     assert run.critic is not None
     cfg = run.cfg
     loss = partial(value.loss, clip=cfg.critic.clip_value)
@@ -95,5 +95,5 @@ def update_critic(run: Run, todo: StepPlan, batches: list[Batch]) -> None:
         for u, batch in enumerate(batches):
             if lengths := todo.lengths(u):
                 run.critic.accumulate(batch, loss)
-                report.add_update(run, run.critic.apply(float(sum(lengths))), "critic")  # C
+                report.add_update(run, run.critic.apply(float(sum(lengths))), "critic")
                 run.spans.alive()

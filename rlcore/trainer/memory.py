@@ -1,9 +1,9 @@
-"""The memory plan of one rank, and the check of a run against it.
+"""Memory plan of one rank, and the check of measured memory against the plan.
 
-`make` computes the bytes of every part in every phase from configuration, model and layout. Memory
-that is allocated once (weights, gradients, optimizer states, a cache of given size) is exact up to
-padding. Temporary memory of a computation is an estimate and marked as such. `Residency` measures
-at each switch of the device between engine and learner.
+`make` computes the bytes of every part in every phase from configuration, model and layout. Parts
+that are allocated once (weights, gradients, optimizer states, a cache of given size) are exact up
+to padding. Temporary memory is an estimate and marked as such. `Residency` measures the memory
+whenever the device changes between engine and learner.
 
 With --train.offload the phases hold:
 
@@ -16,7 +16,7 @@ With --train.offload the phases hold:
                      and the cache is allocated
     save_checkpoint  learner: weights, optimizer; engine: weights
 
-Without --train.offload all persistent parts stay, and every phase adds its temporary memory.
+Without --train.offload all persistent parts stay on the device; phases add temporary memory.
 """
 
 import math
@@ -39,10 +39,10 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
 TRAINER_CONTEXT = 1_500_000_000
 """Bytes of a training process (estimate): CUDA context, NCCL buffers, cuBLAS workspaces."""
 ENGINE_CONTEXT = 2_000_000_000
-"""Bytes of an engine process (estimate): as above plus CUDA graphs. They stay while it sleeps."""
+"""Bytes of an engine process, also asleep (estimate): as `TRAINER_CONTEXT`, plus CUDA graphs."""
 PREFILL_TOKENS = {"torch": 16384, "sglang": 8192}
 BUNDLE_BYTES = 256 * 2**20
-"""Bytes that `export` gathers at a time, unless one tensor is larger."""
+"""Bytes that `Learner.export` gathers at a time, unless one tensor is larger."""
 SLACK_BYTES = 16 * 2**20
 """Bytes allowed for padding and counters: a measurement may exceed the plan by this plus 2 %."""
 
@@ -55,7 +55,7 @@ class Item:
     num_bytes: int
     is_estimate: bool = False
     comes_later: bool = False
-    """Whether it is allocated during the phase and not yet at its start."""
+    """Whether the part is allocated during the phase, not at its start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ class OtherMemory:
     """Memory of processes other than engine and learner, such as a judge."""
 
     always: tuple[Item, ...] = ()
-    """Parts in every phase; they are allocated before the learner is loaded."""
+    """Parts in every phase, allocated before the learner is loaded."""
     generate: tuple[Item, ...] = ()
     """Parts while the engine samples."""
     host: tuple[Item, ...] = ()
@@ -98,8 +98,8 @@ NOBODY = OtherMemory()
 
 
 def parameters(hf: HFConfig, layout: ParallelLayout, head: str = "lm") -> tuple[int, int]:
-    """Return the numbers of parameters on this rank: dense ones (sharded by tensor parallelism or
-    replicated), and those of its experts."""
+    """Return this rank's number of dense parameters (sharded by tensor parallelism or replicated)
+    and its number of expert parameters."""
     dense, experts = 0, 0.0
     for name, shape in layer_shapes(hf).items():
         count = math.prod(shape)
@@ -149,7 +149,7 @@ def layer_activations(hf: HFConfig, train: TrainConfig, tokens: int) -> int:
     queries, keys = hf.num_heads * hf.head_dim / tp, hf.num_kv_heads * hf.head_dim / tp
     # Inputs and outputs of two norms; q, k, v before and after the rotation; attention's output.
     kept = 4 * hf.hidden_size * whole + 2 * (queries + 2 * keys) + queries
-    if hf.num_experts:  # sent and received rows, both halves of the gate, their product, the output
+    if hf.num_experts:  # sent and received rows, gate and up projection, their product, the output
         kept += hf.experts_per_token * whole * (3 * hf.hidden_size + 3 * hf.moe_intermediate_size)
     else:
         kept += 3 * hf.intermediate_size / tp
@@ -167,14 +167,14 @@ def activation_bytes(
     if train.vpp > 1:
         under_way = layout.pp * (1 + (layout.pp - 1) / (layout.pp * train.vpp))
     layers = hf.num_layers // layout.pp
-    # Besides, the layer that is being computed needs its values and their gradients.
+    # The layer that is being computed also holds its values and the gradients of its values.
     return int(ITEMSIZE[model.dtype] * (kept * layers * under_way + 2 * one))
 
 
 def logits_bytes(
     hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: ParallelLayout, tokens: int
 ) -> int:
-    """Estimate the bytes of the logits; their gradient is written in place."""
+    """Estimate the bytes of the logits, whose gradient overwrites them."""
     if not layout.is_last_stage:
         return 0
     rows = min(train.head_chunk_tokens or tokens, tokens)
@@ -192,13 +192,13 @@ def engine_weight_bytes(cfg: Config, hf: HFConfig) -> int:
     """Return the bytes of the weights on one rank of an engine."""
     size = ITEMSIZE[engine_dtype(cfg)]
     total = size * num_parameters(hf)
-    if cfg.rollout.fp32_lm_head and cfg.rollout.engine == "torch":  # SGLang makes no copy
+    if cfg.rollout.fp32_lm_head and cfg.rollout.engine == "torch":  # SGLang makes no float32 copy
         total += max(4 - size, 0) * hf.vocab_size * hf.hidden_size
     return total // cfg.rollout.tp
 
 
 def longest(cfg: Config, hf: HFConfig) -> int:
-    """Return the tokens of the longest sequence."""
+    """Return the number of tokens of the longest possible sequence."""
     return min(hf.max_positions, cfg.data.max_prompt_tokens + cfg.rollout.max_tokens)
 
 
@@ -209,7 +209,7 @@ def token_bytes(cfg: Config, hf: HFConfig) -> int:
 
 
 def cache_bytes(cfg: Config, hf: HFConfig, gpu_bytes: float) -> int:
-    """Return the bytes of the engine's KV cache, given that it starts on an otherwise empty GPU."""
+    """Return the bytes of the KV cache of an engine that starts on an otherwise empty GPU."""
     r, weights = cfg.rollout, engine_weight_bytes(cfg, hf)
     if r.kv_cache_tokens:
         return r.kv_cache_tokens * token_bytes(cfg, hf)
@@ -220,7 +220,7 @@ def cache_bytes(cfg: Config, hf: HFConfig, gpu_bytes: float) -> int:
 
 
 def engine_work_bytes(cfg: Config, hf: HFConfig) -> int:
-    """Estimate the temporary bytes of a prefill and of a decode step's logits."""
+    """Estimate an engine's temporary bytes: a prefill and the logits of a decode step."""
     r, size = cfg.rollout, ITEMSIZE[engine_dtype(cfg)]
     inner = hf.experts_per_token * hf.moe_intermediate_size or hf.intermediate_size
     per_token = 4 * hf.hidden_size + 3 * inner // r.tp + 2 * hf.num_heads * hf.head_dim // r.tp
@@ -229,14 +229,14 @@ def engine_work_bytes(cfg: Config, hf: HFConfig) -> int:
 
 
 def bucket_bytes(cfg: Config, hf: HFConfig) -> int:
-    """Return the bytes of the largest bucket of a weight update. Tensors are never split, and none
-    is larger than the embedding."""
+    """Return the bytes of the largest bucket of a weight update. A tensor is never split, and the
+    embedding is the largest tensor."""
     embedding = hf.vocab_size * hf.hidden_size * ITEMSIZE[cfg.model.dtype]
     return max(cfg.sync.bucket_mb * 2**20, embedding)
 
 
 def update_weights_bytes(cfg: Config, hf: HFConfig) -> int:
-    """Estimate the bytes of a weight update beside the weights of learner and engine."""
+    """Estimate the temporary bytes of a weight update, without the weights themselves."""
     bucket = bucket_bytes(cfg, hf)
     if rules.route(cfg) == "gather":  # the gathered shards, the full tensors, and the bucket
         return 2 * max(bucket, BUNDLE_BYTES) + bucket
@@ -256,10 +256,10 @@ def make(
     beside: OtherMemory = NOBODY,
     has_engine: bool = True,
 ) -> MemoryPlan:
-    """Make the plan of `layout.rank`. Its `problems` do not depend on the size of the GPU.
+    """Make the plan of `layout.rank`. Whether a phase fits the GPU is left to `too_large`.
 
     Args:
-        gpu_bytes: memory of a GPU; 0: any.
+        gpu_bytes: memory of a GPU; 0: unknown.
         cuda: False for a run on the CPU, where an offload moves only the gradients.
         has_engine: False for a rank that only trains.
     """
@@ -397,8 +397,8 @@ def worst_of(
     beside: OtherMemory = NOBODY,
     has_engine: bool = True,
 ) -> MemoryPlan:
-    """Make the plan of the train rank that needs most memory. Ranks differ only by their pipeline
-    stage."""
+    """Make the plan of the train rank that needs most memory. The plans of train ranks differ only
+    by pipeline stage."""
     first = layout_of(cfg.train, world_size, 0)
     stage = world_size // first.pp
     ranks = [layout_of(cfg.train, world_size, p * stage) for p in range(first.pp)]
@@ -444,8 +444,8 @@ def table(plan: MemoryPlan, world_size: int, ranks_per_node: int) -> list[str]:
 
 
 def too_large(plan: MemoryPlan, gpu_bytes: float) -> str:
-    """If a phase does not fit, return a sentence with its name, its largest parts and the keys to
-    change; "" otherwise."""
+    """If a phase does not fit, return an error that names the phase, its largest parts and the keys
+    to change; "" otherwise."""
     phase = plan.worst
     if not gpu_bytes or plan.total(phase) <= gpu_bytes:
         return ""
@@ -497,7 +497,7 @@ class Residency:
         self._engine_sleeps = False
 
     def follow(self, plan: MemoryPlan) -> None:
-        """Check the rank against another plan from now on."""
+        """Use another plan for all later checks."""
         self.plan = plan
 
     def before(
@@ -507,7 +507,7 @@ class Residency:
         weights (update_weights). On the CPU nothing is checked.
 
         Raises:
-            RuntimeError: other allocations were not freed.
+            RuntimeError: too little memory is free.
         """
         if self._device.type != "cuda":
             return
@@ -520,10 +520,10 @@ class Residency:
         self._must_fit(most, coming - _resident(learners))
 
     def check(self, phase: str, learners: Sequence[Learner]) -> None:
-        """Measure the memory when everything that `phase` starts with is loaded.
+        """Measure the memory at the start of `phase`, after the parts that it needs are loaded.
 
         Raises:
-            RuntimeError: the learner holds more than planned, or later parts do not fit.
+            RuntimeError: the learner holds more than planned, or parts that come later do not fit.
         """
         own = _resident(learners)
         planned = self.plan.learner[phase]

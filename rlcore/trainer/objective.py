@@ -17,8 +17,8 @@ from rlcore.utils.errors import ConfigError
 
 
 class Objective:
-    """A `Loss` for the learner. The rollout correction is computed here and not before, since the
-    old log-probs of the first update may be those of the training pass itself."""
+    """Loss of the learner. It computes the rollout correction during the training pass, since the
+    old log-probs of the first update may come from this pass."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Objective:
 
     @property
     def rejects(self) -> bool:
-        """Whether tokens may be rejected. Then the denominators come from `learner.kept()`."""
+        """Whether tokens may be rejected. If so, the denominators come from `learner.kept()`."""
         return bool(self._cfg.rollout_rs) or self._cfg.drops_tokens
 
     def stop_watching(self) -> None:
@@ -138,8 +138,8 @@ class Objective:
         return given, spec
 
     def _corrected(self, x: LossInputs) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
-        """Return the inputs with correction weights and reduced mask, the mask of tokens that are
-        not rejected, and log w [T]."""
+        """Return the inputs with correction weights and a mask without rejected tokens; the mask of
+        kept tokens; and log w [T], the learner's minus the sampler's log-probs."""
         cfg = self._cfg
         learner = x.old_log_probs
         if cfg.bypass_mode:
@@ -154,8 +154,8 @@ class Objective:
         return replace(x, mask=x.mask & keep), keep, log_w
 
     def mismatch(self, reduce_floats: Callable[..., list[float]]) -> dict[str, float]:
-        """Return `rollout_corr/*` and staleness over all ranks and micro-batches since the start.
-        Collective. Ranks with the same tokens (tensor and context parallel) count them several
+        """Return `rollout_corr/*` and staleness over all ranks and micro-batches so far.
+        Collective. Ranks that share tokens (tensor and context parallel) count these tokens several
         times, which does not change a mean."""
         total = mismatch.Sums.total(self._sums)
         added = reduce_floats(total.added.tolist(), "sum")

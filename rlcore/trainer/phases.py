@@ -1,5 +1,5 @@
-"""Phases of a step around the update: batches, log-probs and values before it, the size of the
-engines after it. C: collective over the train ranks; W: over all ranks."""
+"""Phases of a step before the update (batches, log-probs, values) and after it (engine sizes).
+"Collective" alone means: over the train ranks."""
 
 from collections.abc import Mapping
 
@@ -49,9 +49,9 @@ def normaliser(run: Run, plan: StepPlan, update: int) -> float:
 def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
     """Compute the learner's log-probs under the weights before the first update.
 
-    The first update trains with exactly these weights, so its own log-probs serve as the old ones
-    and its batch is skipped. If there are several epochs, or an earlier phase needs the log-probs,
-    they are computed for it too.
+    The first update trains with exactly these weights, so its batch is skipped: the training pass
+    itself yields its old log-probs. With several epochs, or if an earlier phase needs log-probs,
+    the first batch is not skipped.
     """
     cfg = run.cfg.algo
     if cfg.bypass_mode:
@@ -99,8 +99,8 @@ def correction_mean(run: Run, batches: list[Batch]) -> float:
 
 
 def observe_round(run: Run, kind: Kind, stats: Mapping[str, float]) -> None:
-    """Report a training round to the policy of engine sizes, and add its metrics (W). Only rank 0
-    reads `kind` and `stats`."""
+    """Report a training round to the policy of engine sizes, and add its metrics. Collective over
+    all ranks. Only rank 0 reads `kind` and `stats`."""
     used = [run.rollout.worker.cache_used]
     (used_most,) = collective.reduce_floats(used, "max", run.ranks.everyone)
     sizes = run.device.parts.sizes
@@ -112,11 +112,11 @@ def observe_round(run: Run, kind: Kind, stats: Mapping[str, float]) -> None:
 
 
 def resize_engines(run: Run) -> None:
-    """If the next round has another engine size, replace the engines, without weights (C).
+    """If the next round needs another engine size, restart the engines, without weights.
+    Collective.
 
     Raises:
-        TimeoutError: an engine has not started within --cluster.timeout_s; the error names its
-            rank.
+        TimeoutError: an engine did not start in time; the error names its rank.
     """
     if not rules.changes_size(run.cfg) or run.step >= run.cfg.run.steps:
         return

@@ -1,6 +1,6 @@
-"""Assignment of samples to updates and data-parallel ranks: pure functions, the same on every rank.
+"""Assign samples to updates and data-parallel ranks: pure functions, the same on every rank.
 
-The rows of an update do not depend on the number of ranks; only their distribution does.
+The number of ranks does not change the rows of an update, only their distribution.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from rlcore.utils import seed as seeds
 
 @dataclass(frozen=True, slots=True)
 class TrainRow:
-    """One sample to train."""
+    """One sample to train on."""
 
     id: str
     owner: int
@@ -41,8 +41,8 @@ class StepPlan:
     """[update][data-parallel rank] -> rows."""
     num_equal_groups: int
     groups: tuple[tuple[TrainRow, ...], ...] = ()
-    """Groups in training, in order, with all their rows. Rows that no update trains are included,
-    since they count in the baseline of their group."""
+    """Groups in training, in order, with all their rows. Rows that no update trains on are
+    included, since they count in the baseline of their group."""
 
     def lengths(self, update: int) -> list[int]:
         """Return the trained tokens of every row of the update, over all ranks."""
@@ -73,8 +73,8 @@ class StepPlan:
         }
 
     def placed(self, dp_ranks: Sequence[int], num_ranks: int) -> "StepPlan":
-        """Move the rows of ranks 0, 1, ... to the data-parallel ranks `dp_ranks` out of
-        `num_ranks`."""
+        """Return the plan for `num_ranks` data-parallel ranks, with the rows of rank i moved to
+        rank `dp_ranks[i]`."""
         updates = []
         for parts in self.updates:
             spread: list[tuple[TrainRow, ...]] = [()] * num_ranks
@@ -112,8 +112,8 @@ def rewards_of(
 
 
 def overlong(length: int, max_tokens: int, cfg: AlgoConfig) -> float:
-    """Return the penalty for the length of a response. It is 0 up to the last part of the budget,
-    then linear up to the full penalty at its end. DAPO, arXiv:2503.14476 equation 13."""
+    """Return the penalty for a response's length: 0 until the last `overlong_share` of
+    `max_tokens`, then growing linearly to the full penalty. DAPO, arXiv:2503.14476 equation 13."""
     room = cfg.overlong_share * max_tokens
     if not room:
         return 0.0

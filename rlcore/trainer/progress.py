@@ -34,8 +34,8 @@ class Ranks:
 
     @property
     def leads_model_parallel_group(self) -> bool:
-        """Whether this is the first rank of its model-parallel group. Only this one counts its
-        samples."""
+        """Whether this is the first rank of its model-parallel group. Only this rank counts the
+        group's samples."""
         return self.model_parallel_groups[self.dp_rank][0] == self.rank
 
 
@@ -61,7 +61,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.step = 0
-        """Number of the current or last step; 0 before the first one."""
+        """Number of the current or most recent step; 0 before the first step."""
         self.version = 0
         """Version of the engines' weights."""
         self.metrics: dict[str, float] = {}
@@ -71,7 +71,7 @@ class Progress:
         self._skipped: dict[str, int] = {}
 
     def begin(self, step: int) -> None:
-        """Set the current step to the next one, or to the one of a checkpoint."""
+        """Set the current step: the next step, or the step of a checkpoint."""
         self.step = step
 
     def sent_weights(self, version: int) -> None:
@@ -83,7 +83,7 @@ class Progress:
         self.stops = True
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the current step; the last value of a name counts."""
+        """Add metrics to the current step; a later value of a name replaces an earlier one."""
         self.metrics.update(metrics)
 
     def take(self) -> dict[str, float]:
@@ -92,7 +92,7 @@ class Progress:
         return found
 
     def skipped(self, model: str, is_skipped: bool) -> int:
-        """Record whether an update of `model` was skipped. Return how many in a row were."""
+        """Record whether an update of `model` was skipped. Return the skips in a row."""
         self._skipped[model] = self._skipped.get(model, 0) + 1 if is_skipped else 0
         return self._skipped[model]
 

@@ -25,8 +25,8 @@ from rlcore.utils.log import log
 
 
 def add_update(run: Run, metrics: dict[str, float], model: str) -> None:
-    """Add the metrics of one optimizer step of `model` (actor, critic). Kept are means over the
-    updates, the last learning rate, and the number of skipped updates."""
+    """Add the metrics of one optimizer step of `model` (actor, critic). A step reports means over
+    its updates, the last learning rate, and the number of skipped updates."""
     so_far = run.progress.metrics
     n = so_far.get(f"{model}/updates", 0.0)
     for name, value in metrics.items():
@@ -45,7 +45,7 @@ def count_skips(run: Run, metrics: dict[str, float], model: str) -> None:
     """Count consecutive updates of `model` whose loss or gradient was not finite.
 
     Raises:
-        RuntimeError: there were `train.max_skipped_updates` of them; on every rank.
+        RuntimeError: the count reaches `train.max_skipped_updates`; raised on every rank.
     """
     in_a_row = run.progress.skipped(model, bool(metrics[f"{model}/skipped"]))
     most = run.cfg.train.max_skipped_updates
@@ -102,7 +102,7 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: StepPlan) -> dict[str, 
 
 
 def of_drafts(run: Run, totals: dict[str, float]) -> dict[str, float]:
-    """If drafting is on, return `spec/*` from the counters of all engines."""
+    """If engines draft, return the `spec/*` metrics from the counters of all engines."""
     if run.cfg.rollout.draft == "none" or not totals["decode_steps"]:
         return {}
     t = totals
@@ -134,7 +134,7 @@ def of_drafts(run: Run, totals: dict[str, float]) -> dict[str, float]:
 
 
 def of_envs(run: Run, totals: dict[str, float]) -> dict[str, float]:
-    """If responses are episodes, return `env/*` from the counters of all ranks."""
+    """If responses are episodes, return the `env/*` metrics from the counters of all ranks."""
     if not run.cfg.select.env:
         return {}
     return {
@@ -182,8 +182,8 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
 def of_tokens(run: Run, sample: Sample, most: int) -> dict[str, Any]:
     """Return texts, sampler log-probs and policy versions of the first `most` tokens of a response.
 
-    Versions are given as [version, number of tokens] for each run of equal ones. If the engine
-    drafts, runs of drafted and not drafted tokens are added.
+    Versions are run-length encoded as [version, number of tokens]. If the engine drafts, the result
+    also has [1 if drafted else 0, number of tokens].
     """
     assert run.observers.pieces is not None
     versions = sample.versions[:most].tolist()
@@ -198,7 +198,7 @@ def of_tokens(run: Run, sample: Sample, most: int) -> dict[str, Any]:
 
 
 def _stretches(values: list[int]) -> list[list[int]]:
-    """Return [value, length] of each run of equal values."""
+    """Run-length encode the values, as [value, number of repetitions]."""
     return [[v, len(list(same))] for v, same in itertools.groupby(values)]
 
 
@@ -215,8 +215,8 @@ def evaluation(run: Run) -> None:
 
 
 def started(run: Run) -> None:
-    """Exclude the time before the first step from its timings. Only the start-up is added to its
-    metrics, unless the row of the evaluation before it already has it."""
+    """Discard all timings, so that the first step excludes the time before it. Only the start-up is
+    added to its metrics, unless the row of step 0 (evaluation) already has it."""
     if seconds := run.spans.take().get("start"):
         run.progress.add({"timing_s/start": seconds})
 
@@ -256,7 +256,7 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
     sampled, trained = m.pop("sched/response_tokens"), m.pop("sched/trained_tokens")
     gen_s = (
         m["timing_s/gen"] if run.async_rollout is None else seconds
-    )  # async: sampling takes all the step
+    )  # async: engines sample during the whole step
     out = {
         "perf/time_per_step": seconds,
         "perf/samples_per_s": samples / seconds,
@@ -275,7 +275,7 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
 
 
 def idle(run: Run, m: dict[str, float]) -> dict[str, float]:
-    """If some ranks sample and others train, return the share of the step that each side waits."""
+    """If some ranks sample and others train, return the share of the step that each role waits."""
     engines = run.cfg.cluster.rollout_ranks // run.cfg.rollout.tp
     if not engines:
         return {}
@@ -287,17 +287,17 @@ def idle(run: Run, m: dict[str, float]) -> dict[str, float]:
 
 
 def counts_nodes(cfg: Config) -> bool:
-    """Return whether a run with nodes of its own reports their memory: it has rollout ranks, or is
-    profiled for sharing nodes later."""
+    """Return whether a run on unshared nodes reports memory per node: if it has rollout ranks or
+    is profiled for sharing nodes later."""
     return bool(cfg.cluster.rollout_ranks or cfg.debug.full_length)
 
 
 def of_nodes(run: Run) -> dict[str, float]:
-    """If memory of nodes is reported, return the largest host memory per node of ranks that sample
-    and of ranks that train.
+    """Return the largest host memory per node of ranks that sample and of ranks that train; {} if
+    the run does not report it.
 
-    A rank that does both counts in both. Memory shared by several processes counts several times.
-    Collective over all ranks.
+    A rank that samples and trains counts as both. Memory shared by several processes counts several
+    times. Collective over all ranks.
     """
     if not (counts_nodes(run.cfg) or run.device.is_shared):
         return {}
@@ -326,12 +326,12 @@ def memory_gb() -> float:
 
 
 UNFINISHED = "RLCORE_UNFINISHED"
-"""Environment variable: a file that the run creates if it was stopped before its last step and has
-saved. The exit code is 0 then, so job.sbatch needs the file to queue the job again."""
+"""Environment variable with the path of a file that the run creates if it saved a checkpoint and
+stopped before its last step. The exit code is 0 then, so job.sbatch requeues by this file."""
 
 
 def interrupted(run: Run) -> None:
-    """Report that the run was stopped early and has saved."""
+    """Report that the run has saved a checkpoint and stopped before its last step."""
     if run.ranks.rank == 0:
         if file := os.environ.get(UNFINISHED):
             Path(file).touch()

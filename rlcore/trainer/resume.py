@@ -1,11 +1,11 @@
 """Checkpoints: the learner's checkpoint plus all other state of a run. A checkpoint is written to a
-temporary folder and then renamed, so a kill at any moment leaves the previous one intact.
+temporary folder and then renamed, so a kill at any moment leaves the previous checkpoint intact.
 
     <run>/checkpoints/step_000040/{learner/, critic/, buffer/, histories.npz, state.json,
                                    manifest.json}
 
 The manifest is the seal (`trainer/seal.py`): a run resumes from the newest checkpoint whose files
-match it.
+match the manifest.
 """
 
 import errno
@@ -37,7 +37,7 @@ from rlcore.utils.log import log
 FORMAT = 3
 RESTARTS = "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"
 HISTORIES = "histories.npz"
-"""File of earlier responses, present if engines draft from them."""
+"""File of earlier responses; it exists if they are used as draft source."""
 
 
 def folder_of(run_folder: Path) -> Path:
@@ -45,14 +45,14 @@ def folder_of(run_folder: Path) -> Path:
 
 
 def found(run_folder: Path) -> list[Path]:
-    """Return the checkpoint folders of a run, newest first. `choose` finds out which are intact."""
+    """Return the checkpoint folders of a run, newest first. `choose` checks which are intact."""
     folders = (p for p in folder_of(run_folder).glob("step_*") if p.is_dir() and p.suffix == "")
     return sorted(folders, reverse=True)
 
 
 def wanted_by(cfg: Config, run_folder: Path) -> str:
-    """Return --run.resume. If Slurm or torchrun has restarted the run and it has checkpoints,
-    return `auto`, since `fresh` or a path would discard them at every restart."""
+    """Return --run.resume. If Slurm or torchrun has restarted a run that has checkpoints, return
+    `auto`: `fresh` or a path would discard the run's progress at every restart."""
     counts = (os.environ.get(name, "0") for name in RESTARTS)
     if any(count not in ("", "0") for count in counts) and found(run_folder):
         return "auto"
@@ -60,10 +60,10 @@ def wanted_by(cfg: Config, run_folder: Path) -> str:
 
 
 def check(cfg: Config, run_folder: Path) -> None:
-    """Look for the checkpoint to start from, by names and sizes of files only.
+    """Check the checkpoint that the run would start from, by names and sizes of files only.
 
     Raises:
-        ConfigError: `choose` would raise it too. Wrong checksums are found only there.
+        ConfigError: none is complete. Only `choose` finds wrong checksums.
     """
     wanted = wanted_by(cfg, run_folder)
     if wanted not in ("auto", "fresh") and (fault := seal.look(Path(wanted))[0]):
@@ -110,7 +110,7 @@ class Checkpoints:
     data: Data
     async_rollout: AsyncRollout | None = None
     library: HistoryStore | None = None
-    """Earlier responses that engines draft from, on rank 0."""
+    """Earlier responses used as draft source, on rank 0."""
     deadlines: AdaptiveTimeout | None = None
     """Reward deadlines that adapt to prompts."""
     sizes: EngineSizePolicy | None = None
@@ -122,7 +122,7 @@ class Checkpoints:
 
         Raises:
             ConfigError: the given path is no intact checkpoint, or no checkpoint of the run is
-                intact; on every rank.
+                intact; raised on every rank.
         """
         first, everyone = self.ranks.rank == 0, self.ranks.everyone
         own = wanted_by(self.cfg, self.folder) if first else ""  # rank 0's view of the disk decides
@@ -150,15 +150,15 @@ class Checkpoints:
         return None
 
     def save(self, progress: Progress, writer: MetricsWriter | None) -> None:
-        """Write a checkpoint of the step just done. Collective over all ranks. If that fails,
-        existing checkpoints stay, and --checkpoint.on_error decides whether the run ends.
+        """Write a checkpoint of the step just done. Collective over all ranks. If writing
+        fails, existing checkpoints stay, and --checkpoint.on_error decides whether the run ends.
 
         Args:
-            writer: metrics writer on rank 0; metrics are on disk before the checkpoint is valid.
+            writer: metrics writer on rank 0, flushed to disk before the checkpoint becomes valid.
 
         Raises:
-            RuntimeError: the checkpoint was not written, and the run shall end or this was its
-                last step.
+            RuntimeError: the checkpoint was not written, and --checkpoint.on_error is not
+                `continue` or this was the last step.
         """
         step = progress.step
         final = folder_of(self.folder) / f"step_{step:06d}"
@@ -215,14 +215,14 @@ class Checkpoints:
         return self._any(error)
 
     def _any(self, error: str) -> str:
-        """Return this rank's error, or a sentence that names a failed rank, or "" if no rank has
-        failed. Collective."""
+        """If any rank has failed, return this rank's error, or else an error that names a failed
+        rank; otherwise return "". Collective."""
         mine = float(self.ranks.rank + 1 if error else 0)
         last = int(collective.reduce_floats([mine], "max", self.ranks.everyone)[0]) - 1
         return (error or f"rank {last} failed; read its log") if last >= 0 else ""
 
     def _failed(self, progress: Progress, what: str, why: str) -> None:
-        """Handle a failed save, the same on every rank."""
+        """After a failed save, continue or end the run, the same on every rank."""
         is_last = progress.stops or progress.step >= self.cfg.run.steps
         if self.cfg.checkpoint.on_error == "continue" and not is_last:
             name = "training/failed_saves"
@@ -251,8 +251,8 @@ class Checkpoints:
         return state
 
     def prune(self) -> None:
-        """Keep the newest `checkpoint.keep` checkpoints. If another program reads an older one, so
-        that it cannot be deleted, try again after the next save."""
+        """Delete all but the newest `checkpoint.keep` checkpoints. If a deletion fails, for example
+        while another program reads the files, the next save repeats it."""
         keep = self.cfg.checkpoint.keep
         for old in found(self.folder)[keep:] if keep else []:
             try:
@@ -274,7 +274,7 @@ class Checkpoints:
         progress.begin(step)
         if (
             self.async_rollout is not None and (path / ASYNC_ROLLOUT).is_dir()
-        ):  # else all requests start anew
+        ):  # else all requests start from their prompts
             self.async_rollout.load(path / ASYNC_ROLLOUT)
         if self.learner is None:
             return
@@ -297,7 +297,7 @@ class Checkpoints:
             saved = state.get("sizes", {})
             if type(self.sizes).__name__ in saved:  # else another policy wrote it
                 self.sizes.restore(saved[type(self.sizes).__name__])
-        if self.library is not None and (path / HISTORIES).is_file():  # else saved without it
+        if self.library is not None and (path / HISTORIES).is_file():  # else it was not saved
             self.library.load(path / HISTORIES)
         if self.ranks.rank == 0:
             self.set_later_aside(step)
@@ -309,16 +309,16 @@ class Checkpoints:
                 )
 
     def set_later_aside(self, step: int) -> None:
-        """After a return to an earlier step, rename the checkpoints of later steps to `.old<k>`.
-        Otherwise `auto` would choose them and `prune` would delete new ones as older. Metrics and
-        rollouts, which are truncated to this step, are copied first."""
+        """After a resume from an earlier step, rename the checkpoints of later steps to `.old<k>`.
+        Otherwise `auto` would choose these checkpoints, and `prune` would delete new ones as older.
+        Metrics and rollouts are copied first, since they are truncated to this step."""
         later = [p for p in found(self.folder) if int(p.name.removeprefix("step_")) > step]
         if not later:
             return
         k = 1
         while any(p.with_name(f"{p.name}.old{k}").exists() for p in later):
             k += 1
-        for path in self.folder.glob("*.jsonl"):  # first, so that a kill in between is repeatable
+        for path in self.folder.glob("*.jsonl"):  # first, so that a restart repeats this call
             shutil.copyfile(path, path.with_name(f"{path.name}.old{k}"))
         for path in later:
             path.rename(path.with_name(f"{path.name}.old{k}"))
@@ -328,8 +328,8 @@ class Checkpoints:
         """Write the weights as a Hugging Face folder, `<run>/hf`. Collective.
 
         Raises:
-            RuntimeError: it could not be written; on every rank. The checkpoints hold the same
-                weights.
+            RuntimeError: the folder could not be written; raised on every rank. The checkpoints
+                hold the same weights.
         """
         if self.learner is None:
             return

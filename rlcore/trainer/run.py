@@ -57,22 +57,22 @@ class Run:
 
     @property
     def critic(self) -> Learner | None:
-        """Value model; None if the advantages need none."""
+        """Value model; None if the advantages need no values."""
         return self.device.parts.critic
 
     @property
     def engine(self) -> Engine | None:
-        """Engine of this rank, or its part of one over several ranks; None if it only trains."""
+        """This rank's engine, or its part of a multi-rank engine; None if the rank only trains."""
         return self.device.parts.engine
 
     @property
     def step(self) -> int:
-        """Number of the current or last step; 0 before the first one."""
+        """Number of the current or most recent step; 0 before the first step."""
         return self.progress.step
 
     @property
     def trains_actor(self) -> bool:
-        """Whether the actor is trained in this step. In the first steps only the critic is."""
+        """Whether this step trains the actor; the first `critic.warmup_steps` do not."""
         return self.critic is None or self.step > self.cfg.critic.warmup_steps
 
     @property

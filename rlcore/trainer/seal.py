@@ -1,5 +1,5 @@
-"""The seal of a checkpoint: size and checksum of each of its files, written last. A folder without
-a seal is incomplete; a file that differs from it is damaged. All ranks share the reading."""
+"""The seal of a checkpoint: size and checksum of each file, written last. A folder without a seal
+is incomplete; a file that does not match its seal is damaged. Each rank reads some of the files."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def _checksum(path: Path) -> float:
             while chunk := file.read(CHUNK_BYTES):
                 found = zlib.crc32(chunk, found)
     except OSError:
-        return UNREADABLE  # the sum over ranks notifies all of them
+        return UNREADABLE  # makes the sum negative on every rank
     return float(found)
 
 

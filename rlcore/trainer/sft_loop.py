@@ -1,8 +1,8 @@
-"""Supervised warm start of the tiny model, on generated demonstrations, through the same learner.
+"""Supervised warm start of the tiny model, on generated demonstrations, with the learner of RL.
 
 The learning rate decays linearly. Every few steps the sampled accuracy is measured on a probe set,
-disjoint from training and held-out set; the loop ends when it reaches the target. The decayed rate
-and frequent probes keep the final accuracy near the target.
+disjoint from training and held-out set. The loop ends when this accuracy reaches the target. The
+decayed rate and frequent probes keep the final accuracy near the target.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Demonstration(NamedTuple):
 
 
 Demonstrations = Callable[[int], Demonstration]
-"""Function that returns the demonstration of an index."""
+"""Function that returns the demonstration with a given index."""
 
 
 def nll(x: LossInputs) -> LossOutput:

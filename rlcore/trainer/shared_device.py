@@ -1,4 +1,4 @@
-"""The owner of an accelerator that jobs share (--mux.url): it waits for a permit before each phase.
+"""Owner of an accelerator that jobs share (--mux.url); waits for a permit before each phase.
 
 See `device.py` for the states and for the calls of the loops.
 """
@@ -22,9 +22,9 @@ class SharedDevice(Device):
         rollout, eval   engine: cache and weights; the weights come from the host cache
         train, save     learner: weights, optimizer, gradients
 
-    A weight update is part of the training and writes to the host cache, so no phase needs the
-    nodes of both. If every rank samples and trains, a whole step has one permit, and engine and
-    learner are loaded and stored within it.
+    A weight update is part of the training and writes to the host cache, so no phase needs
+    rollout nodes and train nodes at once. If every rank samples and trains, a whole step has one
+    permit, during which engine and learner are loaded and stored.
     """
 
     is_shared = True
@@ -36,7 +36,7 @@ class SharedDevice(Device):
         """
         Args:
             host_cache: host copy of the engine's weights; None on a rank that only trains.
-            colocated: every rank samples and trains.
+            colocated: whether every rank samples and trains.
         """
         super().__init__(parts)
         self._gate, self._host_cache, self._colocated = gate, host_cache, colocated
@@ -99,8 +99,8 @@ class SharedDevice(Device):
 
     @contextmanager
     def _permit(self, name: str, resident: "EngineState | LearnerState | None") -> Iterator[None]:
-        """Hold the gate's permit for one phase (W). The time to wait for it and to give it back is
-        one span. An error of the gate is the same sentence on every rank."""
+        """Hold the gate's permit for one phase. Collective over all ranks. One span covers waiting
+        for the permit and returning it. Errors of the gate have the same message on every rank."""
         span = partial(self.parts.spans.phase, name if name in phases.BETWEEN else "wait_permit")
         with ExitStack() as stack:
             with span():

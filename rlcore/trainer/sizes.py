@@ -4,8 +4,8 @@
     [ rank 0   rank 1 ]    <->     [ rank 0 ] [ rank 1 ]
 
 Rank 0's policy (`sched/planner.py`) chooses the size for the next round. Before the weight update,
-every rank stops its engine and starts its share of one of the new size (`device.py`). Samples do
-not depend on the layout, except for rounding.
+every rank stops its engine and starts its share of an engine of the new size (`device.py`). Samples
+do not depend on the layout, except for rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class Sized:
 
     tp: int
     engine_ranks: Sequence[int]
-    """Ranks of this rank's engine; the first one leads. Empty on a rank that only trains."""
+    """Ranks of this rank's engine; the first rank leads. Empty on a rank that only trains."""
     controller: Callable[[Stop, Elastic | None], Controller]
     """Makes the controller of one round."""
     elastic: Elastic | None = None
@@ -39,7 +39,7 @@ class EngineSizes:
     ) -> None:
         """
         Args:
-            sized: returns the objects that depend on the size, for a given size.
+            sized: returns the objects for a given engine size.
             policy: chooses the size of every round; on rank 0, if the size may change.
         """
         self._sized, self.policy = sized, policy

@@ -2,9 +2,9 @@
 other ranks still decode. RollPacker, arXiv 2509.21009; `sched/stream.py` chooses ranks and times.
 
 Strictly on-policy, as the synchronous loop: all samples come from the weights of the step.
-Gradients are accumulated as sums; one reduction and one optimizer step at the end divide them by
-the count of the whole step. `config/rules.py` refuses options that need all samples before the
-first gradient.
+Gradients are accumulated as sums; one reduction and one optimizer step at the end divide the sums
+by the denominator of the whole step. `config/rules.py` refuses options that need all samples
+before the first gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class StreamTrainer:
         self, groups: Sequence[Group], dp_ranks: Sequence[int], samples: Mapping[RequestId, Sample]
     ) -> None:
         """Accumulate gradients on this rank's share of the groups, which are spread over the
-        data-parallel ranks `dp_ranks`. Only these ranks take part."""
+        data-parallel ranks `dp_ranks`. Only these ranks call it."""
         run = self._run
         with run.spans.phase("stream"):
             run.device.load_learner(NEEDED)
@@ -65,8 +65,8 @@ class StreamTrainer:
         return self.objective
 
     def forget(self) -> None:
-        """Discard the accumulated gradients, since no gradient survives a weight update. All
-        engines start again with the weights of the round."""
+        """Discard the accumulated gradients. All engines restart with the weights of the round, and
+        this weight update keeps no gradients."""
         if self.batches:
             self._run.learner.discard()
         self.objective, self.batches = None, []
@@ -74,8 +74,8 @@ class StreamTrainer:
 
 
 def one_step(run: Run) -> None:
-    """Run one rollout and train on it, partly before the rollout ends. Lines marked C are
-    collective over the train ranks."""
+    """Run one rollout and train on it, partly before the rollout ends. Collective over the train
+    ranks."""
     spans, device, stream = run.spans, run.device, StreamTrainer(run)
     with device.generate(), spans.phase("gen"):
         end = next_groups(run, stream)
@@ -101,17 +101,17 @@ def one_step(run: Run) -> None:
         with spans.phase("update_actor"):
             run.learner.accumulate(batch, objective)
             if todo.lengths(0):
-                learn.step_actor(run, todo, 0, objective)  # C
+                learn.step_actor(run, todo, 0, objective)  # collective over the train ranks
             else:
                 run.learner.discard()
         parts = [(phases.made(b.advantage), b.mask) for b in (*stream.batches, batch)]
-        run.progress.add(advantages.spread("critic/advantages", parts))  # C
-        learn.conclude(run, todo, objective, run.kl.scale)  # C
-        phases.resize_engines(run)  # C
+        run.progress.add(advantages.spread("critic/advantages", parts))  # collective, train ranks
+        learn.conclude(run, todo, objective, run.kl.scale)  # collective over the train ranks
+        phases.resize_engines(run)  # collective over the train ranks
         with spans.phase("update_weights"):
             device.update_weights(run.step)
     rollout_metrics(run, end.groups, end.stats, todo)
-    if run.ranks.rank == 0:  # tokens trained during the rollout took no time of this phase
+    if run.ranks.rank == 0:  # update_actor excludes the time of tokens trained during the rollout
         run.progress.add({"sched/trained_tokens": float(sum(rest.loads(num_ranks)))})
 
 

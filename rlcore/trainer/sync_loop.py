@@ -1,9 +1,8 @@
 """The synchronous loop: rollout, reward, log-probs, update, weight update. Strictly on-policy.
 
-Every rank runs this program. Lines marked C are collective over the train ranks, W over all ranks.
-With --cluster.rollout_ranks a rank has either an engine or a learner and skips the phases of the
-other. `device.py` moves engine and learner on and off the accelerator; with --mux.url it also waits
-for a permit before each phase.
+Every rank runs this program. With --cluster.rollout_ranks a rank has either an engine or a learner
+and skips the phases of the other. `device.py` moves engine and learner on and off the accelerator;
+with --mux.url it also waits for a permit before each phase.
 """
 
 import os
@@ -30,29 +29,29 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
     """
     cfg = run.cfg
     with run.spans.phase("start"):
-        run.device.wait_for_engines()  # W
-    phases.resize_engines(run)  # C
+        run.device.wait_for_engines()  # collective over all ranks
+    phases.resize_engines(run)  # collective over the train ranks
     with run.device.train(), run.spans.phase("update_weights"):
-        run.device.update_weights(run.step)  # W
+        run.device.update_weights(run.step)  # collective over all ranks
     if run.step == 0 and cfg.eval.at_start:
         with run.device.generate("testing"), run.spans.phase("testing"):
             evaluate.run(run)
         report.evaluation(run)
     report.started(run)
-    early = cfg.select.mode == "async"  # to release all requests before the last step's save
+    early = cfg.select.mode == "async"  # so that the last step releases all requests
     while run.step < cfg.run.steps and not run.progress.stops:
         run.progress.begin(run.step + 1)
         with run.spans.phase("step"):
-            sync_stop_request(run, early)  # W
+            sync_stop_request(run, early)  # collective over all ranks
             one_step(run)
-            sync_stop_request(run, not early)  # W
+            sync_stop_request(run, not early)  # collective over all ranks
         if evaluates(run):
             with run.device.generate("testing"), run.spans.phase("testing"):
                 evaluate.run(run)
         report.step(run)
         if saves(run):
             with run.device.save(WRITTEN), run.spans.phase("save_checkpoint"):
-                run.checkpoints.save(run.progress, run.observers.writer)  # W
+                run.checkpoints.save(run.progress, run.observers.writer)  # collective, all ranks
         if cfg.debug.kill_at_step == run.step and run.ranks.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     if run.step < cfg.run.steps:
@@ -61,12 +60,13 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
         report.end(run)
         if cfg.checkpoint.export_hf:
             with run.device.save(["weights"]):
-                run.checkpoints.export_hf(run.hf)  # C
+                run.checkpoints.export_hf(run.hf)  # collective over the train ranks
     run.on_done()
 
 
 def sync_stop_request(run: Run, asks: bool) -> None:
-    """If `asks` is true and any rank has a stop request, end the run after this step (W)."""
+    """If any rank has a stop request, end the run after this step. If `asks` is false, do nothing.
+    Collective over all ranks."""
     if not asks or run.progress.stops:
         return
     if collective.any_rank(run.stop_requested(), run.ranks.everyone):
@@ -109,9 +109,9 @@ def one_step(run: Run) -> None:
             if run.ranks.trains:
                 learn.all_models(run, todo, batches, baselines)
             barrier_before_sync(run)
-            phases.resize_engines(run)  # C
+            phases.resize_engines(run)  # collective over the train ranks
             with spans.phase("update_weights"):
-                device.update_weights(run.step)  # W
+                device.update_weights(run.step)  # collective over all ranks
     rollout_metrics(run, groups, end.stats, todo)
 
 
@@ -166,13 +166,13 @@ def next_groups(run: Run, streamer: Streamer | None = None) -> EndRound:
     source, here = run.data.source, callbacks(run, streamer)
     if source is None:
         end = run.rollout.run([], callbacks=here)
-        phases.observe_round(run, "all", end.stats)  # W
+        phases.observe_round(run, "all", end.stats)  # collective over all ranks
         return end
     todo = source.next_round(run.sampling)
     elastic = run.device.parts.sizes.now.elastic
     end = run.rollout.run(todo.work, todo.stop, elastic, here)
     source.settle([g.id for g in end.groups], end.dropped)
-    phases.observe_round(run, todo.kind, end.stats)  # W
+    phases.observe_round(run, todo.kind, end.stats)  # collective over all ranks
     run.progress.add(source.metrics())
     return end
 
@@ -184,7 +184,7 @@ def show_samples(run: Run, groups: Sequence[Group], samples: Mapping[RequestId, 
 
 
 def barrier_before_sync(run: Run) -> None:
-    """Make ranks that only sample wait for the training, without a limit while rank 0 sends
+    """Make ranks that only sample wait for the training, without a timeout while rank 0 sends
     heartbeats."""
     if run.ranks.everyone is None:
         return
@@ -198,7 +198,7 @@ def barrier_before_sync(run: Run) -> None:
 def rollout_metrics(
     run: Run, groups: tuple[Group, ...], stats: Mapping[str, float], todo: plan.StepPlan
 ) -> None:
-    """Add the metrics of this step's samples and of the engines (W)."""
+    """Add the metrics of this step's samples and of the engines. Collective over all ranks."""
     counts = engine_counts(run)
     if run.ranks.rank == 0:
         run.progress.add(report.of_groups(run, groups, todo) | dict(stats) | counts)
@@ -206,7 +206,7 @@ def rollout_metrics(
 
 
 def engine_counts(run: Run) -> dict[str, float]:
-    """Sum the counters of all engines in this step, and add the memory of nodes (W)."""
+    """Sum this step's counters of all engines and add node memory. Collective over all ranks."""
     counts = run.rollout.worker.counts
     sums = collective.reduce_floats(list(counts.values()), group=run.ranks.everyone)
     totals = dict(zip(counts, sums, strict=True))

@@ -1,4 +1,4 @@
-"""Builders of a run: each takes settings and returns a finished object.
+"""Builders of a run: each takes settings and returns a complete object.
 
 folder      the run's folder and log          rollout     worker, rounds, asynchronous rollout
 model       architecture and lengths          sizes       tensor-parallel sizes of the engines
@@ -40,15 +40,15 @@ from rlcore.trainer.shared_device import SharedDevice
 from rlcore.utils import collective
 from rlcore.utils.spans import Spans
 
-if TYPE_CHECKING:  # imports Redis, which is needed only with --mux.url
+if TYPE_CHECKING:  # imports Redis, which only --mux.url needs
     from rlcore.mux.ranks import RanksGate
 
 EvalSets = Sequence[tuple[str, Sequence[Prompt]]]
 
 
 def run(cfg: Config, world: World, eval_sets: EvalSets | None = None) -> Run:
-    """Build one rank's `Run` and restore it from the newest checkpoint, if there is one. After an
-    error, everything that was started is stopped.
+    """Build one rank's `Run` and restore it from the newest checkpoint, if there is one. On an
+    error, stop all parts that were started.
 
     Args:
         eval_sets: validation sets that replace the configured ones, on rank 0.
@@ -82,8 +82,8 @@ def _run(
     progress: Progress,
     closing: ExitStack,
 ) -> Run:
-    """Build a run. Engine and reward processes start first, since they are slow and get ready while
-    the learner is built. The data is loaded before the learner, so that its errors come early."""
+    """Build a run. The slow engine and reward processes start first and get ready while the learner
+    is built. The data is loaded before the learner, so that errors in the data come early."""
     cfg = prompts.with_tasks(cfg)
     if world.rollout_ranks:  # engine and learner do not share a device
         cfg = replace(cfg, train=replace(cfg.train, offload=False))

@@ -1,4 +1,4 @@
-"""Owner of a rank's accelerator, and the memory plan that it is checked against."""
+"""Build the owner of a rank's accelerator, and the rank's memory plan."""
 
 import os
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from rlcore.trainer.shared_device import SharedDevice
 from rlcore.utils import log
 from rlcore.utils.errors import ConfigError
 
-if TYPE_CHECKING:  # imports Redis, which is needed only with --mux.url
+if TYPE_CHECKING:  # imports Redis, which only --mux.url needs
     from rlcore.mux.ranks import RanksGate
 
 
@@ -28,7 +28,7 @@ def ranks_per_node(world: World) -> int:
 
 
 def memory_plan(cfg: Config, hf: HFConfig, world: World) -> tuple[memory.MemoryPlan, int]:
-    """Make the memory plan of this rank. Return it and the bytes of its GPU, 0 without a GPU."""
+    """Return this rank's memory plan and the bytes of its GPU; 0 bytes without a GPU."""
     cuda = world.device.type == "cuda"
     gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory if cuda else 0
     others = beside(judges_of(cfg)) if cuda and world.samples else memory.NOBODY
@@ -43,7 +43,7 @@ def memory_plan(cfg: Config, hf: HFConfig, world: World) -> tuple[memory.MemoryP
 
 
 def make_residency(cfg: Config, hf: HFConfig, world: World) -> memory.Residency:
-    """Return the check of this rank against its memory plan.
+    """Return the object that checks this rank's memory against its plan.
 
     Raises:
         ConfigError: the plan cannot work, or the settings do not fit the number of ranks.

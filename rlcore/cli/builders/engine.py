@@ -1,4 +1,4 @@
-"""The rollout engine of a rank (torch or SGLang), with or without environments."""
+"""Build the rollout engine of a rank (torch or SGLang), with or without environments."""
 
 import importlib.util
 import itertools
@@ -99,8 +99,8 @@ def check_engine(cfg: Config) -> None:
 
 
 def draft_settings(cfg: Config) -> dict[str, Any]:
-    """Return the settings of drafting. With --debug.deterministic_order nothing depends on timing:
-    the engine waits for an index of histories, and drafts are always on."""
+    """Return the settings of drafting. With --debug.deterministic_order drafts do not depend on
+    timing: the engine waits for the index of histories, and always drafts."""
     names = (
         "max_length",
         "initial_length",
@@ -118,12 +118,12 @@ def draft_settings(cfg: Config) -> dict[str, Any]:
 
 
 def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
-    """Start SGLang in a child process, since it ends its process if one of its parts fails."""
+    """Start SGLang in a child process, since SGLang kills its process if a part of it fails."""
     plain = engine_settings(cfg, hf, world)
     where = "CUDA" if world.device.type == "cuda" else "CPU"
     tp = f"tp {cfg.rollout.tp}" + (" at the start" if rules.changes_size(cfg) else "")
     announce("engine", f"sglang on {where}, {plain['dtype']}, {tp}, child process")
-    sizes, starts, sized = 0, itertools.count(), cfg  # number of resizes, starts since the last one
+    sizes, starts, sized = 0, itertools.count(), cfg  # resizes; starts since the last resize
 
     def resize(tp: int) -> None:
         nonlocal sizes, starts, sized
@@ -155,7 +155,7 @@ def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
 
 
 def _value(text: str) -> Any:
-    """Parse a value of --rollout.sglang_args: a number, true, false, a list, or else a text."""
+    """Parse a value of --rollout.sglang_args: a number, true, false, a list; otherwise a string."""
     try:
         return json.loads(text)
     except ValueError:

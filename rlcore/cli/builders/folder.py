@@ -1,4 +1,4 @@
-"""Folder of a run, its log, and its saved settings."""
+"""Open the folder of a run, start its log, and save its settings."""
 
 import json
 from pathlib import Path
@@ -18,8 +18,8 @@ def run_folder(cfg: Config) -> Path:
 def open_folder(cfg: Config, world: World) -> None:
     """Make the run's folder and start its log. Collective.
 
-    An older run that is not resumed is moved aside first, so that no log file of this run is opened
-    in the folder that moves.
+    An older run that is not resumed is moved aside first, so that this run opens no log file in the
+    moved folder.
 
     Raises:
         ConfigError: the folder cannot be made, or another run uses it.
@@ -59,7 +59,7 @@ def cannot_be_made(cfg: Config, error: OSError) -> ConfigError:
 
 
 def tell_changes(cfg: Config, file: Path) -> None:
-    """Warn if the settings of a resumed run differ from those saved in `file`."""
+    """Warn if the settings of a resumed run differ from the settings saved in `file`."""
     if not file.is_file():
         return
     old, new = json.loads(file.read_text()), json.loads(resolve.to_json(cfg))

@@ -1,4 +1,4 @@
-"""Architecture, tokenizer settings and lengths of the model in training."""
+"""Architecture, sampling parameters and maximum lengths of the model in training."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def with_layers(cfg: Config, hf: HFConfig) -> HFConfig:
     """Apply --model.num_layers to the architecture.
 
     Raises:
-        ConfigError: it is set although weights are loaded.
+        ConfigError: the key is set although weights are loaded.
     """
     if cfg.model.num_layers:
         if not cfg.model.random_init:
@@ -36,7 +36,7 @@ def with_room(cfg: Config, hf: HFConfig) -> Config:
     the engine would refuse a long prompt in the middle of the run.
 
     Raises:
-        ConfigError: the longest response alone takes all positions.
+        ConfigError: a response of maximum length alone fills all positions.
     """
     room = hf.max_positions - cfg.rollout.max_tokens
     if room < 1:
@@ -67,5 +67,5 @@ def sampling_of(cfg: Config, tokenizer: Tokenizer) -> Sampling:
 
 
 def max_model_tokens(cfg: Config, hf: HFConfig) -> int:
-    """Return the tokens of the longest prompt with the longest response."""
+    """Return the maximum number of tokens of prompt and response together."""
     return min(hf.max_positions, cfg.data.max_prompt_tokens + cfg.rollout.max_tokens)

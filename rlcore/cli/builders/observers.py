@@ -1,4 +1,4 @@
-"""Metrics, progress and alarms of a run."""
+"""Build the parts of a run for metrics, progress and alarms."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ def make_sinks(cfg: Config) -> list[Sink]:
     """Return the receivers of metrics besides the run's folder.
 
     Raises:
-        ConfigError: one of them cannot work.
+        ConfigError: a receiver cannot work.
     """
     sinks: list[Sink] = []
     if port := cfg.log.prometheus_port:
@@ -46,9 +46,9 @@ def watch(
     """Return the listener of phases. It updates screen, flight record and watchdog, and sends a
     heartbeat to ranks that only sample.
 
-    If a phase hangs, the watchdog raises the alarm. Under gloo it also ends the process, since
-    Megatron's gradient reduction has no timeout there; NCCL has its own. Rounds of sampling and
-    waits for rank 0 are not watched: they detect hangs themselves.
+    If a phase hangs, the watchdog raises the alarm. With gloo it also ends the process, since
+    Megatron's gradient reduction has no timeout with gloo; NCCL has one. Rounds of sampling and
+    waits for rank 0 are not watched, since their own code detects hangs.
     """
     cfg, world = start.cfg, start.world
     ends, health = world.size > 1 and world.device.type == "cpu", world.health
@@ -81,8 +81,8 @@ def watch(
 
 
 def make_balance(cfg: Config, hf: HFConfig, world: World) -> Balance:
-    """Return the planner that proposes how many ranks sample. Announce its proposal from the last
-    steps of this run or from the GPU's data sheet."""
+    """Return the planner that proposes how many ranks sample. Announce its proposal, based on the
+    run's most recent steps or on the GPU's data sheet."""
     plan = splits.planner(cfg, world.size, ranks_per_node(world))
     folder, said = run_folder(cfg), ""
     if world.device.type == "cuda":
@@ -122,7 +122,7 @@ def make_observers(
     on_step: Sequence[Callable[[dict[str, float]], None]],
 ) -> Observers:
     """Return the receivers of metrics, on rank 0. Call it after the checkpoint is loaded, since the
-    files are truncated to its step."""
+    files are truncated to the checkpoint's step."""
     cfg, step = start.cfg, start.progress.step
     balance = make_balance(cfg, start.hf, start.world) if cfg.select.mode == "async" else None
     writer = MetricsWriter(
@@ -136,8 +136,8 @@ def make_observers(
 
 
 def signals(start: BuildContext) -> tuple[Callable[[], bool], Callable[[], None]]:
-    """Return two functions: one tells whether this rank has received a SIGTERM, the other must be
-    called when the run is done."""
+    """Return two functions: the first returns whether this rank has received a SIGTERM, the second
+    must be called when the run is done."""
     health, progress = start.world.health, start.progress
     if health is None:
         return (lambda: False), (lambda: None)

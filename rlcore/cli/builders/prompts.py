@@ -1,4 +1,4 @@
-"""Prompts, their order, and the validation sets, on rank 0."""
+"""Load the prompts, their order and the validation sets, on rank 0."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,8 +28,8 @@ def with_tasks(cfg: Config) -> Config:
 
 
 def is_chat(cfg: Config) -> bool:
-    """Return whether the chat template is used, so that environments write user messages. Without
-    it, as in generated tasks, they write plain text."""
+    """Return whether the chat template is used. Environments then write user messages; otherwise,
+    as in generated tasks, they write plain text."""
     template, tasks = cfg.data.template, prompts.TASKS.keys() & set(cfg.data.train)
     return template == "chat" or (template == "auto" and not tasks)
 
@@ -44,12 +44,12 @@ def load_data(
     tokenizer: Tokenizer,
     eval_sets: Sequence[tuple[str, Sequence[Prompt]]] | None = None,
 ) -> Data:
-    """Load prompts, their order, and the validation sets, or `eval_sets` instead of these."""
+    """Load prompts, their order, and the validation sets; `eval_sets` replaces these sets."""
     train = prompts.load(cfg.data, "train", tokenizer, cfg.run.seed)
     order = ShuffledEpochs(len(train) if train.is_finite else None, cfg.run.seed, cfg.data.shuffle)
     if eval_sets is None:
         held_out = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
-        prompts.overlap(train, held_out)  # warns
+        prompts.overlap(train, held_out)  # logs a warning about prompts in both sets
         eval_sets = [(name, found.rows) for name, found in held_out]
     source = make_source(cfg, order, train.__getitem__)
     return Data(order=order, source=source, eval_sets=eval_sets)

@@ -1,4 +1,4 @@
-"""Rewards of a rank, and the judges that share its accelerator."""
+"""Build the rewards of a rank, and plan the memory of judges on its accelerator."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Rollout parts of a rank: engine, rewards, worker, rounds; asynchronous sampling."""
+"""Build the rollout parts of a rank: engine, rewards, worker, rounds, asynchronous rollout."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from rlcore.trainer.sizes import EngineSizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSide:
-    """Parts of one rank that sample and score."""
+    """Parts of one rank for sampling and scoring."""
 
     tokenizer: Tokenizer
     sampling: Sampling
@@ -55,7 +55,7 @@ class SamplingSide:
 
 
 def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
-    """Start engine and rewards of a rank, and connect it to the other ranks."""
+    """Start engine and rewards of a rank, and connect the rank to the other ranks."""
     cfg, world = start.cfg, start.world
     folder = cfg.model.tokenizer or cfg.model.path
     tokenizer = load_tokenizer(folder, eos_ids=start.hf.eos_ids)
@@ -115,7 +115,7 @@ def _make_sampler(
     worker: Callable[[], RolloutWorker],
 ) -> tuple[Scorer, Engine, bool]:
     """Return rewards and engine of a rank that samples, and whether the engine runs in a process of
-    its own. `worker` returns the worker, which is made later and has the prompts of a round."""
+    its own. `worker` returns the rank's worker, which is made later and has a round's prompts."""
     cfg, world = start.cfg, start.world
     rewards = make_scorer(cfg, world, deadlines)
     engine = make_engine(cfg, start.hf, world)
@@ -131,7 +131,7 @@ def _make_sampler(
 
 
 def _make_rounds(start: BuildContext) -> Rounds:
-    """Return the log of rounds, which also replays one with --debug.replay."""
+    """Return the log of rounds. With --debug.replay it also replays the rounds of another log."""
     debug, replay = start.cfg.debug, None
     if debug.replay and start.cfg.select.mode != "async":
         replay = Log(Path(debug.replay))
@@ -144,7 +144,7 @@ def _make_rounds(start: BuildContext) -> Rounds:
 
 
 def _make_library(cfg: Config) -> HistoryStore | None:
-    """Return the store of earlier responses; None if engines do not draft from them."""
+    """Return the store of earlier responses; None if they are not a draft source."""
     if cfg.rollout.draft not in rules.FROM_HISTORY:
         return None
     return HistoryStore(max_tokens=cfg.draft.max_history_tokens, epochs=cfg.draft.history_epochs)
@@ -153,8 +153,8 @@ def _make_library(cfg: Config) -> HistoryStore | None:
 def make_async_rollout(
     start: BuildContext, side: SamplingSide, source: PromptSource | None
 ) -> AsyncRollout:
-    """Return this rank's part of `--mode async`. Rank 0, which has the controller, gives the prompt
-    `source`."""
+    """Return this rank's part of `--mode async`. `source` is the prompt source on rank 0, which has
+    the controller; None on other ranks."""
     cfg, world, sampling = start.cfg, start.world, side.sampling
     controller, log_ = None, None
     rollout_ranks = range(world.train_ranks, world.size)

@@ -1,4 +1,4 @@
-"""Sharing of nodes with other jobs (--mux.url)."""
+"""Connect a job to nodes that it shares with other jobs (--mux.url)."""
 
 import os
 import socket
@@ -18,21 +18,21 @@ from rlcore.trainer import report
 from rlcore.utils import collective, phases
 from rlcore.utils.errors import ConfigError
 
-if TYPE_CHECKING:  # imports Redis, which is needed only with --mux.url
+if TYPE_CHECKING:  # imports Redis, which only --mux.url needs
     from rlcore.mux.gate import NoGate, PermitGate
     from rlcore.mux.ranks import RanksGate
 
 
 BOTH = phases.POOLS
 POOLS = {"start": BOTH, "testing": ("rollout",), "save_checkpoint": ("train",)}
-"""Pools of each phase that is not named after its pool."""
+"""Pools of each phase whose name is not the name of its pool."""
 POOLS_COLOCATED = dict.fromkeys(("start", "step", "train", "testing", "save_checkpoint"), BOTH)
 """Pools of each phase if every rank samples and trains."""
 
 
 NODE, ROLLOUT_NODE = "RLCORE_NODE", "RLCORE_ROLLOUT_NODE"
-"""Environment variables with the node's name, if host names do not distinguish nodes. The second
-one is for ranks that only sample."""
+"""Environment variables with the node's name, if host names do not distinguish nodes.
+`RLCORE_ROLLOUT_NODE` is for ranks that only sample."""
 
 
 def check_mux(cfg: Config) -> None:
@@ -50,7 +50,7 @@ def make_gate(
     alive: Callable[[], None],
     tell: Callable[[dict[str, float]], None],
 ) -> "RanksGate | None":
-    """Return this rank's gate in the cluster of --mux.url; None if the job has its nodes alone.
+    """Return this rank's gate to the nodes of --mux.url; None if the job does not share its nodes.
     Collective.
 
     Args:
@@ -58,7 +58,7 @@ def make_gate(
         tell: called on rank 0 with the metrics of every phase.
 
     Raises:
-        ConfigError: the settings cannot work; on every rank.
+        ConfigError: the settings cannot work; raised on every rank.
     """
     mux = cfg.mux
     if not mux.url:
@@ -123,8 +123,8 @@ def address_of(url: str) -> str:
 
 
 def node_name(cfg: Config, world: World) -> str:
-    """Return the name of this rank's node. Jobs whose ranks have the same name share a node.
-    Without GPUs, sets of its cores may be nodes (`--cluster.rollout_cores`)."""
+    """Return the name of this rank's node. Jobs that use the same name share the node. Without
+    GPUs, each set of cores may be a node of its own (`--cluster.rollout_cores`)."""
     name = os.environ.get(NODE) or socket.gethostname()
     if not world.trains:
         name = os.environ.get(ROLLOUT_NODE) or name
@@ -137,11 +137,11 @@ def node_name(cfg: Config, world: World) -> str:
 def nodes_by_pool(
     names: Sequence[str], rollout_ranks: int, profile: Profile
 ) -> dict[str, list[str]]:
-    """Return the nodes of a job by pool, in the order of its ranks. `names` are the nodes of all
-    ranks.
+    """Return a job's nodes by pool, in rank order. `names` are the nodes of all ranks.
 
-    If every rank samples and trains, the nodes are sorted by name. The first ones, as many as in
-    the profile, belong to the train pool, the others to the rollout pool; a single node is in both.
+    If every rank samples and trains, the nodes are sorted by name. The first nodes, as many as the
+    profile has train nodes, form the train pool, the others the rollout pool. A single node is in
+    both pools.
     """
     split = len(names) - rollout_ranks
     if rollout_ranks:
@@ -155,7 +155,7 @@ def nodes_by_pool(
 
 
 def cells_by_node(names: Sequence[str], rollout_ranks: int) -> list[Cell]:
-    """Return the engines, of one rank each, on every rollout node."""
+    """Return the cell (ranks that change role together) of every rollout node; tp is 1."""
     found: dict[str, list[int]] = {}
     split = len(names) - rollout_ranks
     for rank, name in enumerate(names):
@@ -167,7 +167,7 @@ def cells_by_node(names: Sequence[str], rollout_ranks: int) -> list[Cell]:
 def make_profiler(cfg: Config, names: Sequence[str], rollout_ranks: int) -> Profiler:
     """Return the profiler that writes this job's profile for the scheduler of shared nodes. `names`
     are the nodes of all ranks. If every rank samples and trains, half of the nodes count to each
-    pool; a single node counts to both."""
+    pool; a single node counts to both pools."""
     split = len(names) - rollout_ranks
     rollout, train = len(set(names[split:])), len(set(names[:split]))
     if not rollout_ranks:
@@ -184,8 +184,8 @@ def make_profiler(cfg: Config, names: Sequence[str], rollout_ranks: int) -> Prof
 def on_step(
     cfg: Config, world: World, gate: "RanksGate | None"
 ) -> tuple[Callable[[dict[str, float]], None], ...]:
-    """Return the functions to call on rank 0 with the metrics of every step. They belong to the
-    gate, or to the profiler of a job that may share its nodes later. Collective."""
+    """Return the functions to call on rank 0 with the metrics of every step: the gate's, or
+    the profiler's if the job may share its nodes later. Collective."""
     if gate is not None:
         return (gate.see,) if world.rank == 0 else ()
     if cfg.select.mode != "sync" or not report.counts_nodes(cfg):

@@ -25,13 +25,13 @@ from rlcore.utils.log import announce
 
 
 def engine_ranks(cfg: Config, rank: int) -> range:
-    """Return the ranks of the engine of `rank`; the first of them receives its requests."""
+    """Return the ranks of the engine of `rank`; the first rank receives the requests."""
     first = rank - rank % cfg.rollout.tp
     return range(first, first + cfg.rollout.tp)
 
 
 def with_tp(cfg: Config, tp: int) -> Config:
-    """Set another engine size, such that all engines together hold and decode as much."""
+    """Set another engine size. All engines together keep their cache size and request limit."""
     r = cfg.rollout
     changed = replace(
         r,
@@ -91,7 +91,7 @@ def make_sizes(cfg: Config, hf: HFConfig, world: World, tail: Elastic | None) ->
             except ConfigError:
                 if tp == cfg.rollout.tp:
                     raise
-                elastic = None  # one engine over all ranks: no rank can train during the rollout
+                elastic = None  # one engine over all ranks: none can train early
         return Sized(
             tp=tp,
             engine_ranks=engine_ranks(here, world.rank) if world.samples else (),
@@ -163,9 +163,9 @@ def make_controller(
 def make_place(cfg: Config) -> LeastLoaded:
     """Return the router of requests to engines; with `histopipe` it serves only evaluations.
 
-    Without --rollout.queue all requests are sent at once and wait inside the engines. With it the
-    controller fills engines as they become free, so batch composition depends on timing. Log-probs
-    then differ in their last bits, and a resumed run is not bit-exact.
+    Without --rollout.queue all requests are sent at once and wait inside the engines. With
+    --rollout.queue the controller fills engines as they become free, so batch composition depends
+    on timing. Log-probs then differ in their last bits, and a resumed run is not bit-exact.
     """
     r = cfg.rollout
     most = cfg.env.max_running_episodes if cfg.select.env else r.max_running_requests

@@ -14,7 +14,7 @@ from rlcore.utils.spans import Spans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """A run under construction, on one rank."""
+    """State of one rank's run while it is being built."""
 
     cfg: Config
     world: World
@@ -25,7 +25,7 @@ class BuildContext:
     spans: Spans
     progress: Progress
     closing: ExitStack
-    """Stops all parts in reverse order of their start."""
+    """Stops all parts in reverse order of their start, at the end of the run."""
 
     @property
     def is_first(self) -> bool:

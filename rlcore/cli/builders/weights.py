@@ -1,4 +1,4 @@
-"""Channel for weight updates from learner to engine."""
+"""Build the channel for weight updates from learner to engine."""
 
 import os
 
@@ -38,7 +38,7 @@ def make_weight_channel(
 
 
 def make_peers(cfg: Config, world: World) -> Peers:
-    """Return the transport between all ranks, whichever default group each is in."""
+    """Return the transport between all ranks, also between ranks of different default groups."""
     if world.everyone is None:
         return Peers(timeout_s=cfg.cluster.timeout_s)
     return Peers(world.rank, world.size, world.store, timeout_s=cfg.cluster.timeout_s)
