@@ -89,7 +89,7 @@ def attack(launcher: int) -> int:
         limit = timedelta(seconds=20)
         store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=limit)
         for key in store.list_keys():
-            if key.endswith("/gang/beat/0"):
+            if key.endswith("/health/beat/0"):
                 store.set(key.replace("beat/0", "alarm"), "[1]")
                 forged += 1
     return forged
