@@ -3,7 +3,7 @@
 `AsyncController` is a `Controller` whose responses survive a weight update. It adds the events and
 commands below. The base class handles placement, rewards and engine failures.
 
-    go(version) -> [Abort]     weights are updated; requests are submitted after every Ready
+    go(version) -> [Abort]     engines have new weights; submit requests once all sent Ready
     Wanted      -> TrainOrder  sent to the train ranks once the buffer has a full batch
     Holding     -> Hold        no decoding until the next `go`; every rollout rank sends Held
 
@@ -226,8 +226,8 @@ class AsyncController(Controller):
             self._leave(group)
         self._dropped = {}
         self._holds = True
-        # Start the deadline of the rollout ranks again: each must now send Held, while before, an
-        # idle rollout rank was allowed to be silent.
+        # Restart all deadlines: every rollout rank must send Held now. Until now an idle rollout
+        # rank was allowed to be silent.
         self._ready = set(self._learners)
         self._seen = dict.fromkeys(self._all_ranks, now)
         self._look_at = now + self._deadline_s

@@ -142,7 +142,7 @@ class AsyncRollout:
         self._thread.start()
 
     def _control(self, controller: AsyncController, version: Version) -> None:
-        """Run the controller. If this raises an error, fail every rank with the error as the
+        """Run the controller. If it raises an error, fail every rank with the error as the
         reason."""
         try:
             self._serve(controller, version)

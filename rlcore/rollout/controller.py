@@ -148,7 +148,7 @@ class Controller:
     @property
     def num_requests(self) -> int:
         """Number of responses that the round needs."""
-        if not self._num_requests:  # cache: every reward reads this sum over all groups
+        if not self._num_requests:  # cached, because every reward reads this sum over all groups
             self._num_requests = self._stop.num_wanted(self._groups)
         return self._num_requests
 
@@ -326,7 +326,7 @@ class Controller:
         """Requeue the unfinished requests of a failed engine. Other engines continue each request
         from its last known token. If no other engine is left, all ranks restart their engines."""
         self._reasons[event.rank] = event.reason
-        if self._repairs and event.rank not in self._ready:  # the repair in progress restarts it
+        if self._repairs and event.rank not in self._ready:  # the repair restarts this engine
             return []
         leader = self._leader.get(event.rank)
         if leader is not None:  # stop the leader's engine, which then reports Down itself

@@ -155,7 +155,7 @@ class EngineServer:
 
 def main() -> None:
     """Serve the parent that started this process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm sends them to all; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent by Slurm to all; only the parent reacts
         signal.signal(number, signal.SIG_IGN)
     EngineServer(open_channel(LARGEST_FRAME), parent_pid()).run()
 

@@ -182,8 +182,8 @@ def _control(
     rounds: Rounds | None,
     teacher: HistorySender | None,
 ) -> None:
-    """Run the controller in its own thread, so that an abort never waits for a decode step. If this
-    raises an error, fail the round on every rank with the error as the reason."""
+    """Run the controller in its own thread, so that an abort never waits for a decode step. If the
+    controller raises an error, fail the round on every rank with the error as the reason."""
     try:
         _serve(controller, hub, work, round_, gone, on_progress, rounds, teacher)
     except (

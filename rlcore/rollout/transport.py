@@ -112,7 +112,7 @@ class ZmqHub:
 
     def _drop(self, channel: Channel, sender: bytes, error: ValueError) -> None:
         self.malformed += 1
-        if self.malformed & (self.malformed - 1):  # log only messages 1, 2, 4, ...: less output
+        if self.malformed & (self.malformed - 1):  # log 1, 2, 4, ... only, to keep the log short
             return
         log.warning(
             "a malformed message from rank %s to inbox %s of rank %d was dropped (%d so far): %s",

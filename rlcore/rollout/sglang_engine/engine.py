@@ -230,7 +230,7 @@ class SGLangEngine(InProcess):
         self._jobs: dict[RequestId, _SGLangRequest] = {}
         self._waiting: list[
             tuple[tuple[int, int], _SGLangRequest]
-        ] = []  # heap; ended jobs are skipped
+        ] = []  # heap; `_admit` skips requests that have ended
         self._flying: dict[_SGLangRequest, None] = {}
         self._held = 0  # number of followers: they count in max_running but have no flight yet
         self._leaders: dict[tuple[str, tuple[int, ...]], _SGLangRequest] = {}
@@ -242,7 +242,7 @@ class SGLangEngine(InProcess):
         self._session = False  # whether SGLang is in a weight-update session
         self._asleep: set[Tag] = set()
         self._paused = False
-        self._still = False  # flights are paused inside SGLang
+        self._still = False  # whether flights are paused inside SGLang
         self._closed = False
         self._totals = _no_counts()
         self._grown: dict[RequestId, int] = {}
@@ -302,7 +302,7 @@ class SGLangEngine(InProcess):
             arguments |= {
                 "speculative_algorithm": ALGORITHM,
                 "speculative_num_draft_tokens": draft_width,
-                "speculative_ngram_max_bfs_breadth": 1,  # drafts are chains
+                "speculative_ngram_max_bfs_breadth": 1,  # a draft is a chain, not a tree
                 "disable_overlap_schedule": True,
             }
         arguments |= dict(sglang or {})
@@ -365,7 +365,7 @@ class SGLangEngine(InProcess):
         if flying:
             await self._land(list(self._flying) if self._still else flying)
         for job in jobs:
-            if job.request.id in self._jobs:  # it was not in flight, so `_land` did not end it
+            if job.request.id in self._jobs:  # it was not in flight, so `_land` has not ended it
                 self._end(job, "abort")
         self._admit()
         if jobs and not self._jobs:
@@ -768,7 +768,7 @@ class SGLangEngine(InProcess):
             await asyncio.sleep(0)
         self._totals["busy_s"] += time.monotonic() - self._busy_since
         await self._manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
-        for _ in range(2):  # replies and tokens arrive over two sockets
+        for _ in range(2):  # twice, as replies and tokens arrive over two sockets
             await self._round_trip()
         await asyncio.sleep(0)
 

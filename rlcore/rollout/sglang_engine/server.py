@@ -186,8 +186,8 @@ class Server:
             if self.manager is not None:
                 (info, *_) = self._engine._scheduler_init_result.scheduler_infos
                 self.cache_tokens = info["max_total_num_tokens"]
-                self.manager._subprocess_watchdog.stop()  # it would kill this process silently
-            _unlink_loads(Path(self._folder))  # no process reads them
+                self.manager._subprocess_watchdog.stop()  # the watchdog would kill this process
+            _unlink_loads(Path(self._folder))  # no process reads the load statistics
         except BaseException as error:
             ready.set_exception(RuntimeError(f"SGLang did not start: {error}"))
             return

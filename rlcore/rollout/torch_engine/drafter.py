@@ -76,7 +76,7 @@ class Drafter:
             self._index = Index(self._forest, rewards=kind == "history_reward", wait=s.wait)
         self._handle = np.full(num_seats, -1)
         self._fed = np.zeros(num_seats, np.int64)  # number of response tokens given to the forest
-        self._accepted = np.zeros(num_seats, np.int32)  # by the last step; the forest gets it next
+        self._accepted = np.zeros(num_seats, np.int32)  # in the last step; not yet in the forest
         self._had_histories = False
 
     def remember(self, histories: Sequence[History], wanted: Collection[int]) -> None:

@@ -397,7 +397,7 @@ class TorchEngine(InProcess):
         self._jobs: dict[RequestId, _TorchRequest] = {}
         self._waiting: list[
             tuple[tuple[int, int], _TorchRequest]
-        ] = []  # heap; ended jobs are skipped
+        ] = []  # heap; `_admit` skips requests that have ended
         self._rows: list[_TorchRequest] = []
         self._groups: dict[
             tuple[str, bytes], dict[_TorchRequest, None]
@@ -809,9 +809,9 @@ class TorchEngine(InProcess):
         ends = lengths + sizes
         cache.reserve(len(seats), int(ends.max()), len(seats))
         self._batch = None  # the next plain step starts at other positions
-        column = np.arange(int(sizes.max()) + 1)  # [S]
-        is_real = column <= sizes[:, None]  # [N, S]
-        row, at = np.nonzero(is_real)  # [T]
+        column = np.arange(int(sizes.max()) + 1)  # [S], S: last token and longest draft
+        is_real = column <= sizes[:, None]  # [N, S], false for padding
+        row, at = np.nonzero(is_real)  # [T], row and column of each token in the forward
         grid = np.zeros((2, *is_real.shape), np.int64)
         grid[0, :, 0] = table.last[seats]
         grid[0, :, 1:] = np.where(is_real[:, 1:], drafts[:, : len(column) - 1], 0)
