@@ -142,8 +142,8 @@ class AsyncRollout:
         self._thread.start()
 
     def _control(self, controller: AsyncController, version: Version) -> None:
-        """Run the controller. If it raises an error, fail every rank with the error as the
-        reason."""
+        """Run the controller. If the controller raises an error, fail every rank with the error as
+        the reason."""
         try:
             self._serve(controller, version)
         except Exception as e:

@@ -54,8 +54,8 @@ from rlcore.rollout.transport import Hub
 
 POLL_S = 0.02
 COUNTS = ("decode_steps", "decode_tokens", "prefill_tokens", "busy_s")
-"""Fields of `Stats` that are summed per round. Each rank sums its own engine's, because the last
-report may come after the controller has ended the round."""
+"""Fields of `Stats` that each rank sums per round. The controller cannot sum them, because an
+engine's last report may arrive after the controller has ended the round."""
 DRAFT_COUNTS = (
     "verify_steps",
     "verify_rows",
@@ -130,7 +130,7 @@ class Streamer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoundCallbacks:
-    """What the ranks do together in the middle of a round, besides sampling."""
+    """Callbacks for work that ranks do together in the middle of a round, besides sampling."""
 
     repair: Callable[[], None] | None = None
     """Function that restarts failed engines and sends them weights; called on all ranks. If None,
@@ -225,7 +225,7 @@ class RolloutWorker:
         self.texts, self.prompts = {}, {}
         self.exchange.begin_round({})
         self.scores.clear()
-        self._partials.clear()  # the last round may have ended before it sent `Released`
+        self._partials.clear()  # the last round may have ended before `Released` was sent
         self._releasing = False
         self._begin()
         end = self._serve()
@@ -267,7 +267,7 @@ class RolloutWorker:
         self._enter()
 
     def _serve(self) -> EndRound | Hold | TrainOrder:
-        """Execute the controller's commands, up to a command that returns control to the caller."""
+        """Execute commands up to `EndRound`, `Hold` or `TrainOrder`; return this last command."""
         heard = time.monotonic()
         while True:
             # While busy, do not wait for a command: train on, or poll the engine below.
