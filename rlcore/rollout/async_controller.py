@@ -3,12 +3,12 @@
 `AsyncController` is a `Controller` whose responses survive a weight update. It adds the events and
 commands below. The base class handles placement, rewards and engine failures.
 
-    go(version) -> [Abort]  the engines have these weights; submit once all have sent Ready
-    Wanted      -> Batch    sent to the train ranks once the buffer has a full batch
-    Holding     -> Hold     all decoding stops until the next `go`; every rollout rank sends Held
+    go(version) -> [Abort]     engines have new weights; submit requests once all sent Ready
+    Wanted      -> TrainOrder  sent to the train ranks once the buffer has a full batch
+    Holding     -> Hold        no decoding until the next `go`; every rollout rank sends Held
 
 The buffer (`sched/staleness.py`) decides which groups may start, which are trained next and which
-are too old. A group is removed with the batch that it is part of, or when it is dropped.
+are too old. A group is removed when a batch takes it or when it is dropped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ from rlcore.sched.stop import EQUAL_REWARDS
 
 
 class SavedGroup(Struct, frozen=True):
-    """A group in a checkpoint. The tokens of its unfinished requests are in their `resume`."""
+    """A group in a checkpoint. `RequestState.resume` has the tokens of an unfinished request."""
 
     work: Work
     requests: tuple[RequestState, ...]
@@ -56,7 +56,7 @@ class SavedGroup(Struct, frozen=True):
 
 
 class Saved(Struct, frozen=True):
-    """State of a held `AsyncController`. Finished samples are saved by the ranks that own them."""
+    """State of an `AsyncController` after a hold. The rollout ranks save the finished samples."""
 
     buffer: dict[str, Any]
     groups: tuple[SavedGroup, ...]
@@ -65,8 +65,8 @@ class Saved(Struct, frozen=True):
 
 
 class AsyncController(Controller):
-    """Controller of an endless round. `trainers` are the ranks that get the batches;
-    `rollout_ranks` are all other ranks; `ranks` are those of them that lead an engine."""
+    """Controller of an endless round. The ranks in `trainers` get the batches. `rollout_ranks` are
+    all other ranks; `ranks` are the rollout ranks that lead an engine."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class AsyncController(Controller):
     ) -> None:
         """
         Args:
-            issue: as in `Refill`.
+            issue: see `Refill`.
             place: router of requests to engines. A `HistoPipe` also orders new work and may move
                 running requests to another engine.
-            dynamic: as in `Refill`.
+            dynamic: see `Refill`.
         """
         self._pipe = place if isinstance(place, HistoPipe) else None
         self._refill = Refill(buffer, self._issue_by(issue), dynamic)
@@ -109,9 +109,9 @@ class AsyncController(Controller):
         self._forget: list[GroupId] = []
         """Groups removed since the last hold; the rollout ranks drop their samples."""
         self.prompts: dict[GroupId, Prompt] = {}
-        """Prompts of the last batch, by group."""
+        """Prompts of the most recent batch, by group."""
         self._found: dict[str, float] = {}
-        """Longest scoring times of right answers since the last hold; see
+        """Longest time that scoring a right answer took since the last hold, by prompt; see
         `EndRound.reference_latency`."""
 
     def _issue_by(self, issue: Callable[[int], list[Work]]) -> Callable[[int], list[Work]]:
@@ -150,8 +150,8 @@ class AsyncController(Controller):
         return aborts
 
     def handle(self, event: AnyEvent, now: float) -> list[AnyCommand]:
-        """Process one event and return the commands that it causes. If the request's group was
-        removed, only free its slot on the engine."""
+        """Process one event and return the resulting commands. If the event's group was removed,
+        only free the request's slot on the engine."""
         self._heard[event.rank] = now
         if isinstance(event, Wanted | Holding | Held):
             self._seen[event.rank] = now
@@ -164,7 +164,7 @@ class AsyncController(Controller):
             for i, length in zip(event.ids, event.lengths, strict=True):
                 if length:
                     self.buffer.decoded(group_of(i), self._version)
-        elif isinstance(event, Finished) and event.num_tokens:  # a failed episode has none
+        elif isinstance(event, Finished) and event.num_tokens:  # a failed episode has no tokens
             self.buffer.decoded(group_of(event.id), event.version)
         if isinstance(event, Finished | Rewarded | Preempted) and event.id not in self._requests:
             if isinstance(event, Finished) and event.rank in self._up:
@@ -196,8 +196,8 @@ class AsyncController(Controller):
         return []
 
     def _give(self) -> list[AnyCommand]:
-        """Return the next batch, if the learner waits for one and the buffer has it. Its groups are
-        in the order of their start, as in a synchronous round."""
+        """Return the next batch, if the learner waits for a batch and the buffer has a full batch.
+        The groups are in the order of their start, as in a synchronous round."""
         if not self._wants or self._holds or self.done:
             return []
         if not self._up:
@@ -218,7 +218,7 @@ class AsyncController(Controller):
         return [TrainOrder(rank=r, groups=groups, stats=stats) for r in self._learners]
 
     def _hold(self, event: Holding, now: float) -> list[AnyCommand]:
-        """Tell all rollout ranks to stop decoding, and which groups were removed."""
+        """Return commands that stop decoding on all rollout ranks and list the removed groups."""
         equal = [g for g, why in self._dropped.items() if why == EQUAL_REWARDS]
         self._count("async/equal_groups", len(equal))
         self._count("async/stale_groups", len(self._dropped) - len(equal))
@@ -226,8 +226,8 @@ class AsyncController(Controller):
             self._leave(group)
         self._dropped = {}
         self._holds = True
-        # From now on the rollout ranks owe a Held; before, idle rollout ranks were allowed to be
-        # silent.
+        # Restart all deadlines: every rollout rank must send Held now. Until now an idle rollout
+        # rank was allowed to be silent.
         self._ready = set(self._learners)
         self._seen = dict.fromkeys(self._all_ranks, now)
         self._look_at = now + self._deadline_s
@@ -239,7 +239,7 @@ class AsyncController(Controller):
         ]
 
     def _drop(self, late: Sequence[GroupId]) -> list[AnyCommand]:
-        """Abort and remove these groups, which are too old."""
+        """Abort and remove the groups in `late`, which are too old to train."""
         lost = [r for g in late for r in self._groups[g].requests.values()]
         self._count("async/stale_groups", len(late))
         self._count("async/stale_tokens", sum(r.num_tokens for r in lost))
@@ -261,7 +261,7 @@ class AsyncController(Controller):
         return min(r.order for r in self._groups[group].requests.values())
 
     def _known(self, event: LengthReport) -> LengthReport:
-        """Return the event without requests whose groups were removed, and without tails."""
+        """Return the event without requests of removed groups and without `tails`."""
         pairs = [
             (i, n) for i, n in zip(event.ids, event.lengths, strict=True) if i in self._requests
         ]
@@ -272,7 +272,7 @@ class AsyncController(Controller):
     # ---- requests that move to another engine
 
     def _move(self, event: LengthReport) -> list[AnyCommand]:
-        """Move requests that have become too long for their engine (`HistoPipe` only)."""
+        """Return the command to move requests that are too long for their engine (`HistoPipe`)."""
         if self._pipe is None or self._holds or event.rank not in self._up:
             return []
         here = {
@@ -284,12 +284,12 @@ class AsyncController(Controller):
         return [Move(rank=event.rank, ids=tuple(ids))] if ids else []
 
     def _moved(self, event: Moved) -> list[AnyCommand]:
-        """Requeue the requests that an engine has released, at the front."""
+        """Put requests that an engine has released at the front of the queue."""
         for i, partial in event.partials.items():
             if event.rank in self._up:
                 self._up[event.rank] -= 1
             request = self._requests.get(i)
-            if request is None or request.finish:  # its group was removed or closed
+            if request is None or request.finish:  # the group was removed or closed
                 self._count("sched/aborted_tokens", len(partial.tokens))
                 continue
             request.requeue(partial)
@@ -301,16 +301,16 @@ class AsyncController(Controller):
     # ---- released requests and failed engines
 
     def _released(self, event: Released) -> list[AnyCommand]:
-        """Requeue all requests of an engine that released them for a weight update, or that failed
-        during one."""
+        """Requeue all requests of an engine that released its requests for a weight update, or that
+        failed during a weight update."""
         self._requeue(event.rank, event.partials)
         if event.rank in self._up:
             self._up[event.rank] = 0
         return self._submit()
 
     def _go_on(self) -> list[AnyCommand]:
-        """Continue after an engine has failed. The next weight update restarts it. If the learner
-        waits for a batch and no engine is left, repair all engines now."""
+        """Continue after an engine has failed: the next weight update restarts it. If the learner
+        waits for a batch and no engine is left, restart all engines now."""
         if self._up or self._holds or not self._wants:
             return self._submit()
         return super()._go_on()
@@ -318,7 +318,7 @@ class AsyncController(Controller):
     # ---- checkpoints
 
     def save(self) -> Saved:
-        """Return the complete state. Call this between a hold in mode `release` and the next
+        """Return the complete state. Call this only between a hold in mode `release` and the next
         `go`."""
         assert self.done, "the controller is still running"
         groups = tuple(
@@ -334,8 +334,8 @@ class AsyncController(Controller):
         return Saved(buffer=self.buffer.state(), groups=groups, order=self._num_started, pipe=pipe)
 
     def restore(self, saved: Saved, owner_of: Callable[[int], int]) -> None:
-        """Restore the state that `save` returned. `owner_of`: maps a rank of the saved run to the
-        rank that has its samples now."""
+        """Restore the state that `save` returned. `owner_of` maps a rank of the saved run to the
+        rank that now has this rank's samples."""
         self.buffer.restore(saved.buffer)
         if self._pipe is not None and saved.pipe:
             self._pipe.restore(saved.pipe)

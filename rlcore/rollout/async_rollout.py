@@ -1,8 +1,8 @@
 """Asynchronous rollout over all ranks, `--mode async`: sampling continues across training steps.
 
-Rank 0 runs the controller in a thread from one weight update to the next. Train ranks `take` the
-groups of an update and `fetch` their samples. Meanwhile the rollout ranks are in
-`RolloutWorker.go_on`, which returns when the controller `hold`s them for the weight update.
+Rank 0 runs the controller in a thread from one weight update to the next. Train ranks call `take`
+for the groups of an update and `fetch` for the samples. Meanwhile the rollout ranks run
+`RolloutWorker.go_on`, which returns when `hold` stops decoding for the next weight update.
 """
 
 import threading
@@ -35,11 +35,11 @@ from rlcore.utils.net import decode, encode
 
 TICK_S = 0.25
 FOLDER = "buffer"
-"""Name of the folder in a checkpoint that holds the state of the asynchronous rollout."""
+"""Name of the folder in a checkpoint for the state of the asynchronous rollout."""
 
 
 class AsyncRollout:
-    """Asynchronous rollout as seen by one rank. `controller` is None on ranks other than 0."""
+    """One rank's part of the asynchronous rollout. `controller` is None on ranks other than 0."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class AsyncRollout:
     ) -> None:
         """
         Args:
-            deadline_s: the controller's deadline for a silent rank; a hold takes at most twice it.
-            record: writes the log of this run.
-            replay: log of a recorded run, which provides the order of events and the samples.
+            deadline_s: the controller's deadline for a silent rank. `hold` waits 2 * deadline_s.
+            record: writer of this run's log; None writes no log.
+            replay: log of a recorded run, which determines the order of events and the samples.
         """
         self._hub, self._worker, self._rollout_ranks = hub, worker, rollout_ranks
         self._record, self._replay, self._version = record, replay, 0
@@ -70,7 +70,7 @@ class AsyncRollout:
 
     def take(self, version: Version, callbacks: RoundCallbacks = NO_CALLBACKS) -> TrainOrder:
         """Return the groups of the update that trains policy `version`, the same on every train
-        rank. The engines decode with that version until `hold`. Raises as
+        rank. The engines decode with this version until `hold`. Raise the errors of
         `RolloutWorker.run_round`."""
         self._version = version
         if self.controller is not None:
@@ -81,8 +81,8 @@ class AsyncRollout:
     def fetch(
         self, destination: dict[RequestId, Sequence[int]], owners: dict[RequestId, int]
     ) -> dict[RequestId, Sample]:
-        """Return the samples that this rank trains, by id. Rank 0 tells their owners to send them.
-        `destination` and `owners` are the same on every train rank.
+        """Return the samples that this rank trains on, by id. Rank 0 tells the owners to send the
+        samples. `destination` and `owners` must be the same on every train rank.
 
         Raises:
             ReplayMismatch: the log of a replay does not have the samples.
@@ -95,13 +95,13 @@ class AsyncRollout:
                 self._hub.send(owner, "worker", Ship(rank=owner, ids=tuple(ids), to=ranks))
         mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
         found = self._worker.exchange.collect(mine, owners)
-        if self._record is not None:  # only the first rank of a model-parallel group writes
+        if self._record is not None:  # of a model-parallel group, only the first rank writes
             own = [s for i, s in found.items() if min(destination[i]) == self._hub.rank]
             self._record.samples(self._version, self._hub.rank, own)
         return found
 
     def read(self, samples: Iterable[Sample]) -> None:
-        """Give these samples of the last batch to the worker of rank 0, so that they can be logged.
+        """Add these samples of the last batch to the worker of rank 0, which can then log them.
         Call this on rank 0 only."""
         assert self.controller is not None
         self._worker.read(self.controller.prompts, samples)
@@ -111,12 +111,12 @@ class AsyncRollout:
         hold. Call this on rank 0 only.
 
         Raises:
-            RuntimeError: the controller has failed meanwhile.
-            TimeoutError: a rank does not stop.
+            RuntimeError: the controller has failed.
+            TimeoutError: the controller did not end in time, because a rank did not stop.
         """
         assert self.controller is not None and self._thread is not None
         self._hub.send(0, "controller", [Holding(mode=mode)])
-        # After one deadline the controller fails and names the silent rank, so wait for two.
+        # Wait for two deadlines: after one, the controller fails and its error names the rank.
         self._thread.join(timeout=2 * self._deadline_s)
         if self._thread.is_alive():
             raise TimeoutError(
@@ -129,7 +129,7 @@ class AsyncRollout:
         return self.controller.take_stats()
 
     def close(self) -> None:
-        """End the controller's thread, even if ranks still decode."""
+        """Stop the controller's thread, even if ranks still decode."""
         self._gone.set()
         if self._thread is not None:
             self._thread.join(timeout=10 * TICK_S)
@@ -142,8 +142,8 @@ class AsyncRollout:
         self._thread.start()
 
     def _control(self, controller: AsyncController, version: Version) -> None:
-        """Run the controller. An error here ends the run on every rank, with the error as the
-        reason."""
+        """Run the controller. If the controller raises an error, fail every rank with the error as
+        the reason."""
         try:
             self._serve(controller, version)
         except Exception as e:
@@ -155,14 +155,14 @@ class AsyncRollout:
             self._hub.release()
 
     def _serve(self, controller: AsyncController, version: Version) -> None:
-        """Feed the controller with events until all rollout ranks have stopped."""
+        """Feed events to the controller until all rollout ranks have stopped decoding."""
         self._send(controller.go(version, time.monotonic()))
         while not controller.done and not self._gone.is_set():
             commands = []
             events = self._hub.receive("controller", list[AnyEvent], TICK_S)
             now = time.monotonic()
             for event in events or []:
-                if event.round:  # sent in an evaluation round
+                if event.round:  # a late event of an evaluation round
                     continue
                 if isinstance(event, Down):
                     log.warning("rank %d: %s; its requests are re-routed", event.rank, event.reason)
@@ -183,9 +183,9 @@ class AsyncRollout:
     # ---- checkpoints
 
     def save(self, folder: Path) -> None:
-        """Write this rank's part of a checkpoint: the controller's state, or finished samples. Call
-        this after a hold in mode `release`; `folder` must exist. A replay writes nothing, because
-        it has no unfinished requests to resume."""
+        """Write this rank's part of a checkpoint into `folder`, which must exist: the controller's
+        state, or finished samples. Call this after a hold in mode `release`. A replay writes
+        nothing, because it has no unfinished requests to resume."""
         if self._replay is not None:
             return
         if self.controller is not None:
@@ -223,7 +223,7 @@ class AsyncRollout:
                     self._worker.adopt(decode(data, list[Sample]))
 
     def _owner_now(self, folder: Path):
-        """Return the map from a rank that wrote samples to the rank that owns them now."""
+        """Return a function that maps a rank that wrote samples to the rank that now owns them."""
         place = {rank: i for i, rank in enumerate(_owners(folder))}
         return lambda rank: self._rollout_ranks[place[rank] % len(self._rollout_ranks)]
 

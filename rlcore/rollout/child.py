@@ -1,11 +1,11 @@
-"""An engine in a child process: it decodes without waiting for `poll`. If it fails, it is reported
-as an event and the run continues.
+"""An engine in a child process. It decodes without waiting for `poll`. If the child fails, `poll`
+reports this as an event and the run continues.
 
-Parent and child exchange the frames of `wire.py` over the channel of `utils/children.py`. The child
-(`process.py`) serves calls between two decode steps, sends events as they occur, and exits when its
-parent does. It imports only the engine and its dependencies, not the program that started it.
+Parent and child exchange the messages of `wire.py` over the channel of `utils/children.py`. The
+child (`process.py`) serves calls between two decode steps, sends events as they occur, and exits
+when its parent exits. It imports only the engine and its dependencies, not the parent's program.
 
-An error in a call is returned to the caller. Three errors end the child instead and leave a `Down`
+An error in a call is raised in the parent. Three errors end the child instead and cause a `Down`
 event: an `EngineFailedError`, an engine that does not start, and any error in `poll`.
 """
 
@@ -35,20 +35,20 @@ from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 from rlcore.utils.net import decode, encode, frame
 
-if TYPE_CHECKING:  # it imports torch, which only some engines need
+if TYPE_CHECKING:  # `protocols` imports torch, which only some engines need
     from rlcore.protocols import PauseMode, Tag
 
-_GRACE_S = 10.0  # added to the engine's own deadline, so that its more specific error comes first
+_GRACE_S = 10.0  # added to the engine's deadline, so that the engine's specific error comes first
 _ERRORS = {kind.__name__: kind for kind in (ConfigError, ValueError, RuntimeError, TimeoutError)}
 
 
 class ChildEngine:
     """`Engine` that runs another engine in a child process.
 
-    The child calls `factory`, "module:function", with `settings` (plain data) as keywords; it
-    returns the engine. If settings change between starts, such as an address, `settings` is a
-    function that returns them. The child starts at once; the first call waits for it, at most
-    `start_s`.
+    The child calls `factory`, "module:function", with `settings` (plain data) as keywords; the
+    function returns the engine. If settings such as an address change between starts, pass a
+    function that returns them. The child starts at once; the first call waits up to `start_s` until
+    the child has started.
 
     Every call has a deadline and raises the error that the engine raised. If the child exits,
     `poll` returns one `Down` with the lost requests and their tokens from progress events.
@@ -59,8 +59,8 @@ class ChildEngine:
     The deadline of a call is `deadline_s`. If the settings have a `deadline_s` for the engine's own
     calls, the deadline here is that value plus 10 s.
 
-    `resize(tp)` changes the settings to another tensor-parallel size. With it, `resize` starts a
-    new child of that size; without it, `resize` calls the engine's own method.
+    The argument `resize` is a function that changes the settings to another tensor-parallel size.
+    If it is given, the method `resize` starts a new child; if not, it calls the engine's `resize`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ChildEngine:
         self._deadline_s = deadline_s
         self._start_s = start_s or deadline_s
         self._live: dict[RequestId, list[Partial]] = {}
-        """Tokens of each live request so far, as the pieces that progress events carried."""
+        """Tokens so far of each live request, one `Partial` per progress event."""
         self._events: list[AnyEvent] = []
         self._child: Child | None = None
         self._down = ""
@@ -96,21 +96,21 @@ class ChildEngine:
 
     @property
     def failure(self) -> str:
-        """Reason why the child has failed; empty while it works. If it rejected its settings and a
-        call has raised that error, this is empty too: a restart would not help."""
+        """Reason why the child has failed; empty while it works. Also empty after a call has raised
+        that the engine rejects its settings, because a restart would not help."""
         if not self._down and not self._closed:
             self._pump(0.0)
         return f"{self._name} {self._down}" if self._down and not self._told else ""
 
     def fail(self, reason: str) -> None:
-        """Kill the child, because something that it depends on has failed. `poll` then returns its
-        `Down`."""
+        """Kill the child, because something that it depends on has failed. `poll` then returns a
+        `Down` with this `reason`."""
         if not self._down and not self._closed:
             self._die(f"was stopped: {reason}")
 
     def restart(self) -> None:
-        """End the child if it is running, and start a new one without requests and weights. The
-        next `poll` reports the old child's requests as lost, unless a `Down` has already."""
+        """Stop the child if it is running, and start a new child without requests and weights. If
+        no `Down` has reported the old child's requests as lost, the next `poll` returns one."""
         if self._closed:
             raise RuntimeError("the engine is closed")
         if not self._down:
@@ -118,15 +118,15 @@ class ChildEngine:
         self._start()
 
     def is_starting(self, timeout_s: float) -> bool:
-        """Return whether the child has neither started nor failed after a wait of up to
-        `timeout_s`."""
+        """Wait up to `timeout_s` until the child has started or failed. Return whether it is still
+        starting."""
         end = time.monotonic() + timeout_s
         while not (self._built or self._down or self._replies) and time.monotonic() < end:
             self._pump(end - time.monotonic())
         return not (self._built or self._down or self._replies)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. If the child has failed, its `Down` lists them as lost."""
+        """Queue requests. If the child has failed, its `Down` lists these requests as lost."""
         new = [request.id for request in requests if request.id not in self._live]
         dead = bool(self._down)
         self._live.update((i, []) for i in new)  # events may arrive before the reply
@@ -142,14 +142,14 @@ class ChildEngine:
             raise
 
     def abort(self, ids: Collection[RequestId]) -> None:
-        """Abort requests. If the child has failed, do nothing: its `Down` lists its requests."""
+        """Abort requests. If the child has failed, do nothing: its `Down` lists the requests."""
         try:
             self._call("abort", tuple(ids))
         except EngineFailedError:
             return
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
-        """Return the events that the child has sent; wait up to `timeout_s` for the first one."""
+        """Return the events that the child has sent. Wait up to `timeout_s` for the first event."""
         end = time.monotonic() + timeout_s
         while not self._down:
             self._pump(0.0 if self._events else end - time.monotonic())
@@ -171,8 +171,8 @@ class ChildEngine:
         self._call("begin_load", version)
 
     def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
-        """Call `load_bucket` of the engine. With transport `shm`, the files may be removed after
-        the call."""
+        """Call `load_bucket` of the engine. With transport `shm`, the payloads' files may be
+        removed after the call."""
         self._call("load_bucket", bucket, tuple(payloads))
 
     def end_load(self) -> None:
@@ -188,8 +188,8 @@ class ChildEngine:
         self._call("wake", tuple(tags))
 
     def resize(self, tp: int) -> None:
-        """Change the tensor-parallel size. With `resize`, start a new child without weights and
-        raise RuntimeError while requests run. Otherwise call `resize` of the engine."""
+        """Change the tensor-parallel size. With a `resize` function, start a new child without
+        weights; raise RuntimeError while requests run. Without it, call the engine's `resize`."""
         if self._resize is None:
             self._call("resize", tp)
             return
@@ -208,7 +208,7 @@ class ChildEngine:
         self._call("remember", tuple(histories))
 
     def close(self) -> None:
-        """End the child: close its stream, and kill it after a few seconds."""
+        """Close the child's stream and wait until it exits; kill the child after a few seconds."""
         if self._closed:
             return
         self._closed = True
@@ -220,7 +220,7 @@ class ChildEngine:
     # ---- the child
 
     def _dismiss(self) -> None:
-        """Close the child's stream so that it exits; kill it after a few seconds."""
+        """Close the child's stream and wait until it exits; kill it after a few seconds."""
         assert self._child is not None
         self._child.end(exiting=True)
 
@@ -292,7 +292,7 @@ class ChildEngine:
         return f"engine process {pid} of rank {self._rank}"
 
     def _pump(self, timeout_s: float) -> None:
-        """Receive and sort the messages of the child; wait up to `timeout_s` for the first one."""
+        """Receive the child's messages. Wait up to `timeout_s` for the first message."""
         assert self._child is not None
         try:
             for body in self._child.channel.receive(timeout_s):
@@ -313,8 +313,8 @@ class ChildEngine:
             self._die(f"sent invalid data ({error})")
 
     def _note(self, event: AnyEvent) -> AnyEvent:
-        """Store the tokens that an event carries for live requests, and forget ended requests.
-        Return the event without these tokens."""
+        """Store the event's tokens of live requests, and forget ended requests. Return the event
+        without tokens."""
         if isinstance(event, Finished | Aborted):
             self._live.pop(event.id, None)
         elif isinstance(event, LengthReport) and event.tails:
@@ -325,7 +325,7 @@ class ChildEngine:
         return event
 
     def _die(self, reason: str) -> None:
-        """End and reap the child, and queue a `Down` for `poll`. An empty `reason` means that the
+        """Terminate the child, and queue a `Down` for `poll`. An empty `reason` means that the
         child has exited by itself."""
         assert self._child is not None
         code = self._child.end(exiting=not reason)
@@ -358,7 +358,7 @@ class ChildEngine:
 
 
 def joined(pieces: Sequence[Partial]) -> Partial:
-    """Join the pieces of a response."""
+    """Concatenate the pieces of a response."""
     drafted = [p.drafted for p in pieces if p.drafted is not None]
     return Partial(
         tokens=np.concatenate([p.tokens for p in pieces]),

@@ -1,9 +1,9 @@
-"""The controller: one deterministic state machine per round. Events in, commands out.
+"""The controller: a deterministic state machine that runs one round. Events in, commands out.
 
-It decides which request starts on which engine, when the round is over and which requests are
-aborted. It does no tensor work and holds no clock and no socket. `round.py` feeds it events and
-sends its commands; the simulator does the same with virtual engines. The same events in the same
-order give the same commands.
+The controller decides which request starts on which engine, when the round is over and which
+requests are aborted. It does no tensor work and has no clock and no socket. `round.py` feeds events
+to the controller and sends its commands. The simulator uses it with virtual engines. The same
+events in the same order give the same commands.
 
     start(work) -> [Submit...]
     handle(event, now) -> [Submit..., Abort..., Repair..., EndRound... | Fail...]
@@ -59,31 +59,31 @@ from rlcore.sched.roles import Cell, Elastic, GroupState, Live, RequestState, Ro
 
 ALIVE_INTERVAL_S = 20.0
 MAX_REPAIRS = 3
-"""Number of times that a round restarts all engines after the last one has failed."""
+"""Maximum number of times that a round restarts all engines, once no engine is left."""
 
 
 @dataclass(slots=True)
 class Trainer:
-    """Training state of a cell that has stopped decoding. A cell is a set of ranks that change from
+    """Training state of a cell that has stopped decoding. A cell is a set of ranks that switch from
     decoding to training together."""
 
     cell: Cell
     busy: set[int] = field(default_factory=set)
-    """Ranks of the cell that are still training the groups they were given."""
+    """Ranks of the cell that are still training their assigned groups."""
     seconds: float = 0.0
 
     def trained(self, rank: int, seconds: float) -> None:
-        """Record that a rank of the cell has finished training the groups it was given."""
+        """Record that a rank of the cell has finished training its assigned groups."""
         self.busy.discard(rank)
         self.seconds += seconds / len(self.cell.ranks)
 
 
 class Controller:
-    """Controller of one round over the engines on `ranks`. The end of the round is sent to
+    """Controller of one round over the engines on `ranks`. It sends the end of the round to
     `all_ranks` (default: `ranks`).
 
-    An engine may span several ranks: `members` maps its leading rank to its other ranks. If one of
-    them reports `Down`, the whole engine is down.
+    An engine may span several ranks: `members` maps the engine's leading rank to its other ranks.
+    If one of these ranks reports `Down`, the whole engine is down.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Controller:
     ) -> None:
         """
         Args:
-            by_tokens: responses count in order of length instead of the arrival of their rewards.
-            elastic: policy that releases engines from decoding to train; None keeps all decoding.
+            by_tokens: count responses in the order of their length, not of their rewards' arrival.
+            elastic: policy that moves engines from decoding to training; None moves no engine.
         """
         self._place, self._stop, self._deadline_s = place, stop, deadline_s
         self._ranks = tuple(ranks)
@@ -110,8 +110,8 @@ class Controller:
         self._repairs = 0
         self._up = dict.fromkeys(ranks, 0)  # leading rank of a decoding engine -> live requests
         self._ready: set[int] = set()
-        self._seen: dict[int, float] = {}  # rank -> time of its last event that shows progress
-        self._heard: dict[int, float] = {}  # rank -> time of its last event
+        self._seen: dict[int, float] = {}  # rank -> time of its latest event that shows progress
+        self._heard: dict[int, float] = {}  # rank -> time of its latest event of any kind
         self._groups: dict[str, GroupState] = {}
         self._requests: dict[str, RequestState] = {}
         self._waiting: deque[RequestState] = deque()
@@ -119,55 +119,55 @@ class Controller:
         self._dropped: dict[GroupId, str] = {}
         self._elastic = elastic
         self._leaving: set[int] = set()
-        """Engines that were told to release their requests and have not done so yet."""
+        """Engines that must release their requests and have not sent `Released` yet."""
         self._gone: set[int] = set()
-        """Engines of released cells that do not train."""
+        """Engines of released cells that do not train afterwards."""
         self._trainers: list[Trainer] = []
         self._to_train: deque[GroupState] = deque()
-        """Complete groups to be kept that are not assigned to a training cell yet."""
+        """Complete groups that are kept, but not assigned to a training cell yet."""
         self._streamed: list[Streamed] = []
         self._reasons: dict[int, str] = {}
-        # Well within the deadline; otherwise a waiting rank would time out before the controller.
+        # A quarter of the deadline: otherwise a waiting rank would time out before the controller.
         self._alive_s = min(ALIVE_INTERVAL_S, deadline_s / 4)
         self._last_alive = 0.0
         self._look_at = 0.0
-        """Earliest time at which a rank can exceed the deadline; no check is needed before."""
+        """Earliest time at which a rank can exceed the deadline; `tick` skips the check before."""
         self._stats: dict[str, float] = {}
         self._last_finish = 0.0
         self.done = False
         self._num_requests = self._num_started = 0
         self.num_done = 0
-        """Number of responses that have counted, with their score."""
+        """Number of responses counted so far. Only scored responses are counted."""
         self._num_dropped = 0
         """Number of responses in `num_done` whose groups were dropped."""
         self.counted: list[RequestState] = []
-        """Responses that have counted, in the order in which they counted."""
+        """Responses counted so far, in the order of counting."""
         self.kept: tuple[GroupId, ...] | None = None
-        """Groups that the round kept; None until it has ended."""
+        """Groups that the round kept; None until the round has ended."""
 
     @property
     def num_requests(self) -> int:
         """Number of responses that the round needs."""
-        if not self._num_requests:  # cached: read at every reward, and computed over all groups
+        if not self._num_requests:  # cached, because every reward reads this sum over all groups
             self._num_requests = self._stop.num_wanted(self._groups)
         return self._num_requests
 
     @property
     def groups(self) -> Mapping[GroupId, GroupState]:
-        """Groups of the round so far, in the order of their start."""
+        """All groups that the round has started so far, in this order."""
         return self._groups
 
     @property
     def dropped(self) -> Mapping[GroupId, str]:
-        """Complete groups that are not trained, with the reason."""
+        """Complete groups that are not trained, each with the reason."""
         return self._dropped
 
     def decide_by(
         self, make: Callable[[Callable[[], Collection[RequestState]]], CompletionOrder]
     ) -> None:
-        """Set another order in which responses count (class `CompletionOrder`) than that of
-        arrival. `make` gets a function that returns all requests of the round. Call this before the
-        first event."""
+        """Set the order in which responses count (a `CompletionOrder`; default: order of arrival).
+        `make` is called with a function that returns all requests of the round. Call this before
+        the first event."""
         self._race = make(self._requests.values)
 
     # ---- the interface
@@ -185,7 +185,7 @@ class Controller:
         return []
 
     def handle(self, event: AnyEvent, now: float) -> list[AnyCommand]:
-        """Process one event and return the commands that it causes."""
+        """Process one event and return the resulting commands."""
         self._heard[event.rank] = now
         if self._moves(event):
             self._seen[event.rank] = now
@@ -222,8 +222,8 @@ class Controller:
         return self._submit()
 
     def tick(self, now: float) -> list[AnyCommand]:
-        """Check deadlines and return time-based commands. Call this periodically: it fails the
-        round if a rank is silent for too long, and sends `Alive` to waiting ranks."""
+        """Check deadlines and return time-based commands: `Fail` if a rank is silent for too long,
+        `Alive` to keep waiting ranks from timing out. Call this periodically."""
         if self.done:
             return []
         silent: list[int] = []
@@ -258,9 +258,9 @@ class Controller:
         request.end(event.finish, event.num_tokens, event.num_observed)
         if self._elastic is not None:
             self._elastic.finished(event.num_tokens)
-        if event.rank in self._up:  # not there if the engine is being released
+        if event.rank in self._up:  # false while the engine is being released
             self._up[event.rank] -= 1
-        return self._submit()  # a response counts only once it has its reward
+        return self._submit()  # the response counts only after its reward has arrived
 
     def _rewarded(self, event: Rewarded, now: float) -> list[AnyCommand]:
         request = self._requests[event.id]
@@ -274,8 +274,8 @@ class Controller:
         return self._count_in()
 
     def _count_in(self) -> list[AnyCommand]:
-        """Count the responses that the completion order releases, one at a time: each may close
-        groups."""
+        """Count the responses that the completion order releases, one at a time: each may complete
+        a group, which changes the responses that may still count."""
         assert self._race is not None
         commands: list[AnyCommand] = []
         while not self.done and (request := self._race.next(self._is_open)) is not None:
@@ -283,11 +283,11 @@ class Controller:
         return commands
 
     def _is_open(self, request: RequestState) -> bool:
-        """Whether the request may still count: not aborted, and its group is open."""
+        """Return whether the response may still count: it is not aborted and its group is open."""
         return request.finish != "abort" and not self._groups[group_of(request.id)].is_closed
 
     def _counts(self, request: RequestState) -> list[AnyCommand]:
-        """Count a rewarded response. If its group is closed, the response is late and ignored."""
+        """Count a scored response. If its group is closed, the response is too late: ignore it."""
         group = self._groups[group_of(request.id)]
         if group.is_closed:
             return []
@@ -323,13 +323,13 @@ class Controller:
         return [Abort(rank=rank, ids=tuple(ids)) for rank, ids in live.items()]
 
     def _down(self, event: Down) -> list[AnyCommand]:
-        """Requeue the unfinished requests of a failed engine; other engines continue them from
-        their last known token. If no other engine is left, all ranks restart their engines."""
+        """Requeue the unfinished requests of a failed engine. Other engines continue each request
+        from its last known token. If no other engine is left, all ranks restart their engines."""
         self._reasons[event.rank] = event.reason
-        if self._repairs and event.rank not in self._ready:  # a repair restarts it already
+        if self._repairs and event.rank not in self._ready:  # the repair restarts this engine
             return []
         leader = self._leader.get(event.rank)
-        if leader is not None:  # end the leader's engine, which then reports Down itself
+        if leader is not None:  # stop the leader's engine, which then reports Down itself
             decodes = leader in self._up or leader in self._leaving
             return [DropEngine(rank=leader, reason=event.reason)] if decodes else []
         if event.rank in self._leaving:
@@ -342,8 +342,8 @@ class Controller:
         return self._go_on()
 
     def _go_on(self) -> list[AnyCommand]:
-        """Continue after an engine has stopped decoding. If no engine is decoding, restart all of
-        them, once the engines being released have released their requests."""
+        """Continue after an engine has stopped decoding. If no engine is decoding, restart all
+        engines, once no engine has requests left to release."""
         if self._up:
             return [*self._submit(), *self._feed()]
         if self._leaving:
@@ -357,14 +357,14 @@ class Controller:
         self._repairs += 1
         self._count("sched/repairs", 1)
         self._forget_training()
-        self._place.clear()  # otherwise all requests would go to the last engine that was left
+        self._place.clear()  # otherwise the router would send all requests to one engine
         self._up = {rank: 0 for rank in self._ranks if rank not in self._gone}
         self._ready.clear()
         return [Repair(rank=r) for r in self._all_ranks]
 
     def _requeue(self, rank: int, partials: Mapping[RequestId, Partial]) -> list[RequestState]:
-        """Put an engine's unfinished requests back at the front of the queue, with their tokens so
-        far. Return them."""
+        """Put an engine's unfinished requests, with their tokens so far, back at the front of the
+        queue. Return these requests."""
         lost = [r for r in self._requests.values() if r.rank == rank and not r.finish]
         for r in lost:
             r.requeue(partials.get(r.id, r.resume))
@@ -374,7 +374,7 @@ class Controller:
     # ---- training while other engines decode
 
     def _release(self) -> list[AnyCommand]:
-        """Tell engines to stop decoding, if the elastic policy chooses some."""
+        """Return commands that stop decoding on the engines that the elastic policy chooses."""
         if self._elastic is None or self._trainers or self._gone:
             return []
         done = self.num_done - self._num_dropped
@@ -388,7 +388,7 @@ class Controller:
         self._leaving = {r for cell in chosen for r in cell.leaders if r in self._up}
         for rank in self._leaving:
             del self._up[rank]
-        # Also notify failed engines on a released node, so that a repair does not restart them.
+        # Notify failed engines of a released cell too, so that a repair does not restart them.
         told = self._leaving | self._gone
         return [Release(rank=rank) for rank in sorted(told)] + self._feed()
 
@@ -404,8 +404,8 @@ class Controller:
         return found
 
     def _released(self, event: Released) -> list[AnyCommand]:
-        """Requeue the requests that an engine has released, with the tokens that they have."""
-        if event.rank not in self._leaving:  # the engine has failed meanwhile and sent Down
+        """Requeue the requests that an engine has released, with their tokens so far."""
+        if event.rank not in self._leaving:  # the engine has failed before and has sent Down
             return []
         self._has_left(event.rank)
         moved = self._requeue(event.rank, event.partials)
@@ -428,7 +428,7 @@ class Controller:
         return self._feed()
 
     def _feed(self) -> list[AnyCommand]:
-        """Send complete groups to the idle training cells."""
+        """Return commands that assign complete groups to idle training cells."""
         commands: list[AnyCommand] = []
         for trainer in self._trainers:
             cell = trainer.cell
@@ -443,8 +443,8 @@ class Controller:
             ids = tuple(group.id for group in groups)
             self._streamed.append(Streamed(groups=ids, dp_ranks=cell.dp_ranks))
             trainer.busy.update(cell.ranks)
-            # Ship before Train: a rank that trains blocks on its model-parallel group and cannot
-            # send.
+            # Ship before Train: while a rank trains, it waits for its model-parallel group and
+            # cannot send samples.
             owners: dict[int, list[str]] = {}
             for ref in (ref for group in groups for ref in group.refs):
                 owners.setdefault(ref.owner, []).append(ref.id)
@@ -453,8 +453,8 @@ class Controller:
         return commands
 
     def _forget_training(self) -> None:
-        """Queue all streamed groups for training again. All engines restart, and the learner
-        discards its accumulated gradient for that."""
+        """Queue all streamed groups for training again, because all engines restart. The learner
+        then discards its accumulated gradient."""
         streamed = [g for s in self._streamed for g in s.groups]
         self._to_train.extendleft(self._groups[g] for g in reversed(streamed))
         self._streamed.clear()
@@ -462,7 +462,7 @@ class Controller:
         self._leaving.clear()
 
     def _stream_stats(self, kept: Sequence[GroupId]) -> dict[str, float]:
-        """Return the metrics of a round in which engines were released to train; else {}."""
+        """Return metrics of training within the round; {} if no engine was released to train."""
         if not self._trainers:
             return {}
         tokens = {g: sum(r.num_tokens for r in self._groups[g].counted) for g in kept}
@@ -475,14 +475,14 @@ class Controller:
     # ---- decisions
 
     def _submit(self) -> list[AnyCommand]:
-        """Submit waiting requests to engines that have room. Nothing is submitted before every
-        engine has sent `Ready`, so that placement does not depend on their start order."""
+        """Submit waiting requests to engines that have room. Wait until every engine has sent
+        `Ready`, so that placement does not depend on the order in which engines start."""
         if not self._waiting or any(rank not in self._ready for rank in self._up):
             return []
         chosen: dict[int, list[RequestState]] = {}
         while self._waiting:
             request = self._waiting[0]
-            if request.finish:  # aborted, because its group was closed while it waited
+            if request.finish:  # aborted: the group was closed while the request waited
                 self._waiting.popleft()
                 continue
             rank = self._place.choose(request.id, self._up)
@@ -521,8 +521,8 @@ class Controller:
         return [*aborts, *(structs.replace(end, rank=r) for r in self._all_ranks)]
 
     def _reference_latency(self, groups: Iterable[GroupId]) -> dict[str, float]:
-        """Return the longest scoring time of a right answer by prompt, in seconds, for adaptive
-        reward deadlines."""
+        """Return, by prompt, the longest time in seconds that scoring a right answer took. Adaptive
+        reward deadlines use it."""
         found: dict[str, float] = {}
         for state in (self._groups[g] for g in groups):
             for r in state.requests.values():
@@ -534,8 +534,8 @@ class Controller:
     def _surplus_stats(self, kept: Sequence[GroupId]) -> dict[str, float]:
         """Return metrics of responses that were started but not kept.
 
-        `sched/length_shift` is the mean length of kept responses over that of all started responses
-        of the kept groups, minus 1. Unfinished responses enter with their length so far.
+        `sched/length_shift` is a / b - 1. a: mean length of kept responses. b: mean length of all
+        started responses of the kept groups; an unfinished response enters with its length so far.
         """
         counted = [r.num_tokens for g in kept for r in self._groups[g].counted]
         every = sum(r.num_tokens for r in self._requests.values())
@@ -549,7 +549,7 @@ class Controller:
         return out
 
     def _reward_stats(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return scoring times, and the means of the further numbers that the reward returned."""
+        """Return scoring times, and the mean of every other number that the reward returned."""
         trained = [g for g in groups if not is_baseline(g.id)]
         kept = [self._requests[ref.id].result for g in trained for ref in g.refs]
         results = [r for r in kept if r is not None]
@@ -593,7 +593,7 @@ class Controller:
     # ---- deadlines
 
     def _moves(self, event: AnyEvent) -> bool:
-        """Whether the event shows progress. A stuck engine still sends periodic reports."""
+        """Return whether the event shows progress: periodic reports of a stuck engine do not."""
         if isinstance(event, LengthReport):
             lengths = zip(event.ids, event.lengths, strict=True)
             return any(n > self._requests[i].num_tokens for i, n in lengths)
@@ -612,7 +612,7 @@ class Controller:
         parts = []
         for rank in silent[:4]:
             quiet = f"rank {rank}: no message for {now - self._heard[rank]:.0f} s"
-            if now - self._heard[rank] <= self._deadline_s:  # only its periodic reports arrive
+            if now - self._heard[rank] <= self._deadline_s:  # its periodic reports still arrive
                 quiet = f"rank {rank}: no new token for {now - self._seen[rank]:.0f} s"
             if rank not in self._ready:
                 parts.append(f"{quiet}, it never entered phase gen")

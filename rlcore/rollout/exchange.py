@@ -1,11 +1,11 @@
-"""Transfer of samples from the rank that sampled them to the ranks that train them.
+"""Transfer of samples from the rank that sampled them to the ranks that train on them.
 
     engine -> RolloutWorker.samples -> SampleExchange.send -> (inbox "samples") ->
     SampleExchange.collect
 
-The rank that sampled a sample owns it and sends it. After a round, every rank knows where samples
-go (`Rollout.route`). In `--mode stream` and `--mode async`, the controller orders a transfer with
-`Ship`. A sample that arrives before its rank asks for it is stored here.
+The rank whose engine produced a sample owns the sample and sends it. After a synchronous round,
+every rank knows the destinations (`Rollout.route`). In `--mode stream` and `--mode async`, the
+command `Ship` orders a transfer. Early samples are stored until their rank calls `collect`.
 """
 
 import time
@@ -17,17 +17,17 @@ from rlcore.rollout.transport import Hub
 
 
 class SampleExchange:
-    """One rank's samples and their transfer to and from other ranks."""
+    """One rank's samples, and the transfer of samples to and from other ranks."""
 
     def __init__(self, hub: Hub, timeout_s: float) -> None:
         """`timeout_s`: longest wait for samples of other ranks."""
         self._hub, self._timeout_s = hub, timeout_s
         self.own: dict[RequestId, Sample] = {}
-        """Finished samples of this rank, by id."""
+        """Finished samples that this rank's engine produced, by id."""
         self._arrived: dict[RequestId, Sample] = {}
 
     def begin_round(self, own: dict[RequestId, Sample]) -> None:
-        """Start with these samples of this rank, and none of other ranks."""
+        """Set the samples of this rank to `own` and drop the samples of other ranks."""
         self.own = own
         self._arrived.clear()
 
@@ -39,7 +39,7 @@ class SampleExchange:
                 self._hub.send(rank, "samples", samples)
 
     def here(self) -> Mapping[RequestId, Sample]:
-        """Return the samples that are on this rank, own and arrived, without waiting."""
+        """Return all samples on this rank, its own and arrived samples. Do not wait."""
         while (batch := self._hub.receive("samples", list[Sample], 0.0)) is not None:
             self._arrived |= {sample.id: sample for sample in batch}
         return ChainMap(self.own, self._arrived)
@@ -47,10 +47,10 @@ class SampleExchange:
     def collect(
         self, ids: Collection[RequestId], owners: Mapping[RequestId, int]
     ) -> dict[RequestId, Sample]:
-        """Return these samples by id; wait for the samples of other ranks.
+        """Return the samples in `ids`, by id. Wait for the samples of other ranks.
 
         Raises:
-            TimeoutError: names the ranks that have not sent.
+            TimeoutError: samples are missing; the message names the ranks that own them.
         """
         found = {i: self.own[i] for i in ids if i in self.own}
         found |= {i: self._arrived.pop(i) for i in ids if i not in found and i in self._arrived}
@@ -76,7 +76,7 @@ class SampleExchange:
 def by_owner(
     destination: Mapping[RequestId, Sequence[int]], owners: Mapping[RequestId, int]
 ) -> dict[tuple[int, tuple[int, ...]], list[RequestId]]:
-    """Group ids by owner and by the ranks that train them."""
+    """Group sample ids by the pair of owner and ranks that train on the sample."""
     parts: dict[tuple[int, tuple[int, ...]], list[RequestId]] = {}
     for i, ranks in destination.items():
         parts.setdefault((owners[i], tuple(ranks)), []).append(i)

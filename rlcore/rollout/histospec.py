@@ -1,12 +1,12 @@
-"""Histories for HistoSpec: earlier responses by prompt, and the index for drafting from them.
+"""Histories for HistoSpec: earlier responses by prompt, and the index from which engines draft.
 
-    Library   on rank 0, for the whole run: the responses to each prompt in its last epochs. Its
-              size is bounded; the oldest prompts are removed first. Part of the checkpoint
-    Index     at every engine: the responses to the engine's prompts, as a suffix forest. A
-              background thread builds a new forest while the engine decodes, then swaps it in
+    HistoryStore   on rank 0, saved in checkpoints: the responses to each prompt in its most recent
+                   epochs. Its size is limited; the oldest prompts are removed first
+    Index          in every engine: the responses to the engine's prompts, as a suffix forest. A
+                   background thread builds a new forest while the engine decodes, then swaps it in
 
-RhymeRL, arXiv:2508.18588. A prompt is identified by its tokens, so it may move to another row or
-file.
+Source: RhymeRL, arXiv:2508.18588. The key of a prompt depends on its tokens only, so the prompt may
+move to another row or file.
 """
 
 import hashlib
@@ -33,13 +33,13 @@ from rlcore.utils.log import log
 
 Draft = Literal["none", "ngram", "history", "history_reward"]
 CONTEXT = 8
-"""Number of last prompt tokens stored before a response, so that its first tokens are drafted."""
+"""Prompt tokens stored before each response, so that its first tokens can be drafted too."""
 _STOP_S = 30.0
 
 
 def prompt_key(prompt: IntArray) -> int:
-    """Return the key of a prompt, the same in all epochs: 63 bits of the hash of its tokens [P]
-    int32."""
+    """Return the key of a prompt: 63 bits of the hash of its tokens ([P] int32). The key is the
+    same in all epochs."""
     data = np.ascontiguousarray(prompt, np.int32).tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
 
@@ -51,19 +51,19 @@ def history_of(id: RequestId, prompt: IntArray, response: IntArray, score: float
 
 
 class HistoryStore:
-    """Histories by prompt, oldest prompts first. The order of the records of a round does not
-    matter."""
+    """Histories by prompt, oldest prompts first. The store does not depend on the order in which
+    the records of a round are added."""
 
     def __init__(self, *, max_tokens: int, epochs: int = 1) -> None:
         """
         Args:
-            max_tokens: limit of stored tokens; beyond it the oldest prompts are removed.
-            epochs: number of last epochs whose responses to a prompt are kept.
+            max_tokens: maximum number of stored tokens; beyond it the oldest prompts are removed.
+            epochs: number of most recent epochs whose responses to a prompt are kept.
         """
         self._max_tokens, self._epochs = max_tokens, epochs
         self._prompts: dict[int, list[list[History]]] = {}
-        """Histories by prompt key: one list per epoch, oldest first. Prompts are in order of their
-        last responses, oldest first."""
+        """Histories by prompt key: one list per epoch, oldest first. Prompts are in the order of
+        their latest responses, oldest first."""
         self._tokens = 0
 
     @property
@@ -99,7 +99,7 @@ class HistoryStore:
         ]
 
     def save(self, path: Path) -> None:
-        """Write all histories to a file. Raises OSError if it cannot be written."""
+        """Write all histories to a file. Raise OSError if the file cannot be written."""
         groups = [(k, g) for k, kept in self._prompts.items() for g in kept]
         flat = [h for _, group in groups for h in group]
         with open(path, "wb") as file:
@@ -114,8 +114,8 @@ class HistoryStore:
             )
 
     def load(self, path: Path) -> None:
-        """Replace all histories by those of a file that `save` wrote. Raises ValueError if it is no
-        such file."""
+        """Replace all histories by those in a file that `save` wrote. Raise ConfigError if the file
+        has another format."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 parts = {name: file[name] for name in file.files}
@@ -146,7 +146,7 @@ def _count(group: Iterable[History]) -> int:
 
 
 class HistorySender:
-    """Sends every engine the histories of its prompts, once per round."""
+    """Sender of histories: every engine gets the histories of its prompts once per round."""
 
     def __init__(self, library: HistoryStore) -> None:
         self._library = library
@@ -155,9 +155,9 @@ class HistorySender:
     def before(
         self, rank: int, prompts: Mapping[GroupId, Prompt], requests: Sequence[Request] = ()
     ) -> Remember | None:
-        """Return the command to send to a rank before these prompts and requests; None if it has no
-        new histories. If a request was moved, send its histories again, because the engine may have
-        forgotten the prompt."""
+        """Return the command to send to a rank before these prompts and requests, or None if there
+        are no new histories. For a moved request send histories again: the engine may have removed
+        the prompt."""
         if not len(self._library):
             return None
         moved = {group_of(r.id) for r in requests if r.resume is not None}
@@ -170,20 +170,20 @@ class HistorySender:
         return Remember(rank=rank, histories=tuple(histories)) if histories else None
 
     def lost(self, rank: int) -> None:
-        """Note that a rank's engine has failed and has lost its histories."""
+        """Record that a rank's engine has failed and has lost its histories."""
         self._told = {(r, key) for r, key in self._told if r != rank}
 
 
 class Index:
-    """Suffix forest over histories, built in a background thread. Its methods must be called from
-    one thread."""
+    """Suffix forest over histories, built in a background thread. Call all methods from one
+    thread."""
 
     def __init__(self, forest: Forest, *, rewards: bool, wait: bool = False) -> None:
         """
         Args:
-            rewards: weight branches by reward; if false, by how often they were taken.
-            wait: `remember` returns only once the index is built, so that drafts do not depend on
-                timing.
+            rewards: if true, weight branches by reward; if false, by how often they were taken.
+            wait: if true, `remember` returns only once the index is built, so that drafts do not
+                depend on timing.
         """
         self.forest = forest
         self._rewards, self._wait = rewards, wait
@@ -197,7 +197,7 @@ class Index:
         self._thread: threading.Thread | None = None
 
     def remember(self, histories: Sequence[History], wanted: Collection[int]) -> None:
-        """Index these histories, keep those of the prompts in `wanted` and remove all others."""
+        """Index `histories`. Remove earlier histories of prompts that are not in `wanted`."""
         known = {key: group for key, group in self._known.items() if key in wanted}
         for key in {h.key for h in histories}:
             known[key] = []
@@ -214,14 +214,14 @@ class Index:
                 self._lock.wait_for(self._is_through)
 
     def _is_through(self) -> bool:
-        """Whether nothing is left to build, or the thread has stopped. If it has failed,
-        `take_news` raises the reason."""
+        """Return whether nothing is left to build, or the thread has stopped. If the thread has
+        failed, `take_news` raises the reason."""
         is_idle = self._todo is None and not self._building
         return is_idle or self._error is not None or self._is_closed
 
     def take_news(self) -> bool:
-        """Return whether a new index was swapped in since the last call; requests opened from now
-        on use it. Raises RuntimeError if the thread has failed."""
+        """Return whether a new index was swapped in since the last call. Requests opened from now
+        on use the new index. Raise RuntimeError if the thread has failed."""
         with self._lock:
             if self._error is not None:
                 raise RuntimeError(f"the index of histories failed: {self._error!r}")
@@ -234,7 +234,7 @@ class Index:
         return len(self._known)
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """Stop the background thread. Idempotent."""
         with self._lock:
             self._is_closed = True
             self._lock.notify_all()

@@ -2,7 +2,7 @@
 
     python -m rlcore.rollout.process FD PARENT
 
-Only `child.ChildEngine` starts it. When its parent exits, it closes its engine and exits.
+Only `child.ChildEngine` starts this process. When the parent exits, the engine process exits too.
 """
 
 import importlib
@@ -25,32 +25,32 @@ from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 from rlcore.utils.net import decode, frame
 
-if TYPE_CHECKING:  # it imports torch, which only some engines need
+if TYPE_CHECKING:  # `protocols` imports torch, which only some engines need
     from rlcore.protocols import Engine
 
-_POLL_S = 0.02  # poll of an idle engine, and so the longest delay of a call to it
-_STEP_S = 0.001  # poll of a busy engine between two checks for calls
+_POLL_S = 0.02  # timeout of `poll` while the engine is idle: the longest delay of a call
+_STEP_S = 0.001  # timeout of `poll` while the engine decodes
 _PARENT_S = 1.0  # interval between checks that the parent is running
 _CLOSE_S = 3.0  # longest time to close the engine
 _EXIT_S = 5.0  # longest time to send the last messages
 
 
 class EngineServer:
-    """Runs the engine in the main thread and reads calls and writes messages in two other threads,
-    so that decoding never waits for the parent."""
+    """Server of the parent's calls. The main thread runs the engine. Two other threads read calls
+    and write messages, so that decoding never waits for the parent."""
 
     def __init__(self, channel: Channel, parent: int) -> None:
         self._channel, self._parent = channel, parent
         self._calls: queue.SimpleQueue[EngineCall | None] = (
             queue.SimpleQueue()
-        )  # None: end of calls
+        )  # None: no more calls
         self._out: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
         self._live: set[RequestId] = set()
         self._paused = False
         self._engine: Engine | None = None
 
     def run(self) -> None:
-        """Serve until the parent closes its end or exits."""
+        """Serve calls until the parent closes the channel or exits."""
         threading.Thread(target=self._read, daemon=True).start()
         writer = threading.Thread(target=self._write, daemon=True)
         writer.start()
@@ -73,8 +73,8 @@ class EngineServer:
         return bool(self._live) and not self._paused
 
     def _serve(self) -> None:
-        """Answer the pending calls; if the engine is idle, wait for one. An error in a call is its
-        reply, unless the engine has failed or has not started."""
+        """Answer the pending calls; if the engine is idle, wait for a call. Send an error in a call
+        as the reply, unless the engine has failed or has not started."""
         wait = not self._busy
         while True:
             try:
@@ -93,7 +93,7 @@ class EngineServer:
                 if self._engine is None:
                     raise
                 reply = structs.replace(reply, error=type(error).__name__, message=str(error))
-            # Send the events of the call first, so that a caller that aborts and polls gets them.
+            # Send the events before the reply, so that a parent that aborts and polls gets them.
             if call.method in ("abort", "pause"):
                 assert self._engine is not None
                 self._push(self._engine.poll(0.0))
@@ -128,11 +128,11 @@ class EngineServer:
         except ValueError as error:
             log.error("the engine process cannot read its calls: %s", error)
         self._calls.put(None)
-        time.sleep(_CLOSE_S)  # the main thread ends the process, unless it is stuck in a call
+        time.sleep(_CLOSE_S)  # the main thread exits meanwhile, unless it is stuck in a call
         os._exit(0)
 
     def _leave(self, code: int) -> NoReturn:
-        """Close the engine and exit the process, within _CLOSE_S."""
+        """Close the engine and exit the process, within `_CLOSE_S`."""
         late = threading.Timer(_CLOSE_S, os._exit, (code,))
         late.daemon = True
         late.start()
@@ -141,7 +141,7 @@ class EngineServer:
                 self._engine.close()
         except Exception:
             traceback.print_exc()
-        os._exit(code)  # exit handlers of libraries take seconds
+        os._exit(code)  # skips the exit handlers of libraries, which take seconds
 
     def _write(self) -> None:
         try:
@@ -150,12 +150,12 @@ class EngineServer:
         except TimeoutError:
             os._exit(0)
         except OSError:
-            return  # the reader thread gets the same error and ends the process
+            return  # the reader thread gets the same error and exits the process
 
 
 def main() -> None:
     """Serve the parent that started this process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm signals all; the parent ends this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent by Slurm to all; only the parent reacts
         signal.signal(number, signal.SIG_IGN)
     EngineServer(open_channel(LARGEST_FRAME), parent_pid()).run()
 

@@ -1,14 +1,14 @@
 """Record and replay of an asynchronous run: `--debug.record`, `--debug.replay`.
 
 In `--mode async`, timing decides the order of the controller's events and the policy version of
-each token. `<run>/record/` has both, in two kinds of files per step:
+each token. `<run>/record/` has events and tokens, in two kinds of files per step:
 
     step_000003.events.msgpack           events of the controller, from `go` to the end of the hold
-    step_000003.samples<rank>.msgpack    samples of the batch that this train rank trained
+    step_000003.samples<rank>.msgpack    samples of the batch on which train rank <rank> trained
 
-A replay feeds the events to a shadow controller, whose commands are ignored, and trains the
-recorded samples: the same batches in the same order, on any number of ranks. Its engines decode
-for evaluations only. Every train rank reads the folder.
+A replay feeds the events to a shadow controller, whose commands are ignored, and trains on the
+recorded samples. The batches and their order are the same on any number of ranks. The engines of a
+replay decode only for evaluations. Every train rank reads the folder.
 """
 
 import zlib
@@ -44,8 +44,8 @@ FOLDER = "record"
 
 
 class Restored(Struct, frozen=True):
-    """State that a recorded run was resumed with: the controller's part of the checkpoint, and the
-    rank that took over the samples of each former rank (`owners`)."""
+    """State from which a recorded run was resumed: the controller's part of the checkpoint, and
+    `owners`, which maps a rank of the earlier run to the rank that got its samples."""
 
     saved: Saved
     owners: dict[int, int]
@@ -62,13 +62,13 @@ class TrainedGroup(Struct, frozen=True, array_like=True):
 
 
 class LoggedStep(Struct, frozen=True, kw_only=True):
-    """Contents of one file of events."""
+    """Contents of one `events` file."""
 
     version: Version
-    """Policy version that the batch trains."""
+    """Version of the policy that is trained on the batch."""
     seed: int
     events: tuple[tuple[float, AnyEvent], ...]
-    """Events with the time at which the controller handled them, in seconds of its clock."""
+    """Events, each with the time at which the controller handled it, in seconds of its clock."""
     groups: tuple[TrainedGroup, ...]
     """Groups of the batch."""
     restored: Restored | None = None
@@ -95,14 +95,14 @@ class Recorder:
         prompts: Mapping[GroupId, Prompt],
         now: float,
     ) -> None:
-        """Record an event that the controller has handled, and the batch among its commands.
-        `prompts`: prompts of the batch, by group."""
+        """Record an event that the controller has handled. If there is a batch among the resulting
+        `commands`, record the batch too. `prompts`: prompts of the batch, by group."""
         self._events.append((now, event))
         self._groups = _trained(commands, prompts) or self._groups
 
     def end(self, version: Version) -> None:
-        """Write the events of the step, after all rollout ranks have stopped. Raises OSError if the
-        file cannot be written."""
+        """Write the events of the step. Call this after all rollout ranks have stopped. Raise
+        OSError if the file cannot be written."""
         step = LoggedStep(
             version=version,
             seed=self._seed,
@@ -114,7 +114,7 @@ class Recorder:
         self._events, self._groups, self._restored = [], (), None
 
     def samples(self, version: Version, rank: int, samples: Iterable[Sample]) -> None:
-        """Write the samples of a batch that `rank` trains. Raises OSError if the file cannot be
+        """Write the samples of a batch on which `rank` trains. Raise OSError if the file cannot be
         written."""
         file = self._folder / f"{_name(version)}.samples{rank}.msgpack"
         write_atomic(file, encode(list(samples)))
@@ -127,10 +127,10 @@ class EventLog:
         """
         Args:
             path: folder of the recorded run.
-            seed: seed of the replay, which must be that of the recorded run.
+            seed: seed of the replay; `step` checks that the recorded run has the same seed.
 
         Raises:
-            ConfigError: there is no log.
+            ConfigError: the folder has no log.
         """
         self.path = path / FOLDER if (path / FOLDER).is_dir() else path
         self._seed = seed
@@ -142,7 +142,7 @@ class EventLog:
 
     @property
     def _have(self) -> list[int]:
-        """Return the recorded steps in order."""
+        """Numbers of the recorded steps, in ascending order."""
         return sorted(int(f.name[5:11]) for f in self.path.glob("step_*.events.msgpack"))
 
     def begins_at(self, version: Version) -> bool:
@@ -150,7 +150,7 @@ class EventLog:
         return self._have[0] == version + 1
 
     def step(self, version: Version) -> LoggedStep:
-        """Read the events of a step. Raises ReplayMismatch if the log does not have the step or has
+        """Read the events of a step. Raise ReplayMismatch if the log does not have the step or has
         another seed."""
         file = _events(self.path, version)
         if not file.is_file():
@@ -171,8 +171,8 @@ class EventLog:
         return found
 
     def samples(self, version: Version, wanted: Iterable[RequestId]) -> dict[RequestId, Sample]:
-        """Read the samples in `wanted`, by id. Raises ReplayMismatch if the log lacks one of
-        them."""
+        """Read the samples in `wanted`, by id. Raise ReplayMismatch if the log lacks one of these
+        samples."""
         found: dict[RequestId, Sample] = {}
         for file in sorted(self.path.glob(f"{_name(version)}.samples*.msgpack")):
             found |= {s.id: s for s in decode(file.read_bytes(), list[Sample])}
@@ -185,7 +185,7 @@ class EventLog:
 
 
 class Replayed(AsyncController):
-    """Controller that repeats the decisions of a log. It has the interface of `AsyncController` but
+    """Controller that repeats the decisions in a log. It has the interface of `AsyncController` but
     submits no requests to the engines."""
 
     def __init__(self, log: EventLog, **controller: Any) -> None:
@@ -193,12 +193,12 @@ class Replayed(AsyncController):
         super().__init__(**controller)
         self._log = log
         self._rest: list[tuple[float, AnyEvent]] = []
-        """Events of the step from the hold on."""
+        """Logged events of the step, from the hold on."""
         self._batch: list[AnyCommand] = []
 
     def go(self, version: Version, now: float) -> list[AnyCommand]:
-        """Replay the events of the step up to the hold. Raises ReplayMismatch if the log is of
-        another run or its first events are missing."""
+        """Replay the events of the step up to the hold. Raise ReplayMismatch if the log does not
+        fit this run or its first events are missing."""
         step = self._log.step(version)
         if step.restored is not None:
             owners = step.restored.owners
@@ -228,8 +228,8 @@ class Replayed(AsyncController):
         return []
 
     def handle(self, event: AnyEvent, now: float) -> list[AnyCommand]:
-        """Answer `Wanted`, `Holding` and `Held`, and ignore other events of the ranks: the log has
-        these."""
+        """Answer `Wanted`, `Holding` and `Held`. Ignore other events of the ranks: the log replaces
+        them."""
         if isinstance(event, Wanted):
             return self._batch
         if isinstance(event, Held):
@@ -242,7 +242,7 @@ class Replayed(AsyncController):
         return []
 
     def tick(self, now: float) -> list[AnyCommand]:
-        """Send `Alive` periodically. There are no deadlines, because no engine has requests."""
+        """Return periodic `Alive` commands. No deadline applies, because no engine has requests."""
         if self.done or now - self._last_alive <= self._alive_s:
             return []
         self._last_alive = now
@@ -263,7 +263,7 @@ class Replayed(AsyncController):
 
 
 def controller_of(log: EventLog | None) -> Callable[..., AsyncController]:
-    """Return the factory of the controller: `Replayed` with a log, else `AsyncController`."""
+    """Return the constructor of the controller: `Replayed` with a log, else `AsyncController`."""
     if log is None:
         return AsyncController
     return lambda **settings: Replayed(log, **settings)

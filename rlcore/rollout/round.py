@@ -1,4 +1,4 @@
-"""One round of sampling over all ranks: rank 0 runs the controller in a thread, and every rank
+"""One round of sampling over all ranks. Rank 0 runs the controller in a thread, and every rank
 runs a rollout worker (`RolloutWorker`)."""
 
 import threading
@@ -37,15 +37,15 @@ JOIN_S = 10.0
 
 
 class Heartbeat:
-    """Sends signs of life from rank 0 to the ranks that only sample."""
+    """Heartbeat: `Alive` messages from rank 0 to the ranks that only sample."""
 
     def __init__(self, hub: Hub, rollout_ranks: Sequence[int]) -> None:
         """`rollout_ranks`: the ranks that only sample."""
         self._hub, self._rollout_ranks, self._told = hub, rollout_ranks, 0.0
 
     def alive(self) -> None:
-        """Send a sign of life if the last one is older than ALIVE_S. Do nothing on ranks other
-        than 0."""
+        """Send `Alive` if the last `Alive` is older than `ALIVE_S`. Do nothing on ranks other than
+        0."""
         now = time.monotonic()
         if self._hub.rank == 0 and now - self._told > ALIVE_S:
             self._told = now
@@ -54,7 +54,7 @@ class Heartbeat:
 
 
 class Rollout:
-    """Synchronous rollout: runs rounds of sampling over all ranks."""
+    """Synchronous rollout: rounds of sampling over all ranks, one `run` per round."""
 
     def __init__(
         self,
@@ -70,12 +70,12 @@ class Rollout:
     ) -> None:
         """
         Args:
-            make_controller: called on rank 0, once per round, with its policies.
-            on_progress: called in the controller's thread with two numbers: responses done and
-                responses wanted.
+            make_controller: called on rank 0, once per round, with the policies of the round.
+            on_progress: called in the controller's thread with two numbers: counted responses and
+                needed responses.
             rollout_ranks: the ranks that only sample.
-            rounds: log of the rounds that run with a `stop` policy, on rank 0.
-            library: earlier responses that engines draft from, on rank 0.
+            rounds: on rank 0, log of the rounds that `run` gets a `stop` policy for.
+            library: on rank 0, earlier responses from which engines draft.
         """
         self._hub, self.worker, self._timeout_s = hub, worker, timeout_s
         self._rollout_ranks, self._rounds, self.library = rollout_ranks, rounds, library
@@ -90,9 +90,9 @@ class Rollout:
         elastic: Elastic | None = None,
         callbacks: RoundCallbacks = NO_CALLBACKS,
     ) -> EndRound:
-        """Sample and score `work` until `stop` ends the round (default: all responses are done).
-        With `elastic`, some ranks stop decoding earlier. Only rank 0 reads `work`, `stop` and
-        `elastic`; every rank returns the same groups."""
+        """Sample and score `work` until `stop` ends the round (default: once all responses are
+        scored). With `elastic`, some ranks may stop decoding earlier. Only rank 0 reads `work`,
+        `stop` and `elastic`; every rank returns the same groups."""
         if self._hub.rank != 0:
             return self.worker.run_round(callbacks)
         self._round += 1
@@ -124,8 +124,8 @@ class Rollout:
     def route(
         self, destination: dict[str, Sequence[int]], owners: dict[str, int]
     ) -> dict[str, Sample]:
-        """Send every sample from its owner to the ranks that train it. Return the samples that this
-        rank trains, by id. `destination` and `owners` are the same on every rank."""
+        """Send each sample from its owner to the ranks that train on it. Return the samples for
+        this rank, by id. `destination` and `owners` must be the same on every rank."""
         for (owner, ranks), ids in by_owner(destination, owners).items():
             if owner == self._hub.rank:
                 self.worker.exchange.send(ids, ranks)
@@ -134,7 +134,7 @@ class Rollout:
 
     def learn_histories(self) -> None:
         """Add the scored responses of the finished round to the library on rank 0. If engines draft
-        from histories, every rank calls this; rank 0 waits for all ranks."""
+        from histories, call this on every rank: rank 0 waits for all ranks."""
         worker, hub = self.worker, self._hub
         mine = [
             history_of(i, worker.samples[i].prompt, worker.samples[i].tokens, score)
@@ -159,14 +159,14 @@ class Rollout:
         self.library.add(mine)
 
     def call(self) -> None:
-        """Send `JoinSync` from rank 0: the ranks that only sample join the weight update."""
+        """Tell the ranks that only sample to join the weight update. Only rank 0 does this."""
         if self._hub.rank == 0:
             for rank in self._rollout_ranks:
                 self._hub.send(rank, "worker", JoinSync(rank=rank))
 
     def read(self, groups: Collection[GroupId], samples: Iterable[Sample]) -> None:
-        """Give these samples of the last round to the worker of rank 0, as if it had sampled
-        them."""
+        """Add these samples of the last round to the worker of rank 0, as if this worker had
+        sampled them."""
         assert self._controller is not None
         started = self._controller.groups
         self.worker.read({g: started[g].work.prompt for g in groups}, samples)
@@ -182,14 +182,14 @@ def _control(
     rounds: Rounds | None,
     teacher: HistorySender | None,
 ) -> None:
-    """Run the controller in its own thread, so that an abort never waits for a decode step. An
-    error here fails the round on every rank, with the error as the reason."""
+    """Run the controller in its own thread, so that an abort never waits for a decode step. If the
+    controller raises an error, fail the round on every rank with the error as the reason."""
     try:
         _serve(controller, hub, work, round_, gone, on_progress, rounds, teacher)
     except (
         ReplayMismatch,
         OSError,
-    ) as e:  # raised by the log of rounds; the message needs no prefix
+    ) as e:  # errors of the log of rounds; their messages need no prefix
         _fail(hub, str(e))
     except Exception as e:
         log.exception("the controller failed")
@@ -213,8 +213,8 @@ def _serve(
     rounds: Rounds | None,
     teacher: HistorySender | None,
 ) -> None:
-    """Feed the controller until the round is over. If rank 0's own worker fails (`gone`), fail the
-    other ranks at once."""
+    """Feed events to the controller until the round is over. If rank 0's own worker has failed
+    (`gone`), fail the other ranks at once."""
     if rounds is not None:
         rounds.begin(controller, work)
     commands = controller.start(work, time.monotonic())

@@ -1,9 +1,9 @@
-"""The log of rounds, rounds.jsonl: the timing-dependent decisions of every training round, so that
-`--debug.replay` can repeat them.
+"""The log of rounds, rounds.jsonl: the timing-dependent decisions of every training round.
+`--debug.replay` repeats these decisions.
 
-Everything else in a round follows from the seed, the data and the weights. Tokens depend on (seed,
-request, position); the kept groups depend on the order in which responses counted. Evaluations wait
-for all responses and have no line in the log.
+Everything else in a round follows from the seed, the data and the weights. A token depends on seed,
+request and position. The kept groups depend on the order in which responses were counted.
+Evaluations wait for all responses and have no line in the log.
 """
 
 import zlib
@@ -38,7 +38,7 @@ class Started(Struct, frozen=True, array_like=True):
 
 
 class LoggedRound(Struct, frozen=True, kw_only=True):
-    """One line of the log. `started` and `counted` are in order of time."""
+    """One line of the log. `started` and `counted` are in the order of time."""
 
     step: int
     seed: int
@@ -50,12 +50,12 @@ class LoggedRound(Struct, frozen=True, kw_only=True):
 
 
 class Log:
-    """A log of rounds to replay. A round is found by its first group, which has the same name in
-    every run."""
+    """A log of rounds to replay. The id of a round's first group identifies the round, because it
+    is the same in every run."""
 
     def __init__(self, path: Path) -> None:
-        """Read the log at `path`, a file or a run's folder. Raises ConfigError if it has no
-        rounds."""
+        """Read the log at `path`, a file or a run's folder. Raise ConfigError if there is no log or
+        the log has no rounds."""
         self.path = path / FILE if path.is_dir() else path
         if not self.path.is_file():
             raise ConfigError(
@@ -63,7 +63,7 @@ class Log:
             )
         self._rounds: dict[GroupId, LoggedRound] = {}
         try:
-            for row in read_lines(self.path):  # if a step was repeated, its last line counts
+            for row in read_lines(self.path):  # a resumed run may repeat a step; keep the last
                 found = msgspec.convert(row, LoggedRound)
                 self._rounds[found.started[0].id] = found
         except (msgspec.ValidationError, UnicodeDecodeError, IndexError) as error:
@@ -76,10 +76,10 @@ class Log:
             )
 
     def of(self, work: Sequence[Work], seed: int) -> LoggedRound:
-        """Return the logged round that began with this work.
+        """Return the logged round that began with `work`.
 
         Raises:
-            ReplayMismatch: the log has no such round, or it is of a run with other settings.
+            ReplayMismatch: the log has no such round, or was written with other settings.
         """
         found = self._rounds.get(work[0].id)
         if found is None:
@@ -116,7 +116,7 @@ class Log:
         return found
 
     def misfit(self, round_: LoggedRound, what: str, hint: str = "settings") -> ReplayMismatch:
-        """Return the error to raise; its message names the round and the settings to change."""
+        """Return an error whose message names the round and the settings to change."""
         return ReplayMismatch(
             f"--debug.replay {self.path}: its round of step {round_.step} {what}; replay with the "
             f"{hint} of the run that wrote it"
@@ -124,7 +124,7 @@ class Log:
 
 
 class Rounds:
-    """Writes the log of this run and, with `replay`, repeats the order of another run's log. It
+    """Writer of this run's log. With `replay`, it also repeats the order in another run's log. It
     runs on rank 0, in the controller's thread."""
 
     def __init__(
@@ -135,18 +135,18 @@ class Rounds:
         step: Callable[[], int],
         replay: Log | None = None,
     ) -> None:
-        """`step`: returns the step of the current round. The first round opens the log and drops
-        its lines of that step and later."""
+        """`step` returns the step of the current round. The first round opens the log and removes
+        the lines of its own step and of later steps."""
         self._path, self._seed, self._step, self._replay = folder / FILE, seed, step, replay
         self._lines: JsonLines | None = None
         self._round: LoggedRound | None = None
         self._race: ByLog | None = None
 
     def begin(self, controller: Controller, work: Sequence[Work]) -> None:
-        """Open the log before a round and, in a replay, set the order in which responses count.
+        """Open the log before a round. In a replay, set the order in which responses count.
 
         Raises:
-            ReplayMismatch: the replayed log is of another run.
+            ReplayMismatch: the replayed log does not fit this run.
         """
         if self._lines is None:
             self._lines = JsonLines(self._path, self._step())
@@ -162,13 +162,13 @@ class Rounds:
         controller.decide_by(order)
 
     def end(self, controller: Controller) -> None:
-        """Write the line of a round after its end.
+        """Write the log line of a finished round.
 
         Raises:
-            ReplayMismatch: the round ended in another way than in the replayed log.
+            ReplayMismatch: the round and the replayed log differ in groups or responses.
             OSError: the line cannot be written.
         """
-        if controller.kept is None or not controller.groups:  # it failed, or had no work
+        if controller.kept is None or not controller.groups:  # failed, or had no work
             return
         groups = list(controller.groups.values())
         counted = [

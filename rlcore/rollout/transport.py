@@ -1,10 +1,10 @@
-"""Messages between ranks: one inbox per rank and channel, ZeroMQ between processes, queues within
-one.
+"""Messages between ranks, with one inbox per rank and channel: over ZeroMQ, or over queues in a run
+with one rank.
 
-Addresses go through the run's sealed store (`utils/sealed.py`). Sockets listen on the interface
-that reaches the master (the loopback for a job on one node). Connections are encrypted by ZeroMQ's
-CURVE with a key pair that is derived from the run's secret. A program without the secret cannot
-complete the handshake, and none of its bytes reach Python. Bodies are msgpack (`utils/net.py`).
+Addresses are in the run's sealed store (`utils/sealed.py`). Sockets listen on the interface that
+reaches the master (the loopback for a job on one node). ZeroMQ's CURVE encrypts connections with a
+key pair derived from the run's secret. A program without the secret cannot complete the handshake,
+so Python reads none of its bytes. Bodies are msgpack (`utils/net.py`).
 """
 
 import queue
@@ -23,11 +23,11 @@ Channel = Literal["controller", "worker", "samples", "histories"]
 CHANNELS: tuple[Channel, ...] = ("controller", "worker", "samples", "histories")
 _FIRST_PORT = 10_000
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_RELEASE_MS = 10_000  # a released socket drops its unsent messages after this time
+_RELEASE_MS = 10_000  # time after which a released socket drops its unsent messages
 
 
 class LocalHub:
-    """Hub of a run with one rank: its inboxes are queues."""
+    """Hub of a run with one rank. The inboxes are queues."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
@@ -49,25 +49,25 @@ class LocalHub:
         return self._queues[channel].get_nowait()
 
     def release(self) -> None:
-        """Do nothing: there are no sockets per thread."""
+        """Do nothing, as there are no sockets per thread."""
 
     def close(self) -> None:
-        """Do nothing: there are no sockets."""
+        """Do nothing, as there are no sockets."""
 
 
 class ZmqHub:
-    """Hub over ZeroMQ. The inboxes of a rank are PULL sockets; PUSH sockets to other ranks open on
-    first use.
+    """Hub over ZeroMQ. The inboxes of a rank are PULL sockets. A PUSH socket to another rank opens
+    on first use.
 
-    A ZeroMQ socket must be used by one thread only. The controller's thread receives from
+    Only one thread may use a ZeroMQ socket. The controller's thread receives from the inbox
     "controller", the main thread from the other inboxes. Every thread sends through its own
-    sockets, which it closes with `release` before it ends.
+    sockets and closes these sockets with `release` before it ends.
     """
 
     def __init__(self, rank: int, world_size: int, store: Any, host: str, secret: bytes) -> None:
         """
         Args:
-            store: key-value store like torch's: set(key, str), and get(key), which waits.
+            store: key-value store like torch's: set(key, str), and a get(key) that waits.
             secret: 32 bytes, the same on every rank.
         """
         import zmq
@@ -98,8 +98,8 @@ class ZmqHub:
         self._socket(rank, channel).send_multipart(message)
 
     def receive(self, channel: Channel, kind: Any, timeout_s: float) -> Any | None:
-        """Return the next record of this rank's inbox as `kind`, or None after `timeout_s`. A
-        message that cannot be decoded is dropped, counted in `malformed` and named in the log."""
+        """Return the next record of this rank's inbox as `kind`, or None after `timeout_s`. Drop
+        messages that cannot be decoded, count them in `malformed` and log a warning."""
         pull, deadline = self._pull[channel], time.monotonic() + timeout_s
         while pull.poll(max(0, int(1000 * (deadline - time.monotonic())))):
             frames = pull.recv_multipart()
@@ -112,7 +112,7 @@ class ZmqHub:
 
     def _drop(self, channel: Channel, sender: bytes, error: ValueError) -> None:
         self.malformed += 1
-        if self.malformed & (self.malformed - 1):  # 1, 2, 4, ...: a flood does not fill the log
+        if self.malformed & (self.malformed - 1):  # log 1, 2, 4, ... only, to keep the log short
             return
         log.warning(
             "a malformed message from rank %s to inbox %s of rank %d was dropped (%d so far): %s",
@@ -124,14 +124,14 @@ class ZmqHub:
         )
 
     def release(self) -> None:
-        """Close the sockets that the calling thread sent through; sent messages still arrive."""
+        """Close the sending sockets of the calling thread; sent messages still arrive."""
         for push in self._local.__dict__.pop("push", {}).values():
             self._push.remove(push)
             push.close(linger=_RELEASE_MS)
 
     def close(self) -> None:
-        """Close every socket; unsent messages are dropped after a second. Do not wait longer for
-        messages on released sockets that their receivers no longer read."""
+        """Close every socket. Unsent messages are dropped after a second, even on released sockets:
+        their receivers may no longer read."""
         for s in [*self._pull.values(), *self._push]:
             s.close(linger=1000)
         end = threading.Thread(target=self._context.term, daemon=True)
@@ -161,12 +161,12 @@ def _text(value: bytes | str) -> str:
 def listening_host(master: str, interface: str = "", several_nodes: bool = False) -> str:
     """Return the address of this machine that other ranks can reach.
 
-    It is the address of `interface`, if given. If the master is local, it is the loopback address.
-    Otherwise it is the source address of the route to the master.
+    If `interface` is given, return its address. If the master is local, return the loopback
+    address. Otherwise return the source address of the route to the master.
 
     Raises:
-        ConfigError: there are several nodes, and the master's name is a loopback address on its own
-            node, which other nodes cannot reach.
+        ConfigError: there are several nodes, and on the master's node the master's name is a
+            loopback address, which other nodes cannot reach.
     """
     if interface:
         return listen.address_of(interface)
@@ -181,13 +181,13 @@ def listening_host(master: str, interface: str = "", several_nodes: bool = False
             )
         return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))  # a UDP connect sends nothing; it only selects the route
+        probe.connect((master, 9))  # sends nothing: a UDP connect only selects the route
         return probe.getsockname()[0]
 
 
 def free_port() -> int:
-    """Return a free port outside the system's ephemeral range, so that it stays free until it is
-    bound later. If the ephemeral range covers all ports, return any free one."""
+    """Return a free port outside the system's ephemeral range: such a port stays free until it is
+    bound later. If the ephemeral range covers all ports, return any free port."""
     low, high = _system_ports()
     ports = [*range(_FIRST_PORT, low), *range(high + 1, 65536)] or [*range(low, high + 1)]
     start = secrets.randbelow(len(ports))

@@ -1,4 +1,4 @@
-"""What every engine refuses, in one wording."""
+"""Checks of requests and weight buckets, with the same error messages in every engine."""
 
 from collections.abc import Collection
 
@@ -11,8 +11,8 @@ from rlcore.utils.errors import ConfigError
 
 
 def check_request(request: Request, *, vocab: int, max_tokens: int, cache_tokens: int) -> None:
-    """ValueError that names the request, for an engine of `max_tokens` positions and a cache of
-    `cache_tokens` tokens, 0 for one that holds any request."""
+    """Raise ValueError or ConfigError if the engine cannot run the request. `max_tokens`: positions
+    of the engine. `cache_tokens`: tokens in its cache; 0 skips this check."""
     where, length = f"request {request.id}", len(request.prompt)
     check_sampling(where, request.sampling)
     if length < 1:
@@ -41,7 +41,7 @@ def check_request(request: Request, *, vocab: int, max_tokens: int, cache_tokens
 
 
 def check_sampling(where: str, sampling: Sampling) -> None:
-    """ValueError for settings that define no distribution."""
+    """Raise ValueError if the settings define no distribution; `where` begins the message."""
     if not 0 <= sampling.temperature < float("inf"):
         raise ValueError(f"{where}: temperature {sampling.temperature}: must be 0 (greedy) or more")
     if sampling.top_k < 0:
@@ -55,14 +55,14 @@ def check_sampling(where: str, sampling: Sampling) -> None:
 
 
 def check_tags(tags: Collection[Tag]) -> None:
-    """ValueError for a tag that is none."""
+    """Raise ValueError if a tag is unknown."""
     for tag in tags:
         if tag not in ("weights", "kv_cache"):
             raise ValueError(f"tag {tag}: must be weights or kv_cache")
 
 
 def damage(bucket: Bucket, flat: Tensor) -> str:
-    """Compare a bucket with its checksum. Return what is wrong, "" if nothing is."""
+    """Compare the bytes of a bucket with its checksum. Return the error message, "" if equal."""
     found = checksum(flat)
     if found == bucket.checksum:
         return ""
@@ -74,7 +74,7 @@ def damage(bucket: Bucket, flat: Tensor) -> str:
 
 
 def gap(missing: Collection[str]) -> str:
-    """The sentence for a push that left tensors out."""
+    """Return the error message for a weight update that lacks the tensors in `missing`."""
     names = sorted(missing)
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return f"{len(names)} tensors are missing: {shown}; send all weights"

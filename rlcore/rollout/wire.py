@@ -1,4 +1,4 @@
-"""Messages between a rank and its engine process, as msgpack frames (`utils/net.py`)."""
+"""Messages between a rank and its engine process, sent as msgpack frames (`utils/net.py`)."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from msgspec import Struct
 from rlcore.records import AnyEvent, Bucket, History, Request, RequestId
 
 LARGEST_FRAME = 1 << 31
-"""Size limit of a frame in bytes. It is large because `remember` sends whole histories; weights go
-through shared memory."""
+"""Size limit of a frame in bytes. The limit is large because `remember` sends whole histories.
+Weights go through shared memory instead."""
 
 
 class EngineCall(Struct):
-    """Call from parent to child. `args` is packed separately, as its type depends on the method."""
+    """Call from parent to child. `args` is packed separately: its type depends on the method."""
 
     number: int
     method: str
@@ -31,7 +31,7 @@ class Events(Struct, tag=True):
 
 
 class Fatal(Struct, tag=True):
-    """Last message of a child whose engine has failed; its process ends."""
+    """Last message of a child whose engine has failed. The child then exits."""
 
     reason: str
     refused: str = ""

@@ -1,6 +1,6 @@
 """The rollout worker of one rank, class `RolloutWorker`. It passes the controller's commands to the
 engine, finished samples to the reward service and events to the controller. Tokens stay on this
-rank until `Rollout.route` sends them to the ranks that train them.
+rank until `Rollout.route` sends them to the train ranks.
 """
 
 import time
@@ -54,8 +54,8 @@ from rlcore.rollout.transport import Hub
 
 POLL_S = 0.02
 COUNTS = ("decode_steps", "decode_tokens", "prefill_tokens", "busy_s")
-"""Fields of `Stats` that are summed per round. They are summed on this rank, because the engine's
-last report may arrive after the controller has ended the round."""
+"""Fields of `Stats` that each rank sums per round. The controller cannot sum them, because an
+engine's last report may arrive after the controller has ended the round."""
 DRAFT_COUNTS = (
     "verify_steps",
     "verify_rows",
@@ -75,13 +75,13 @@ ENV_COUNTS = (
     "env_errors",
     "env_lost_tokens",
 )
-"""Fields of `Stats` that only an engine with an environment (`--env`) fills in."""
+"""Fields of `Stats` that are nonzero only with an environment (`--env`)."""
 BATCHES = tuple(2**i for i in range(12))
-"""Lower bounds of the batch-size classes in the counters; the last class has no upper bound."""
+"""Smallest batch size of each class in the counters; the last class has no upper bound."""
 BATCH_COUNTS = tuple(f"{what}/{n}" for n in BATCHES for what in ("rows", "tokens", "on"))
 """Names of the counters that come from `Stats.by_batch`."""
 LATE_POLLS = 10
-"""Most polls of an idle engine for its last counters at the end of a round."""
+"""Maximum number of polls at the end of a round for the idle engine's last counters."""
 
 
 class Learns(Protocol):
@@ -89,8 +89,8 @@ class Learns(Protocol):
 
 
 class NoScorer:
-    """The scorer of a rank that only trains. It keeps the adaptive reward deadlines up to date,
-    because rank 0 writes them to the checkpoint."""
+    """Scorer of a rank that only trains. It keeps the adaptive reward deadlines up to date, because
+    rank 0 writes these deadlines to the checkpoint."""
 
     def __init__(self, deadlines: Learns | None = None) -> None:
         self.num_pending, self.room, self._deadlines = 0, 0, deadlines
@@ -102,10 +102,10 @@ class NoScorer:
         return []
 
     def cancel(self, ids: Collection[RequestId]) -> None:
-        """Do nothing: no sample is ever submitted."""
+        """Do nothing, as no sample is ever submitted."""
 
     def close(self) -> None:
-        """Do nothing: no process was started."""
+        """Do nothing, as no process was started."""
 
     def learn(self, reference_latency: Mapping[str, float]) -> None:
         if self._deadlines is not None:
@@ -116,7 +116,7 @@ class Streamer(Protocol):
     """The learner's interface for training in the middle of a round (`--mode stream`)."""
 
     def engine_leaves(self) -> None:
-        """Hand the engine's memory to the learner: the engine is idle or has failed."""
+        """Give the engine's memory to the learner. The engine is idle or has failed."""
 
     def train(
         self, groups: Sequence[Group], dp_ranks: Sequence[int], samples: Mapping[RequestId, Sample]
@@ -124,19 +124,19 @@ class Streamer(Protocol):
         """Accumulate the gradient of this rank's share of `groups`."""
 
     def forget(self) -> None:
-        """Discard the accumulated gradient, because all engines restart. The same groups are
-        trained again later."""
+        """Discard the accumulated gradient, because all engines restart. The learner gets the same
+        groups again later."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCallbacks:
-    """Functions that the ranks run together in the middle of a round, besides sampling."""
+    """Callbacks for work that ranks do together in the middle of a round, besides sampling."""
 
     repair: Callable[[], None] | None = None
-    """Restarts failed engines and sends them weights; called on all ranks. If None, failed engines
-    stay down."""
+    """Function that restarts failed engines and sends them weights; called on all ranks. If None,
+    failed engines stay down."""
     streamer: Streamer | None = None
-    """The learner that trains while other ranks decode; None outside of `--mode stream`."""
+    """Learner that trains while other ranks decode; None outside of `--mode stream`."""
 
 
 NO_CALLBACKS = RoundCallbacks()
@@ -161,16 +161,16 @@ class RolloutWorker:
         """
         Args:
             deadline_s: longest wait for a command from the controller.
-            timeout_s: longest wait for a sample that another rank was told to send.
-            reward_barrier: if true, score samples only when no request is being decoded.
-            is_endless: true in `--mode async`: finished samples are kept across evaluation rounds.
+            timeout_s: longest wait for a sample from another rank.
+            reward_barrier: if true, score samples only while this rank decodes no request.
+            is_endless: keep finished samples across evaluation rounds, as `--mode async` needs.
             observers: functions called with every executed command and every sent event.
         """
         self._hub, self._engine, self._scorer, self._decode = hub, engine, scorer, decode
         self._deadline_s, self._timeout_s = deadline_s, timeout_s
         self._reward_barrier = reward_barrier
         self.prompts: dict[str, Prompt] = {}
-        """Prompts of the round that this rank has sampled, by group."""
+        """Prompts of the round to which this rank samples responses, by group."""
         self._callbacks = NO_CALLBACKS
         self._observers = observers
         self._live: set[RequestId] = set()
@@ -182,40 +182,40 @@ class RolloutWorker:
         self._round = self._rounds = 0
         self._is_endless = is_endless
         self._paused = False
-        """Whether the engine was told to keep its requests and not to decode."""
+        """Whether the engine is paused: it keeps its requests and does not decode."""
         self._lost = False
         """Whether the engine has failed while it was paused and has lost its requests."""
         self.exchange = SampleExchange(hub, timeout_s)
-        """Finished samples of the round, and their transfer between ranks."""
+        """Holds the finished samples of the round and transfers samples between ranks."""
         self.texts: dict[RequestId, str] = {}
         self._releasing = False
         self._partials: dict[RequestId, Partial] = {}
-        """Tokens so far of the requests that are being released, by id."""
+        """Tokens so far of the requests that are being released, by request id."""
         self._moving: set[RequestId] = set()
-        """Requests that another engine will continue and that this engine has not aborted yet."""
+        """Requests that move to another engine, until this engine has aborted them."""
         self._to_train: deque[Train] = deque()
         self.scores: dict[RequestId, float] = {}
-        """Scores of the round's samples so far, by id."""
+        """Scores of the round's samples so far, by request id."""
         self.counts = _no_counts()
-        """Sums of the engine's `Stats` in the round, late reports included."""
+        """Sums over the engine's `Stats` events in the round, late events included."""
         self.cache_used = 0.0
-        """Largest share of the engine's KV cache in use at a time in the round."""
+        """Largest share of the engine's KV cache that was in use in the round."""
         self.knee = 0.0
-        """Number of tokens at which a forward takes twice as long as an empty one, as measured by
-        the drafting engine; 0 if unknown."""
+        """Number of tokens at which a forward takes twice as long as a forward of no tokens,
+        measured by the drafting engine; 0 if unknown."""
         self._has_reported = True
         """Whether the engine is idle and has reported its last counters."""
 
     @property
     def samples(self) -> dict[RequestId, Sample]:
-        """Finished samples of the round, by id."""
+        """Finished samples of the round, by request id."""
         return self.exchange.own
 
     def run_round(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> EndRound:
         """Execute the controller's commands until it ends the round.
 
         Raises:
-            RuntimeError: the controller has failed; the message is its reason.
+            RuntimeError: the controller has failed; the message gives the reason.
             TimeoutError: the controller has sent no command for `deadline_s`.
         """
         self._callbacks = callbacks
@@ -225,7 +225,7 @@ class RolloutWorker:
         self.texts, self.prompts = {}, {}
         self.exchange.begin_round({})
         self.scores.clear()
-        self._partials.clear()  # the last round may have ended before all were released
+        self._partials.clear()  # the last round may have ended before `Released` was sent
         self._releasing = False
         self._begin()
         end = self._serve()
@@ -236,8 +236,8 @@ class RolloutWorker:
         return end
 
     def go_on(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> Hold:
-        """Sample from one weight update to the next (`--mode async`, rollout ranks). Finished
-        samples stay here until the controller lists their groups in `Hold.forget`. Raises as
+        """Sample from one weight update to the next (`--mode async`, rollout ranks). Keep finished
+        samples until the controller lists their groups in `Hold.forget`. Raise the errors of
         `run_round`."""
         self._callbacks = callbacks
         self._round = 0
@@ -252,11 +252,11 @@ class RolloutWorker:
         return end
 
     def next_batch(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> TrainOrder:
-        """Wait for the groups of the next update (`--mode async`, train ranks). Raises as
+        """Wait for the groups of the next update (`--mode async`, train ranks). Raise the errors of
         `run_round`."""
         self._callbacks = callbacks
         self._round = 0
-        for read in (self.texts, self.prompts, self.samples):  # those of the previous update
+        for read in (self.texts, self.prompts, self.samples):  # from the previous update
             read.clear()
         end = self._serve()
         assert isinstance(end, TrainOrder), end
@@ -267,10 +267,10 @@ class RolloutWorker:
         self._enter()
 
     def _serve(self) -> EndRound | Hold | TrainOrder:
-        """Execute the controller's commands until it ends this part of the round."""
+        """Execute commands up to `EndRound`, `Hold` or `TrainOrder`; return this last command."""
         heard = time.monotonic()
         while True:
-            # While busy, do not wait for a command: train more, or poll the engine below.
+            # While busy, do not wait for a command: train on, or poll the engine below.
             busy = self._train_next() or bool(self._live or self._unscored)
             command = self._hub.receive("worker", AnyCommand, 0.0 if busy else POLL_S)
             while command is not None:
@@ -299,8 +299,8 @@ class RolloutWorker:
     # ---- the endless round of --mode async
 
     def _hold(self, command: Hold) -> None:
-        """Stop decoding and report all pending events. In mode `release`, wait for the rewards too,
-        so that the controller has the complete state of all samples."""
+        """Stop decoding and report all pending events. In mode `release`, also wait for all aborts
+        and rewards, so that the controller knows the state of every sample."""
         if not self._down and self._live:
             if command.mode == "release":
                 self._engine_does("abort", list(self._live))
@@ -326,8 +326,8 @@ class RolloutWorker:
         self._send([Held()])
 
     def _engine_does(self, method: str, *args: Any) -> None:
-        """Call a method of the engine. If the engine fails during the call, the next poll reports
-        the failure."""
+        """Call a method of the engine. If the engine fails in this call, raise nothing: the next
+        poll reports the failure."""
         assert self._engine is not None
         try:
             getattr(self._engine, method)(*args)
@@ -354,8 +354,8 @@ class RolloutWorker:
             self.prompts.pop(group, None)
 
     def restart_engine(self) -> None:
-        """Restart the failed engine and discard its pending events. If it held requests of an
-        asynchronous round, `go_on` returns them to the controller."""
+        """Restart the failed engine and discard its pending events. In an asynchronous round,
+        `go_on` then returns the engine's requests to the controller."""
         assert self._engine is not None
         self._engine.restart()
         words = self._engine.poll(0.0)
@@ -369,7 +369,7 @@ class RolloutWorker:
             self._moving.clear()
 
     def wait_for_sync(self) -> None:
-        """Wait between rounds, on a rank that only samples, until rank 0 sends `JoinSync`. Rank 0
+        """Wait between rounds until rank 0 sends `JoinSync`, on a rank that only samples. Rank 0
         sends `Alive` while it trains.
 
         Raises:
@@ -395,14 +395,14 @@ class RolloutWorker:
         self.samples.update((sample.id, sample) for sample in samples)
 
     def read(self, prompts: Mapping[GroupId, Prompt], samples: Iterable[Sample]) -> None:
-        """Take in samples of other ranks as if this rank had sampled them."""
+        """Add prompts and samples of other ranks, as if this rank had sampled them."""
         self.prompts.update(prompts)
         for sample in samples:
             self.samples[sample.id] = sample
             self.texts[sample.id] = self._decode(sample.tokens.tolist())
 
     def _enter(self) -> None:
-        """Send `Ready` to the controller, and `Down` if the engine has failed before."""
+        """Send `Ready` to the controller; also send `Down` if the engine has failed already."""
         self._down = self._engine.failure if self._engine is not None else ""
         self._send([Ready(), Down(reason=self._down)] if self._down else [Ready()])
 
@@ -413,7 +413,7 @@ class RolloutWorker:
             raise RuntimeError(command.reason)
         if isinstance(command, Repair):
             assert not self._live, sorted(self._live)[:3]
-            self._train_all()  # collective over the ranks of one model-parallel group
+            self._train_all()  # the model-parallel group trains together, so this rank must join
             if self._callbacks.streamer is not None:
                 self._callbacks.streamer.forget()
             self._releasing = False
@@ -427,7 +427,7 @@ class RolloutWorker:
             return
         if isinstance(command, Submit):
             assert self._engine is not None
-            if self._down:  # sent before the controller got `Down`; it resubmits them elsewhere
+            if self._down:  # the controller resubmits these requests when it gets `Down`
                 return
             self.prompts.update(command.prompts)
             self._live.update(r.id for r in command.requests)
@@ -452,7 +452,7 @@ class RolloutWorker:
                 self._releasing = True
                 self._engine.abort(list(self._live))
                 self._release()
-            elif self._callbacks.streamer is not None:  # a repair must not restart it here
+            elif self._callbacks.streamer is not None:  # a repair must not restart this engine
                 self._callbacks.streamer.engine_leaves()
         elif isinstance(command, Train):
             self._to_train.append(command)
@@ -472,8 +472,8 @@ class RolloutWorker:
         self._partials = {}
 
     def _train_next(self) -> bool:
-        """Train the oldest pending `Train` command, if all its samples are on this rank. Return
-        whether it was trained."""
+        """Execute the oldest pending `Train` command, if all its samples are on this rank. Return
+        whether a command was executed."""
         if not self._to_train:
             return False
         here, todo = self.exchange.here(), self._to_train[0]
@@ -487,13 +487,13 @@ class RolloutWorker:
         return True
 
     def _missing(self, todo: Train, here: Container[RequestId]) -> dict[RequestId, int]:
-        """Return the samples that are not `here` yet, with the rank that sends each."""
+        """Return the samples of `todo` that are not in `here`, each with the rank that sends it."""
         return {
             ref.id: ref.owner for group in todo.groups for ref in group.refs if ref.id not in here
         }
 
     def _train_all(self) -> None:
-        """Train all pending commands; the other ranks of the model-parallel group do the same."""
+        """Execute all pending `Train` commands, as do all ranks of the model-parallel group."""
         deadline = time.monotonic() + self._timeout_s
         while self._to_train:
             if self._train_next():
@@ -509,7 +509,7 @@ class RolloutWorker:
                 time.sleep(POLL_S / 10)
 
     def _engine_events(self, is_idle: bool = False) -> list[AnyEvent]:
-        """Poll the engine and return its events. `is_idle`: poll even if no request is live."""
+        """Poll the engine and return its events. With `is_idle`, poll even without requests."""
         if self._engine is None:
             return []
         alive = not self._engine.failure
@@ -527,7 +527,7 @@ class RolloutWorker:
                 version = int(sampled[0]) if len(sampled) else 0
                 text = self._decode(sample.tokens.tolist())
                 self.texts[event.id] = text
-                if sample.group in self.prompts:  # else a hold has removed the group
+                if sample.group in self.prompts:  # false if a `Hold` has removed the group
                     self._unscored.add(event.id)
                     self._to_score.append(event.id)
                 event = msgspec.structs.replace(event, sample=None, version=version)
@@ -588,8 +588,8 @@ class RolloutWorker:
         self._hub.send(0, "controller", [msgspec.structs.replace(e, **stamp) for e in events])
 
     def _drain(self) -> None:
-        """Wait until the engine has aborted the requests left at the end of the round, then briefly
-        for its last counters. Cancel the scoring of late samples."""
+        """Wait at the end of the round until the engine has aborted its remaining requests, then
+        briefly for its last counters. Cancel the scoring of late samples."""
         deadline = time.monotonic() + self._deadline_s
         while self._live and self._engine is not None:
             self._engine_events()

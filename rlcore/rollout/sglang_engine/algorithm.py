@@ -1,4 +1,4 @@
-"""Registration of our drafting as an SGLang speculative algorithm, in every engine process."""
+"""Register our drafting as a speculative algorithm of SGLang, in every process of an engine."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from rlcore.rollout.sglang_engine.names import ALGORITHM
 
 
 class Algorithm(CustomSpecAlgo):
-    """Speculative algorithm that SGLang treats as NGRAM: no draft model and no draft KV cache."""
+    """Speculative algorithm that SGLang treats like NGRAM: no draft model, no draft KV cache."""
 
     def is_ngram(self) -> bool:
         return True
@@ -23,8 +23,8 @@ class Algorithm(CustomSpecAlgo):
 
     @classmethod
     def complete(cls) -> None:
-        """Copy the methods of `SpeculativeAlgorithm` that SGLang calls and that this SGLang version
-        does not define in the base class."""
+        """Copy methods of `SpeculativeAlgorithm` that the base class of this SGLang version lacks:
+        SGLang calls them on every algorithm."""
         for name, method in vars(SpeculativeAlgorithm).items():
             if callable(method) and not name.startswith("_") and not hasattr(cls, name):
                 setattr(cls, name, method)

@@ -1,4 +1,4 @@
-"""Attention over drafts in plain torch, which SGLang lacks on a CPU."""
+"""Attention over drafts in plain torch, because SGLang has none for a CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,14 +19,14 @@ def extend(
     forward_batch: Any,
     save_kv_cache: bool = True,
 ) -> Tensor:
-    """Wrap `TorchNativeAttnBackend.forward_extend`; prefills are unchanged.
+    """Wrap `TorchNativeAttnBackend.forward_extend`. Prefills still use SGLang's method.
 
-    Each request has `draft_token_num` tokens after the `seq_lens` tokens in the cache; attention is
-    causal. A single token is computed as in SGLang's decode step.
+    When drafts are verified, each request has `draft_token_num` tokens after the `seq_lens` tokens
+    in the cache. Attention is causal. A single token is computed as in SGLang's decode step.
     """
     if not forward_batch.forward_mode.is_target_verify():
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache)
-    # The mask below supports no window; `HFConfig` rejects such models before.
+    # The mask below supports no sliding window; `HFConfig` rejects models with a window earlier.
     if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
         raise NotImplementedError("drafts on a CPU do not support a sliding window")
     if save_kv_cache:

@@ -1,6 +1,6 @@
-"""Counters of decode steps and drafts, shared between the scheduler process, which adds to them,
-and the engine, which reads them. They are in a memory-mapped file and are never reset; a reader
-takes the difference since its last read."""
+"""Counters of decode steps and drafts, in a memory-mapped file. The scheduler process adds to the
+counters and the engine reads them. Counters are never reset: the engine takes the difference since
+its last read."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -24,30 +24,30 @@ _SIZES = 24
 
 
 class Counters:
-    """Access of one process to the shared counters; names and units are those of `Stats`."""
+    """One process's access to the shared counters. Names and units are those of `Stats`."""
 
     def __init__(self, folder: str, *, new: bool = False) -> None:
-        """`new`: create the file; the other process opens it."""
+        """`new`: create the file; if false, open an existing file."""
         shape = (len(_NAMES) + 3 * _SIZES,)
         mode: Literal["w+", "r+"] = "w+" if new else "r+"
         self._numbers = np.memmap(Path(folder) / FILE, np.float64, mode, shape=shape)
         self._taken: np.ndarray = self._numbers.copy()
 
     def add(self, **numbers: float) -> None:
-        """Add to the counters of these names. `knee` is not a counter: it is replaced."""
+        """Add these numbers to the counters of the same names. `knee` is no counter: replace it."""
         for name, number in numbers.items():
             at = _NAMES.index(name)
             self._numbers[at] = number if name == "knee" else self._numbers[at] + number
 
     def step(self, running: int, gained: int, drafts: bool) -> None:
         """Count a decode step that added `gained` tokens to `running` requests. `drafts`: whether
-        it could verify drafts."""
+        drafting was on in this step."""
         at = len(_NAMES) + 3 * min(running.bit_length() - 1, _SIZES - 1)
         self._numbers[at : at + 3] += running, gained, running * drafts
         self.add(decode_steps=1)
 
     def take(self) -> dict[str, Any]:
-        """Return the growth since the last call as fields of `Stats`."""
+        """Return how much the counters have grown since the last call, as fields of `Stats`."""
         now = np.array(self._numbers)
         new, self._taken = now - self._taken, now
         found: dict[str, Any] = {name: int(new[i]) for i, name in enumerate(_COUNTS)}

@@ -1,9 +1,9 @@
-"""CUDA set-up for SGLang's processes: the runtime library on the loader's path, and the compilers
-for the kernels that SGLang builds at run time.
+"""CUDA set-up for SGLang's processes: paths of the CUDA runtime library and of the compilers for
+kernels that SGLang builds at run time.
 
 SGLang preloads its memory saver into every scheduler and compiles at the first forward. If the
 library is missing, a scheduler exits before it runs any Python. If a compiler is missing, the error
-comes only after minutes. So both are checked here at the start.
+comes only after minutes. So `prepare` checks library and compilers before SGLang starts.
 """
 
 import importlib.util
@@ -22,8 +22,8 @@ _SYSTEM = "/usr/local/cuda"
 
 
 def prepare(env: MutableMapping[str, str], version: str) -> None:
-    """Set the environment by which SGLang's processes find libraries and compilers. `version`:
-    torch's CUDA version.
+    """Set the environment variables with which SGLang's processes find libraries and compilers.
+    `version`: torch's CUDA version.
 
     Raises:
         ConfigError: a library or a compiler is missing; the message says what to install.
@@ -46,8 +46,8 @@ def prepare(env: MutableMapping[str, str], version: str) -> None:
 
 
 def wheel_toolkit(major: str) -> Path | None:
-    """Return the folder of NVIDIA's wheels with `lib/libcudart.so` of this major version; None if
-    there is none."""
+    """Return the folder of NVIDIA's wheels with `lib/libcudart.so` of this major version, or None
+    if there is no such folder."""
     spec = importlib.util.find_spec("nvidia")
     for site in (spec and spec.submodule_search_locations) or ():
         for name in (f"cu{major}", "cuda_runtime"):
@@ -57,10 +57,10 @@ def wheel_toolkit(major: str) -> Path | None:
 
 
 def toolkit(env: MutableMapping[str, str], major: str, wheels: Path | None) -> Path:
-    """Return the CUDA toolkit to compile with: the one that SGLang would use, else the wheels'.
+    """Return the folder of the CUDA toolkit to compile with: SGLang's choice, else the wheels'.
 
     Raises:
-        ConfigError: neither has an nvcc of this major version and the library to link.
+        ConfigError: no toolkit has an nvcc of this major version and the library to link.
     """
     nvcc = shutil.which("nvcc", path=env.get("PATH"))
     homes = [env.get("CUDA_HOME"), env.get("CUDA_PATH"), nvcc and str(Path(nvcc).parent.parent)]
@@ -79,7 +79,7 @@ def toolkit(env: MutableMapping[str, str], major: str, wheels: Path | None) -> P
 
 
 def _lacks(home: Path, major: str) -> str:
-    """Return what a CUDA toolkit lacks to build for this major version; "" if nothing."""
+    """Return what a CUDA toolkit lacks to build for this major version; "" if it is complete."""
     nvcc = home / "bin" / "nvcc"
     if not nvcc.exists():
         return "no bin/nvcc"
@@ -113,7 +113,7 @@ def _check_runtime(env: MutableMapping[str, str], major: str) -> None:
 
 
 def _prepend(env: MutableMapping[str, str], name: str, folder: str) -> None:
-    """Put a folder first in a path variable, once."""
+    """Put a folder first in a path variable, and remove its other entries of this folder."""
     rest = [part for part in env.get(name, "").split(os.pathsep) if part and part != folder]
     env[name] = os.pathsep.join([folder, *rest])
 

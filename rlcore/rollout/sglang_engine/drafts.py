@@ -1,9 +1,9 @@
-"""Adapter of `torch_engine/drafter.py` to the requests of SGLang's scheduler.
+"""Adapter between `torch_engine/drafter.py` and the requests of SGLang's scheduler.
 
-`Drafts` gives every decoded request a seat (a fixed number), reads its new tokens, and counts the
-tokens that drafts gained. It depends on SGLang only through the field names of a request.
+`Drafts` gives every decoded request a seat (a fixed number), reads its new tokens, and counts
+drafted and accepted tokens. It depends on SGLang only through the field names of a request.
 
-Letters: N requests, W width of a step: the last token of a request and its draft.
+Letters: N requests, W width of a step (the last token of a request and its draft).
 """
 
 import time
@@ -21,15 +21,15 @@ from rlcore.rollout.torch_engine.drafter import Drafter, DraftSettings
 
 _NEVER = 1 << 30
 _NEAR = 2.0
-"""Limit for consecutive steps: a step must end within this many times its own duration after the
-last one's end. Then the time between the steps is added to its duration."""
+"""Limit for consecutive steps, as a multiple of a step's duration. If a step ends within this time
+after the end of the previous step, the time between the two steps counts as part of the step."""
 
 
 @dataclass(slots=True)
 class _Row:
     """A running request."""
 
-    prompt: np.ndarray  # [P] int32, including the earlier tokens of a resumed request
+    prompt: np.ndarray  # [P] int32, with the earlier response tokens of a resumed request
     prompt_key: int
     seat: int
 
@@ -59,7 +59,7 @@ class Drafts:
         self._begin = self._end = 0.0
 
     def remember(self, histories: Sequence[History], wanted: Sequence[int]) -> None:
-        """Index these histories; see `Drafter.remember`."""
+        """Index `histories`; see `Drafter.remember`."""
         self._drafter.remember(histories, set(wanted))
 
     def propose(self, reqs: Sequence[Any], longest: int) -> np.ndarray:
@@ -82,8 +82,8 @@ class Drafts:
         return out
 
     def verified(self, reqs: Sequence[Any], tokens: np.ndarray, taken: np.ndarray) -> None:
-        """Record the result of the step after the last `propose`. The first `taken` [N] of each
-        request's `tokens` [N, W] are accepted."""
+        """Record the result of the step after the last `propose`. Of each request's sampled
+        `tokens` [N, W] the first `taken` [N] are accepted."""
         gained = taken.copy()
         for i, req in enumerate(reqs):
             stops = req.sampling_params.stop_token_ids or ()
@@ -119,15 +119,15 @@ class Drafts:
         )
 
     def _stream(self, req: Any, gained: int) -> None:
-        """Make SGLang stream this request's tokens now if the step has crossed a multiple of the
-        stream interval. SGLang itself streams only at exact multiples plus 1, which a step of
-        several tokens may skip."""
+        """Make SGLang stream the request's tokens in this step if the response's length passes a
+        multiple of the stream interval. SGLang itself streams only at a multiple plus 1, a length
+        that a step of several tokens may skip."""
         before = len(req.output_ids) - 1
         crossed = (before + gained) // self._interval > before // self._interval
         req.sampling_params.stream_interval = 1 if crossed else _NEVER
 
     def _seat(self, reqs: Sequence[Any]) -> None:
-        """Assign seats to new requests, free the seats of ended ones, and copy new tokens."""
+        """Assign seats to new requests, free the seats of ended requests, and copy new tokens."""
         here = {req.rid for req in reqs}
         gone = [rid for rid in self._rows if rid not in here]
         if gone:

@@ -1,13 +1,13 @@
 """The production engine: an `Engine` on SGLang, over the ranks of a tensor-parallel group.
 
-Requests wait in a heap here. At most `max_running` of them are in flight, that is, in SGLang. Each
-stay of a request in SGLang is a `_Stay`: a task on SGLang's loop that appends the streamed tokens
-to the request. Abort, pause in mode `recompute` and sleep end the flights; unfinished requests
-return to the heap with their tokens and are resubmitted as a longer prompt. Random numbers depend
-on the token's position, so this changes no sample. A pause in mode `in_place` keeps the flights in
-SGLang.
+Requests wait in a heap in this process. At most `max_running` requests are in flight, that is, in
+SGLang. A flight (`_Stay`) is the time from a request's submission to SGLang until SGLang ends it.
+Its task on SGLang's event loop appends the streamed tokens to the request. Abort, sleep and a pause
+in mode `recompute` end flights. Unfinished requests then return to the heap with their tokens and
+are resubmitted as a longer prompt. Samples do not change, because random numbers depend on the
+token's position. A pause in mode `in_place` keeps the flights in SGLang.
 
-Requests of a group share a prefill: the others start when the first has its first token.
+Requests of a group share a prefill: after the first request's first token, the others start.
 """
 
 import asyncio
@@ -56,9 +56,9 @@ from rlcore.utils.seed import derive
 Dtype = Literal["float32", "bfloat16", "float16"]
 _TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
-_SPARE = 8  # positions that SGLang reserves; the real limit is checked in `submit`
+_SPARE = 8  # extra positions, as SGLang reserves some; `submit` checks the real limit
 _IDLE_S = 0.002
-_SEND_S = 0.02  # about the time that a request takes to reach SGLang's schedulers
+_SEND_S = 0.02  # a request reaches SGLang's schedulers in about this time
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +68,8 @@ class _SGLangRequest:
     request: Request
     arrival: int
     seed: int
-    """Seed of the request: with a token's position it gives the counter of the token's random
-    number. A signed 64-bit number."""
+    """Signed 64-bit seed of the request. Seed and position of a token determine its random
+    number."""
     prompt: list[int]
     prompt_key: int
     """Key of the prompt's history; 0 without drafts."""
@@ -79,7 +79,7 @@ class _SGLangRequest:
     flight: "_Stay | None" = None
     aborted: bool = False
     told: int = 0
-    """Number of response tokens that progress events have carried."""
+    """Number of response tokens already sent in progress events."""
 
     def take_off(self, flight: "_Stay") -> None:
         """Mark the request as in flight in SGLang."""
@@ -90,20 +90,20 @@ class _SGLangRequest:
         self.flight = None
 
     def grow(self, tokens: Sequence[int], logps: Sequence[float], version: int) -> None:
-        """Append these tokens and their log-probs. Extra log-probs at the end are ignored."""
+        """Append tokens with their log-probs. Log-probs beyond the last token are ignored."""
         self.tokens += tokens
         self.logps += logps[: len(tokens)]
         self.versions += [version] * len(tokens)
 
     def tell(self) -> slice:
-        """Return the slice of tokens that no progress event has carried, and mark them as
-        carried."""
+        """Return the slice of tokens that was not sent in a progress event yet, and mark it as
+        sent."""
         new = slice(self.told, len(self.tokens))
         self.told = new.stop
         return new
 
     def abort(self) -> None:
-        """Mark the request as aborted; it ends so unless it finishes first."""
+        """Mark the request as aborted. It ends as aborted unless it finishes first."""
         self.aborted = True
 
     @property
@@ -118,7 +118,7 @@ class _SGLangRequest:
 
 @dataclass(slots=True, eq=False)
 class _Stay:
-    """One stay of a request in SGLang."""
+    """A flight: one stay of a request in SGLang, from submission until SGLang ends it."""
 
     rid: str
     """SGLang's request id. All ids have the same length, because SGLang aborts by prefix."""
@@ -127,9 +127,9 @@ class _Stay:
     task: "asyncio.Task[None]" = field(init=False)
     retractions: int = 0
     begun: bool = False
-    """Whether it has produced a token, so that the cache holds the request's tokens."""
+    """Whether the flight has produced a token; the cache then holds the request's tokens."""
     deaf: bool = False
-    """Whether further tokens are dropped, because their weights are no longer valid."""
+    """Whether further tokens are dropped, because the weights that sample them are invalid."""
     followers: list[_SGLangRequest] = field(default_factory=list)
     """Requests of the same group that wait for this flight's first token."""
 
@@ -138,17 +138,17 @@ class _Stay:
         self.task = task
 
     def begin(self) -> None:
-        """Note that the first token has arrived."""
+        """Record that the first token has arrived."""
         self.begun = True
 
     def retract(self, retractions: int) -> int:
-        """Record how often SGLang has retracted the request. Return the number of new
+        """Record how often SGLang has retracted (preempted) the request. Return the number of new
         retractions."""
         more, self.retractions = retractions - self.retractions, max(retractions, self.retractions)
         return more
 
     def deafen(self) -> None:
-        """Drop further tokens."""
+        """Drop the flight's further tokens."""
         self.deaf = True
 
     def free_followers(self) -> list[_SGLangRequest]:
@@ -162,23 +162,23 @@ class SGLangEngine(InProcess):
 
     - SGLang decodes in the background; `poll` returns the events so far. The engine decodes only
       while it is loaded, awake and not paused; otherwise requests wait.
-    - Log-probs are of the distribution that was sampled; greedy samples have log-prob 0. Tokens are
-      those of the torch engine for the same seed, up to rounding.
+    - Log-probs are of the distribution that was sampled; greedy samples have log-prob 0. For the
+      same seed, this engine and the torch engine sample the same tokens, up to rounding.
     - A pause in mode `in_place` keeps the cache until a request is aborted or the engine sleeps.
     - Progress events are sent every `progress_s`, with lengths that are up to `stream_interval`
-      tokens old. With `tell_tokens` they carry the new tokens. In Stats, `decode_steps` is the
-      growth of the request that grew most since the last report.
-    - A pause in mode `in_place` may last any time. With SGLang's overlapped scheduler it waits for
-      the token in flight, which keeps the version that sampled it. Only the step after a pause runs
-      without overlap.
-    - With `draft`, decode steps verify guesses of the next tokens (`worker.py`). A request has at
-      most `draft_width` tokens in a step: its last one and the draft. On a GPU it always has that
-      many. `draft_settings` are the fields of `DraftSettings`. SGLang's overlapped scheduler is off
-      with drafts.
+      tokens old. With `tell_tokens` the events contain the new tokens. In Stats, `decode_steps` is
+      the growth of the request that grew most since the last report.
+    - A pause in mode `in_place` has no time limit. With SGLang's overlapped scheduler it waits for
+      the token being sampled, which keeps its version. Only the step after a pause runs without
+      overlap.
+    - With `draft`, decode steps verify guesses of the next tokens (`worker.py`). In a step, a
+      request has at most `draft_width` tokens: its last token and the draft. On a GPU it always has
+      `draft_width` tokens. `draft_settings` are the fields of `DraftSettings`. Drafts turn SGLang's
+      overlapped scheduler off.
 
-    `cache_tokens` is SGLang's max_total_tokens; 0 leaves it to `memory_fraction`, SGLang's
-    mem_fraction_static. `sglang` has further arguments of its server, which override ours.
-    `deadline_s` is the deadline of each call; `ChildEngine` reads it from the settings as well.
+    `cache_tokens` is SGLang's max_total_tokens. If it is 0, `memory_fraction` (SGLang's
+    mem_fraction_static) sets the cache size. `sglang` has further arguments of SGLang's server and
+    overrides ours. `deadline_s` is the deadline of each call; `ChildEngine` reads it too.
     """
 
     def __init__(
@@ -230,24 +230,24 @@ class SGLangEngine(InProcess):
         self._jobs: dict[RequestId, _SGLangRequest] = {}
         self._waiting: list[
             tuple[tuple[int, int], _SGLangRequest]
-        ] = []  # heap; ended jobs are skipped
+        ] = []  # heap; `_admit` skips requests that have ended
         self._flying: dict[_SGLangRequest, None] = {}
-        self._held = 0  # followers: counted in max_running, but without a flight yet
+        self._held = 0  # number of followers: they count in max_running but have no flight yet
         self._leaders: dict[tuple[str, tuple[int, ...]], _SGLangRequest] = {}
         self._events: queue.SimpleQueue[AnyEvent] = queue.SimpleQueue()
         self._arrivals = self._flights = self._loads = 0
         self._loaded = False
-        self._missing: set[str] | None = None  # of the load in progress
+        self._missing: set[str] | None = None  # tensors that the weight update still has to send
         self._next_version = 0
         self._session = False  # whether SGLang is in a weight-update session
         self._asleep: set[Tag] = set()
         self._paused = False
-        self._still = False  # flights are paused inside SGLang
+        self._still = False  # whether flights are paused inside SGLang
         self._closed = False
         self._totals = _no_counts()
         self._grown: dict[RequestId, int] = {}
-        self._sharing: dict[tuple[str, tuple[int, ...]], int] = {}  # begun flights of a prompt
-        self._cached = self._most_cached = 0  # tokens of begun flights, now and since the report
+        self._sharing: dict[tuple[str, tuple[int, ...]], int] = {}  # begun flights per group
+        self._cached = self._most_cached = 0  # tokens of begun flights: now, most since last report
         self._busy_since = 0.0
         self._drafts = draft != "none"
         self._tellings = itertools.count()
@@ -267,7 +267,7 @@ class SGLangEngine(InProcess):
             "context_length": max_model_tokens + _SPARE + room,
             "max_running_requests": max_running,
             "random_seed": seed % 2**31,
-            "sampling_backend": "pytorch",  # our sampler replaces it; this one needs no library
+            "sampling_backend": "pytorch",  # never used: our sampler replaces it; needs no library
             "stream_interval": stream_interval,
             "enable_fp32_lm_head": fp32_head,
             "sleep_on_idle": True,  # leave the CPU to the learner
@@ -302,7 +302,7 @@ class SGLangEngine(InProcess):
             arguments |= {
                 "speculative_algorithm": ALGORITHM,
                 "speculative_num_draft_tokens": draft_width,
-                "speculative_ngram_max_bfs_breadth": 1,  # drafts are chains
+                "speculative_ngram_max_bfs_breadth": 1,  # a draft is a chain, not a tree
                 "disable_overlap_schedule": True,
             }
         arguments |= dict(sglang or {})
@@ -317,8 +317,8 @@ class SGLangEngine(InProcess):
     # ---- requests
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue all requests. If one is invalid, queue none and raise a ValueError that names
-        it."""
+        """Queue all requests. If a request is invalid, queue none and raise a ValueError that names
+        the request."""
         self._call(self._submit(requests), "submit")
 
     async def _submit(self, requests: Sequence[Request]) -> None:
@@ -339,7 +339,7 @@ class SGLangEngine(InProcess):
             job = _SGLangRequest(
                 request=request,
                 arrival=self._arrivals,
-                # The sampler adds the last known token's position, counted from the prompt's start.
+                # The sampler adds the position of the last known token, prompt tokens included.
                 seed=_signed(key + (1 - len(prompt)) * GOLDEN),
                 prompt=prompt,
                 prompt_key=prompt_key(request.prompt) if self._drafts else 0,
@@ -353,7 +353,7 @@ class SGLangEngine(InProcess):
         self._admit()
 
     def abort(self, ids: Collection[RequestId]) -> None:
-        """Stop requests; their partial samples are returned as `Aborted` events."""
+        """Stop requests. `poll` returns the partial samples as `Aborted` events."""
         self._call(self._abort(ids), "abort")
 
     async def _abort(self, ids: Collection[RequestId]) -> None:
@@ -361,18 +361,18 @@ class SGLangEngine(InProcess):
         for job in jobs:
             job.abort()
         flying = [job for job in jobs if job.flight is not None]
-        # Paused flights end only when SGLang resumes, which resumes all; so land all and requeue.
+        # Paused flights end only once SGLang resumes all flights. So land and requeue all flights.
         if flying:
             await self._land(list(self._flying) if self._still else flying)
         for job in jobs:
-            if job.request.id in self._jobs:  # it was not in flight, so `_land` did not end it
+            if job.request.id in self._jobs:  # it was not in flight, so `_land` has not ended it
                 self._end(job, "abort")
         self._admit()
         if jobs and not self._jobs:
             self._report()
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
-        """Return the events since the last call; wait up to `timeout_s` for the first one. Raises
+        """Return the events since the last call; wait up to `timeout_s` for the first event. Raise
         EngineFailedError if SGLang has failed."""
         self._server.check()
         events: list[AnyEvent] = []
@@ -416,7 +416,7 @@ class SGLangEngine(InProcess):
         await self._go_on()
 
     def begin_load(self, version: int) -> None:
-        """Start a weight update; a second call starts over."""
+        """Start a weight update. A call during an update starts the update over."""
         self._call(self._begin_load(version), "begin_load")
 
     async def _begin_load(self, version: int) -> None:
@@ -436,8 +436,8 @@ class SGLangEngine(InProcess):
         """Pass a bucket to the schedulers, which load it into the model.
 
         Raises:
-            ValueError: unknown name, wrong shape, or a number of payloads that is not the
-                tensor-parallel size.
+            ValueError: a tensor has an unknown name or a wrong shape, or the number of payloads is
+                not the tensor-parallel size.
             RuntimeError: the checksum differs from the sender's. The bucket is not loaded, and all
                 weights must be sent again.
         """
@@ -467,7 +467,7 @@ class SGLangEngine(InProcess):
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=weights.encode(bucket, payloads),
             load_format=weights.LOAD_FORMAT,
-            flush_cache=False,  # the cache entries of each weight version have another extra_key
+            flush_cache=False,  # not needed: `extra_key` separates the entries of weight versions
         )
         try:
             _must(await self._manager.update_weights_from_tensor(request, None))
@@ -478,7 +478,7 @@ class SGLangEngine(InProcess):
         self._missing.difference_update(meta.name for meta in bucket.tensors)
 
     def end_load(self) -> None:
-        """Finish a weight update: tokens from now on are of the new version.
+        """Finish a weight update: tokens sampled from now on carry the new version.
 
         Raises:
             RuntimeError: tensors are missing; the message names them.
@@ -505,7 +505,7 @@ class SGLangEngine(InProcess):
             self._session = False
 
     def sleep(self, tags: Collection[Tag]) -> None:
-        """Free the weights or the cache. Requests of a paused engine are prefilled again later."""
+        """Free the memory of `tags`. Paused requests are prefilled again later."""
         check_tags(tags)
         self._call(self._sleep(tags), "sleep")
 
@@ -528,7 +528,7 @@ class SGLangEngine(InProcess):
         )
 
     def wake(self, tags: Collection[Tag]) -> None:
-        """Allocate the memory again. The engine decodes only after the next weight update."""
+        """Allocate the memory of `tags` again. Weights then need an update before decoding."""
         check_tags(tags)
         self._call(self._wake(tags), "wake")
 
@@ -546,27 +546,27 @@ class SGLangEngine(InProcess):
 
     def resize(self, tp: int) -> None:
         """Accept only the tensor-parallel size that the engine was started with; raise ValueError
-        for others."""
+        for other sizes."""
         if tp != self._tp:
             raise ValueError(
                 f"tensor-parallel size {tp}: this engine has {self._tp} and cannot change"
             )
 
     def remember(self, histories: Sequence[History]) -> None:
-        """Draft from these earlier responses as soon as they are indexed. Remove the histories of
-        prompts without a request on this engine."""
+        """Index these earlier responses in the background, as a source of drafts. Remove the
+        histories of prompts without a request on this engine."""
         if self._drafts and histories:
             self._call(self._remember(histories), "remember")
 
     async def _remember(self, histories: Sequence[History]) -> None:
-        """Pass histories to the schedulers in a file, as SGLang logs the content of messages."""
+        """Pass histories to the schedulers in a file, because SGLang logs messages in full."""
         wanted = sorted({job.prompt_key for job in self._jobs.values()})
         file = Path(self._server.folder) / f"histories-{next(self._tellings)}"
         file.write_bytes(encode((tuple(histories), wanted)))
         await self._server.everywhere(REMEMBER, path=str(file))
 
     def close(self) -> None:
-        """End SGLang's processes; requests are dropped without events."""
+        """Stop SGLang's processes; requests are dropped without events."""
         if not self._closed:
             self._closed = True
             self._server.close()
@@ -578,8 +578,8 @@ class SGLangEngine(InProcess):
         return self._server.manager
 
     def _call(self, work: Any, what: str) -> None:
-        """Run a coroutine on SGLang's loop and wait for it. Do nothing on a rank that does not lead
-        the engine."""
+        """Run a coroutine on SGLang's event loop and wait until it is done. Do nothing on a rank
+        that does not lead the engine."""
         if self._leads:
             self._server.call(work, what)
         else:
@@ -616,7 +616,7 @@ class SGLangEngine(InProcess):
         flight.follow(asyncio.create_task(self._fly(job, flight)))
 
     async def _fly(self, job: _SGLangRequest, flight: _Stay) -> None:
-        """Submit a request to SGLang and receive its tokens until it ends there."""
+        """Submit a request to SGLang and receive its tokens until SGLang ends it."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         sampling = job.request.sampling
@@ -631,7 +631,7 @@ class SGLangEngine(InProcess):
                 "min_p": sampling.min_p,
                 "max_new_tokens": sampling.max_tokens - len(job.tokens),
                 "stop_token_ids": list(sampling.stop_ids),
-                "ignore_eos": not sampling.stop_ids,  # else the model's own end tokens stop it
+                "ignore_eos": not sampling.stop_ids,  # else the model's EOS would end the response
                 "sampling_seed": job.seed,
                 "stream_interval": self._stream_interval,
                 **drafts,
@@ -693,8 +693,8 @@ class SGLangEngine(InProcess):
         return next((i for i, token in enumerate(new, 1) if token in stops), len(new))
 
     def _free_followers(self, job: _SGLangRequest, flight: _Stay) -> None:
-        """Start the followers of a flight once the group's prefill is done, or requeue them if it
-        will not be done."""
+        """Start the followers of a flight once the group's prefill is done. If the flight ended
+        without a prefill, requeue the followers."""
         if self._leaders.get(job.group) is job:
             del self._leaders[job.group]
         followers = flight.free_followers()
@@ -719,7 +719,7 @@ class SGLangEngine(InProcess):
         if not self._flying and not self._still:
             self._totals["busy_s"] += time.monotonic() - self._busy_since
         self._free_followers(job, flight)
-        # Ignore SGLang's reason here: an aborted request gets one more token, which may end it.
+        # Check tokens before `reason`: an aborted request gets one more token, which may end it.
         sampling = job.request.sampling
         if job.tokens and job.tokens[-1] in sampling.stop_ids:
             self._end(job, "stop")
@@ -736,8 +736,8 @@ class SGLangEngine(InProcess):
             self._report()
 
     async def _land(self, jobs: Sequence[_SGLangRequest]) -> None:
-        """End these flights. If SGLang is paused, `jobs` must be all requests in flight. SGLang is
-        then resumed even if there are none, because it never gets idle while paused."""
+        """End the flights of `jobs`. If SGLang is paused, `jobs` must be all requests in flight;
+        SGLang is then resumed, even for no jobs, because a paused SGLang never becomes idle."""
         flights = [job.flight for job in jobs if job.flight is not None]
         for flight in flights:
             if not self._loaded:
@@ -748,17 +748,17 @@ class SGLangEngine(InProcess):
             await self._continue()
         while flights := [flight for flight in flights if not flight.task.done()]:
             for flight in flights:
-                if self._sent(flight):  # SGLang ignores an abort of a request not yet dispatched
+                if self._sent(flight):  # SGLang ignores aborts of requests not yet dispatched
                     self._manager.abort_request(flight.rid)
             await asyncio.wait([flight.task for flight in flights], timeout=_SEND_S)
 
     def _sent(self, flight: _Stay) -> bool:
-        """Return whether the flight was dispatched to the schedulers and is still registered."""
+        """Return whether SGLang has dispatched the flight to its schedulers and not ended it."""
         state = self._manager.rid_to_state.get(flight.rid)
         return state is not None and state.dispatched
 
     async def _hold(self) -> None:
-        """Pause all flights inside SGLang. All tokens sampled so far have arrived on return."""
+        """Pause all flights inside SGLang. Return once all tokens sampled so far have arrived."""
         if self._still or not self._flying:
             return
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -768,7 +768,7 @@ class SGLangEngine(InProcess):
             await asyncio.sleep(0)
         self._totals["busy_s"] += time.monotonic() - self._busy_since
         await self._manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
-        for _ in range(2):  # replies and tokens arrive over two sockets
+        for _ in range(2):  # twice, as replies and tokens arrive over two sockets
             await self._round_trip()
         await asyncio.sleep(0)
 
@@ -795,7 +795,7 @@ class SGLangEngine(InProcess):
 
     async def _idle(self) -> None:
         """Wait until the schedulers have no batch left; SGLang's memory release asserts that."""
-        await self._round_trip()  # else flush_cache checks too early and again only a second later
+        await self._round_trip()  # else flush_cache finds a batch and looks again only after 1 s
         result = await self._manager.flush_cache(timeout_s=self._deadline_s)
         if not result.success:
             raise RuntimeError(f"SGLang did not become idle: {result.message}")
@@ -866,7 +866,7 @@ class SGLangEngine(InProcess):
 
 def build(config: Mapping[str, Any], **options: Any) -> SGLangEngine:
     """Build an engine for `ChildEngine` from the contents of config.json and the keywords of
-    `SGLangEngine`. Its progress events carry the tokens, so that they survive a failed child."""
+    `SGLangEngine`. Progress events contain the new tokens, which then survive a failed child."""
     return SGLangEngine(HFConfig.from_dict(dict(config)), **(options | {"tell_tokens": True}))
 
 
@@ -876,7 +876,7 @@ def _draft_settings(width: int, settings: Mapping[str, Any] | None, device: str)
     s = replace(
         s, max_length=min(s.max_length, width - 1), initial_length=min(s.initial_length, width - 1)
     )
-    if device != "cpu":  # CUDA graphs fix the width, so skipping drafts would save nothing
+    if device != "cpu":  # CUDA graphs have a fixed width, so skipping drafts saves nothing
         s = replace(s, adaptive=False)
     return asdict(s)
 
@@ -886,12 +886,12 @@ def _no_counts() -> dict[str, Any]:
 
 
 def _signed(number: int) -> int:
-    """Return the last 64 bits as a signed number."""
+    """Return the lowest 64 bits of `number` as a signed number."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 def _cpu_tokens(max_running: int, max_model_tokens: int) -> int:
-    """Return the cache size on a CPU, where SGLang would take most of the memory by default."""
+    """Return the cache tokens on a CPU; SGLang's default would take most of the memory."""
     return min(max_running * max_model_tokens, 2**16)
 
 

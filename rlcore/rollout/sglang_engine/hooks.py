@@ -1,4 +1,4 @@
-"""Registration of our hooks in SGLang, through its own hook registry."""
+"""Register our hooks in SGLang's own hook registry."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ def register(target: str, hook: Callable[..., Any], kind: Any) -> None:
 
 
 def missing() -> list[str]:
-    """Return the targets that SGLang has not hooked; SGLang only logs such a failure."""
+    """Return the targets that SGLang failed to hook. SGLang itself only logs such a failure."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     return [target for target in _targets if target not in HookRegistry._patched]

@@ -1,4 +1,4 @@
-"""Attention mask of drafts, in the layout of SGLang's kernels."""
+"""Attention mask for drafts, in the layout of SGLang's kernels."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,11 @@ from torch import Tensor
 
 def chain_mask(lengths: Tensor, width: int, device: str | torch.device) -> Tensor:
     """Build the causal mask of chain drafts: [W, length + W] bool per request, flattened and
-    concatenated. A token attends to the whole cache, to earlier draft tokens and to itself.
+    concatenated. A token attends to the request's cache, to earlier draft tokens and to itself.
 
     Args:
-        lengths: [N] tokens in the cache, on the host.
-        width: W, the last token and its draft.
+        lengths: [N] tokens in the cache per request, on the host.
+        width: W, number of tokens in the step: the last token and its draft.
         device: device of the mask.
     """
     sizes = (lengths + width) * width

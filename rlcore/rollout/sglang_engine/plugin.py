@@ -1,7 +1,7 @@
 """Plug-in for SGLang's processes: adds our sampler, bucket loading, in-place pauses and drafting.
 
-SGLang finds it as the entry point `rlcore` of `sglang.srt.plugins` and calls it in every process.
-In SGLang processes that our engine did not start, it does nothing.
+SGLang finds `install` as the entry point `rlcore` of `sglang.srt.plugins` and calls it in every
+process. In SGLang processes that our engine did not start, `install` does nothing.
 """
 
 import os
@@ -27,7 +27,7 @@ def install() -> None:
     from sglang.srt.utils import kill_itself_when_parent_died
 
     kill_itself_when_parent_died()
-    if os.getppid() != int(owner):  # the parent exited while this process imported
+    if os.getppid() != int(owner):  # the parent exited before the line above took effect
         os._exit(1)
     from rlcore.rollout.sglang_engine import sampler, weights
     from rlcore.utils import listen
@@ -63,7 +63,7 @@ def install() -> None:
 
 
 def _draft() -> None:
-    """Install the scheduler method and, on a CPU, the attention that drafting needs."""
+    """Install what drafting needs: a method of the scheduler and, on a CPU, an attention."""
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins.hook_registry import HookType
     from sglang.srt.utils import is_cpu
@@ -79,7 +79,7 @@ def _draft() -> None:
 
 
 def _seeds(_: None, info: Any, batch: Any, vocab_size: int) -> None:
-    """Pass the requests' seeds to the sampler. SGLang does so only in its deterministic mode."""
+    """Pass the requests' seeds to the sampler; SGLang does this only in deterministic mode."""
     import torch
 
     seeds = [req.sampling_params.sampling_seed or 0 for req in batch.reqs]
@@ -88,17 +88,16 @@ def _seeds(_: None, info: Any, batch: Any, vocab_size: int) -> None:
 
 def _tell(_: None, scheduler: Any, request: Any) -> None:
     """Send all sampled tokens before an in-place pause takes effect, while the engine still has the
-    version that sampled them.
+    version that sampled these tokens.
 
-    The overlapped scheduler has a batch in flight and would process its result after the pause; it
-    is processed here. Tokens that wait for the next stream interval are sent, also those of
-    preempted requests. Requests without a token are skipped, since SGLang counts a log-prob for
-    each.
+    The overlapped scheduler would process the result of the batch in flight only after the pause,
+    so process it here. Send tokens that wait for the next stream interval too, also of preempted
+    requests. Skip requests without a token, because SGLang needs a log-prob of each request.
     """
     if scheduler.enable_overlap and scheduler.last_batch and scheduler.result_queue:
         batch, result = scheduler.result_queue.popleft()
         scheduler.process_batch_result(batch, result)
-        scheduler.result_queue.append((batch, None))  # the scheduler expects one; `_once` skips it
+        scheduler.result_queue.append((batch, None))  # the scheduler pops it; `_once` skips it
     scheduler.cur_batch_for_debug = None  # else the watchdog reports a long pause as a stuck batch
     reqs = [
         req
@@ -119,7 +118,7 @@ def _once(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any)
 
 
 def _forget(result: Any, manager: Any, request: Any) -> None:
-    """Change the cache key of waiting requests after a weight update, so that they do not reuse the
-    prefix cache of the old weights. The engine gives later requests a new key itself."""
+    """Change the cache key of waiting requests after a weight update, so that these requests do not
+    reuse the prefix cache of the old weights. The engine gives later requests a new key."""
     for req in manager.scheduler.waiting_queue:
         req.extra_key = f"{req.extra_key}+"

@@ -1,10 +1,10 @@
 """The torch engine's sampler inside SGLang: same distribution, random numbers and log-probs.
 
 SGLang's own sampler returns log-probs from before its filters. It seeds its random draws per
-request only in its deterministic mode, which needs other kernels. Here a token depends only on the
-logits, the request's settings and its counter, so both engines draw the same token. The same holds
-for decode steps that verify drafts: SGLang's own verification gives log-probs from before the
-filters, and on a CPU takes the most likely token.
+request only in its deterministic mode, which needs other kernels. SGLang's own verification of
+drafts also returns log-probs from before the filters, and on a CPU takes the most likely token.
+With this sampler, a token depends only on the logits, the request's settings and its counter. So
+the torch engine and SGLang sample the same token, also in steps that verify drafts.
 """
 
 from dataclasses import replace
@@ -16,11 +16,11 @@ from torch import Tensor
 from rlcore.rollout.torch_engine.sampler import GOLDEN, SamplingTensors, sample
 
 NO_TOP_K = 1 << 30
-"""Value of top_k by which SGLang keeps all tokens; its top_k 1 is greedy."""
+"""Value of SGLang's top_k that keeps all tokens. Its value 1 means greedy."""
 
 
 class Sampler(sampler.Sampler):
-    """Replacement of SGLang's sampler."""
+    """Replacement for SGLang's sampler."""
 
     def forward(
         self,
@@ -31,8 +31,8 @@ class Sampler(sampler.Sampler):
         token_ids_logprobs: list[list[int]],
         positions: Tensor,
     ) -> Tensor:
-        """Sample token ids [N] and write their log-probs to `logits_output`. `positions` [N] are
-        those of the last known tokens, counted from the start of the prompt."""
+        """Sample token ids [N] and write their log-probs to `logits_output`. `positions` [N]:
+        positions of the last known tokens, counted from the start of the prompt."""
         if sampling_info.sampling_seed is None:
             raise RuntimeError("a request has no seed, so rlcore's plug-in is not loaded")
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
@@ -44,13 +44,13 @@ class Sampler(sampler.Sampler):
 
 
 def create(backend: str | None = None) -> Sampler:
-    """Create our sampler; replaces SGLang's `create_sampler`."""
+    """Create our sampler. This replaces SGLang's `create_sampler`."""
     return Sampler()
 
 
 def verify(logits_output, info, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample the tokens after `positions` [N, W] as plain decoding would if the tokens up to there
-    are right. Return tokens [N, W] int64 and their log-probs, float32. Logits are [N * W, V]."""
+    """Sample the token after each of `positions` [N, W]: the token of plain decoding if all earlier
+    tokens are right. Logits: [N * W, V]. Return tokens int64 and log-probs float32, [N, W]."""
     count, width = positions.shape
     counter = info.sampling_seed[:, None] + positions.to(torch.int64) * GOLDEN
     logits = logits_output.next_token_logits.float()
@@ -59,7 +59,7 @@ def verify(logits_output, info, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _settings(info, width: int = 1) -> SamplingTensors:
-    """Convert SGLang's sampling settings. `width`: number of logits rows per request."""
+    """Convert SGLang's sampling settings. `width`: number of rows of logits per request."""
 
     def rows_of(values: Tensor) -> Tensor:
         return values.repeat_interleave(width) if width > 1 else values

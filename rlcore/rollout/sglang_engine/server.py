@@ -1,12 +1,12 @@
-"""Start, calls and health checks of SGLang's processes and event loop.
+"""Start, call and monitor SGLang's processes and event loop.
 
-`sglang.Engine` is driven by asyncio, so it runs in its own thread. Other threads pass it coroutines
-and wait for them with a deadline. Its schedulers are processes; if one of them exits, `check`
-raises an error.
+`sglang.Engine` uses asyncio, so it runs in its own thread. Other threads submit coroutines to this
+thread and wait for the results with a deadline. SGLang's schedulers are processes; if a scheduler
+exits, `check` raises an error.
 
-Each server has a folder for SGLang's sockets and holds a lock on a file in it. A later server
-removes folders without a lock, whose owners were killed. Unlike a process id, a lock identifies a
-running owner everywhere.
+Each server has a folder for SGLang's sockets and locks a file in this folder. A later server
+removes folders without a lock, because their owners were killed. Unlike a process id, a lock shows
+in every container whether the owner is running.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ T = TypeVar("T")
 
 _FOLDER = "rlcore-sglang-"
 _OWNER = "owner"  # name of the locked file
-_LOADS = Path("/dev/shm")  # noqa: S108 - where SGLang writes its load statistics
-_MOST_PATH = 107  # longest path of a socket in bytes
+_LOADS = Path("/dev/shm")  # noqa: S108 - SGLang writes its load statistics here
+_MOST_PATH = 107  # longest path that Linux allows for a socket, in bytes
 _WATCH_S = 0.2  # interval between checks of the processes
 _ANSWER_S = 0.001
 _START_S = 3600.0  # `ChildEngine` has a shorter deadline for the start
@@ -44,8 +44,8 @@ _HERE = Path(__file__).parent
 
 
 class Server:
-    """One `sglang.Engine` and its processes. `manager` takes requests and control messages. It is
-    None on a rank that only adds schedulers to an engine led by another rank."""
+    """One `sglang.Engine` and its processes. `manager` accepts requests and control messages; None
+    on a rank that only adds schedulers to an engine led by another rank."""
 
     def __init__(self, arguments: Mapping[str, Any], config: Mapping[str, Any], deadline_s: float):
         self._deadline_s = deadline_s
@@ -77,7 +77,7 @@ class Server:
             raise
 
     def call(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """Run a coroutine on SGLang's loop and return its result.
+        """Run a coroutine on SGLang's event loop and return its result.
 
         Raises:
             TimeoutError: the deadline is over.
@@ -90,21 +90,21 @@ class Server:
             raise
         except Exception:
             future.cancel()
-            self.check(now=True)  # the error may be caused by a process that has exited
+            self.check(now=True)  # a process that has exited may be the cause of the error
             raise
 
     def soon(self, function: Callable[[], None]) -> None:
-        """Schedule a function on SGLang's loop and return at once."""
+        """Schedule a function on SGLang's event loop and return without waiting for it."""
         self.loop.call_soon_threadsafe(function)
 
     @property
     def folder(self) -> str:
-        """Folder with the files of this engine; the schedulers get it as the model path."""
+        """Folder with the files of this engine. The schedulers get its path as the model path."""
         return self._folder
 
     async def everywhere(self, method: str, **parameters: Any) -> None:
-        """Call a method of the scheduler on every rank, with plain values as arguments. This must
-        run on SGLang's loop.
+        """Call a method of the scheduler on every rank, with plain values as arguments. Call this
+        on SGLang's event loop.
 
         Raises:
             RuntimeError: the call failed on the first rank.
@@ -115,19 +115,19 @@ class Server:
         while socket.poll(0):  # discard the answer to an earlier call that timed out
             sock_recv(socket)
         sock_send(socket, RpcReqInput(method=method, parameters=parameters))
-        while not socket.poll(0):  # SGLang's own call would block the loop
+        while not socket.poll(0):  # SGLang's own method would block the event loop
             await asyncio.sleep(_ANSWER_S)
         answer = sock_recv(socket)
         if not answer.success:
             raise RuntimeError(f"SGLang's scheduler, {method}: {answer.message}")
 
     def fail(self, reason: str) -> None:
-        """Record a failure on the loop; the next `check` raises it."""
+        """Record a failure. The next `check` raises EngineFailedError with the first reason."""
         self._failed = self._failed or reason
 
     def check(self, now: bool = False) -> None:
-        """Raise EngineFailedError if SGLang has failed or one of its processes has exited. The
-        processes are checked at most every _WATCH_S, or at once with `now`."""
+        """Raise EngineFailedError if SGLang has failed or one of its processes has exited. Check
+        the processes at most every `_WATCH_S` seconds; with `now`, at every call."""
         if self._failed:
             raise EngineFailedError(self._failed)
         if not now and time.monotonic() - self._watched < _WATCH_S:
@@ -141,7 +141,7 @@ class Server:
                 raise EngineFailedError(self._failed)
 
     def close(self) -> None:
-        """End the processes and remove the files."""
+        """Kill SGLang's processes and remove their files."""
         if self._closed:
             return
         self._closed = True
@@ -158,7 +158,7 @@ class Server:
             try:
                 return future.result(_WATCH_S)
             except concurrent.futures.TimeoutError:
-                if future.done():  # the coroutine raised TimeoutError itself, or has just ended
+                if future.done():  # the coroutine itself raised TimeoutError, or has just ended
                     return future.result()
             self.check()
             if time.monotonic() > end:
@@ -186,8 +186,8 @@ class Server:
             if self.manager is not None:
                 (info, *_) = self._engine._scheduler_init_result.scheduler_infos
                 self.cache_tokens = info["max_total_num_tokens"]
-                self.manager._subprocess_watchdog.stop()  # it would kill this process silently
-            _unlink_loads(Path(self._folder))  # no process reads them
+                self.manager._subprocess_watchdog.stop()  # the watchdog would kill this process
+            _unlink_loads(Path(self._folder))  # no process reads the load statistics
         except BaseException as error:
             ready.set_exception(RuntimeError(f"SGLang did not start: {error}"))
             return
@@ -195,7 +195,7 @@ class Server:
         self.loop.run_forever()
 
     def _watch_signal(self) -> None:
-        """Handle SIGQUIT, which a failed scheduler sends to its parent."""
+        """Handle SIGQUIT as a failure: a failed scheduler sends this signal to its parent."""
 
         def quit_handler(number: int, frame: Any) -> None:
             self.fail("a scheduler of SGLang failed; its trace is in the log")
@@ -211,7 +211,7 @@ def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = 
     Args:
         device: "cpu" or "cuda".
         ranks: tensor-parallel ranks of the engine.
-        drafts: settings that `worker.Worker` reads; None turns drafting off.
+        drafts: draft settings, which `worker.Worker` reads; None turns drafting off.
 
     Raises:
         ConfigError: the plug-in is not installed, or a CUDA library or compiler is missing.
@@ -234,7 +234,7 @@ def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = 
     env.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
     if device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
-        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)  # it binds only with AMX
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)  # no effect without AMX
         folder = str(_HERE / "cpu")
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, env.get("PYTHONPATH", ""))))
         if folder not in sys.path:
@@ -246,11 +246,11 @@ def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = 
 
 
 def make_folder(config: Mapping[str, Any]) -> tuple[str, int]:
-    """Make a folder for the model's config.json and SGLang's sockets, after removing the folders
-    of killed engines.
+    """Make a folder for the model's config.json and SGLang's sockets. First remove the folders of
+    killed engines.
 
     Returns:
-        The folder, and the descriptor of its lock, which keeps other engines from removing it.
+        The folder, and the descriptor of its lock. The lock protects the folder from `sweep`.
 
     Raises:
         ConfigError: the sockets' paths would be too long.
@@ -266,16 +266,16 @@ def make_folder(config: Mapping[str, Any]) -> tuple[str, int]:
     lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.write(lock, f"{os.getpid()}\n".encode())
-    config = {**config, "eos_token_id": None}  # requests carry their own stop tokens
+    config = {**config, "eos_token_id": None}  # each request has its own stop tokens
     (folder / "config.json").write_text(json.dumps(config))
-    # Rename last: `sweep` of another engine would remove a folder without a lock.
+    # Rename last: the `sweep` of another engine would remove a folder that is not locked yet.
     folder = folder.rename(folder.with_name(folder.name.removeprefix("new-")))
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
     return str(folder), lock
 
 
 def sweep(base: Path) -> None:
-    """Remove the folders of killed engines in `base`, and their shared memory."""
+    """Remove the folders in `base` and the shared memory of killed engines."""
     for old in base.glob(f"{_FOLDER}*"):
         try:
             lock = os.open(old / _OWNER, os.O_RDWR | os.O_CLOEXEC)
@@ -285,7 +285,7 @@ def sweep(base: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove(old)
         except BlockingIOError:
-            continue  # its engine is running
+            continue  # the engine of this folder is running
         finally:
             os.close(lock)
 
@@ -296,13 +296,13 @@ def _remove(folder: Path) -> None:
 
 
 def _unlink_loads(folder: Path) -> None:
-    """Remove SGLang's load statistics, shared memory that would outlive a killed engine."""
+    """Remove SGLang's load statistics: shared memory that remains after an engine is killed."""
     for file in _LOADS.glob(f"sglang_loads_{folder.name}_*"):
         file.unlink(missing_ok=True)
 
 
 def _name_loads(folder: str) -> None:
-    """Make SGLang name its shared memory after the folder, so that `sweep` can find its owner."""
+    """Make SGLang name its shared memory after the folder, so that `sweep` can find the memory."""
     from sglang.srt import server_args
 
     make = server_args.PortArgs.init_new

@@ -1,8 +1,8 @@
-"""Transfer of a bucket of weights into SGLang's model: `encode` runs in the engine's process,
-`take` in every scheduler.
+"""Transfer of weight buckets into SGLang's model. `encode` runs in the engine's process, `take`
+in every scheduler.
 
-The scheduler opens and checks the payload itself, so a bucket in shared memory is read in place.
-Either all ranks load a bucket or none does.
+The scheduler itself opens and checks the payload, so it reads a bucket in shared memory in place.
+Either all ranks load a bucket or no rank does.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,8 +33,8 @@ def take(
     named_tensors: Any,
     load_format: str | None = None,
 ) -> tuple[bool, str]:
-    """Load a bucket; wraps SGLang's `WeightUpdater.update_weights_from_tensor`. Return (False,
-    reason) on failure."""
+    """Load a bucket; this wraps SGLang's `WeightUpdater.update_weights_from_tensor`. Return (True,
+    "loaded"), or (False, reason) on failure."""
     if load_format != LOAD_FORMAT:
         return original(updater, named_tensors, load_format=load_format)
     head, payload = named_tensors
@@ -55,17 +55,17 @@ def take(
             if torch.cuda.is_initialized():  # a running step may still read the old weights
                 torch.cuda.synchronize()
             updater.get_model().load_weights(unpack(bucket, flat))
-            if flat.is_cuda:  # the sender may reuse the memory once this returns
+            if flat.is_cuda:  # the sender may reuse the memory after this function returns
                 torch.cuda.synchronize(flat.device)
-        except Exception as error:  # SGLang's loaders raise anything
+        except Exception as error:  # SGLang's loaders raise errors of any class
             problem = f"{type(error).__name__}: {error}"
         problem = _agreed(problem)
     return not problem, problem or "loaded"
 
 
 def _fixed(updater: Any) -> str:
-    """Return why this SGLang cannot load weights at all, by the checks of its own loaders; "" if it
-    can. The result is the same on all ranks."""
+    """Return why SGLang cannot load weights with this model and these settings; "" if it can. The
+    checks are those of SGLang's own loaders. The result is the same on all ranks."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
     try:
@@ -76,8 +76,8 @@ def _fixed(updater: Any) -> str:
 
 
 def _agreed(problem: str) -> str:
-    """Return the problem of the first rank that has one; "" if none has. All ranks get the same
-    result, since only rank 0 replies for the engine."""
+    """Return the first non-empty `problem` of all ranks; "" if no rank has a problem. All ranks get
+    the same result, because only rank 0 replies for the engine."""
     group = get_parallel().tp_group
     if group.world_size == 1:
         return problem

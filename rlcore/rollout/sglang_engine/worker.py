@@ -1,17 +1,17 @@
-"""SGLang's decode step with drafts, as a speculative algorithm of our own.
+"""SGLang's decode step with drafts, as our own speculative algorithm.
 
 Every decode step verifies drafts: the last token of each request and its draft go through one
 forward. `sampler.verify` samples every position with the random number that plain decoding would
-use there. Tokens are accepted up to and including the first that differs from the draft. So the
-tokens are those of plain decoding; `torch_engine/engine.py` explains why.
+use there. Sampled tokens are accepted up to and including the first that differs from the draft. So
+the tokens are those of plain decoding; `torch_engine/engine.py` explains why.
 
-The first tensor-parallel rank makes the drafts and sends them to the others, so all verify the
-same. A draft is a chain, and its keys and values are written to the cache positions of its tokens,
-so accepted tokens need no copy.
+The first tensor-parallel rank makes the drafts and sends them to the other ranks, so all ranks
+verify the same drafts. A draft is a chain, so its keys and values are written to their final cache
+positions, and accepted tokens need no copy.
 
-On a GPU, all steps are `speculative_num_draft_tokens` wide, because CUDA graphs are captured for
-that width. On a CPU, a step is as wide as its longest draft plus one; without drafts it is plain
-decoding.
+On a GPU, all steps have width `speculative_num_draft_tokens`, because CUDA graphs are captured for
+this width. On a CPU, the width of a step is that of its longest draft plus one; a step without
+drafts is plain decoding.
 
 Letters: N requests, W width of a step.
 """
@@ -61,7 +61,7 @@ class DraftWorker(BaseSpecWorker):
 
     @property
     def draft_worker(self) -> None:
-        """None: there is no draft model."""
+        """None, because there is no draft model."""
         return None
 
     def remember(self, path: str) -> None:
@@ -98,7 +98,7 @@ class DraftWorker(BaseSpecWorker):
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = tokens.flatten()
         batch.out_cache_loc = table[batch.req_pool_indices[:, None], positions].long().flatten()
-        mask = None  # on a CPU: `attention.py`
+        mask = None  # on a CPU, `attention.py` makes its own mask
         if not self._is_cpu:
             mask = chain_mask(batch.seq_lens_cpu.long(), width, batch.device)
         batch.spec_info = NgramVerifyInput(
@@ -110,7 +110,7 @@ class DraftWorker(BaseSpecWorker):
         )
         result = self.target_worker.forward_batch_generation(batch, is_verify=True)
         found, logps = sampler.verify(result.logits_output, batch.sampling_info, positions)
-        if self._group.world_size > 1:  # as in SGLang: ranks may differ in the last bit
+        if self._group.world_size > 1:  # as in SGLang: the ranks' logits may differ in rounding
             found = self._group.broadcast(found, src=0)
         room = torch.from_numpy(sizes).to(batch.device, non_blocking=True)
         right = (found[:, :-1] == tokens[:, 1:]) & (column[1:] <= room[:, None])
@@ -141,6 +141,6 @@ class DraftWorker(BaseSpecWorker):
 
 
 def remember(scheduler: Any, path: str) -> None:
-    """Pass histories to the worker. This becomes a method of SGLang's scheduler, called by RPC on
-    every rank."""
+    """Pass the path of a file of histories to the worker. The plug-in makes this a method of
+    SGLang's scheduler, called by RPC on every rank."""
     scheduler.draft_worker.remember(path)

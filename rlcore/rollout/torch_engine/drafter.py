@@ -1,9 +1,9 @@
-"""Drafting for the torch engine: one call drafts for all rows of a batch, from their own texts and
-from earlier responses (`rollout/histospec.py`).
+"""Drafting for the torch engine. One call drafts for all rows of a batch, from each row's own text
+and from earlier responses (`rollout/histospec.py`).
 
-A draft is a guess of the next tokens. The engine samples every drafted position as it would without
-the draft, with that position's own random number. It accepts the draft as far as it equals the
-sampled tokens. So the output is that of plain decoding, whatever the draft is.
+A draft is a guess of the next tokens. The engine samples every drafted position as without a draft,
+with the random number of this position. It accepts the draft tokens before the first that differs
+from the sampled token. So the output is that of plain decoding for every draft.
 
 Letters: N rows, W longest draft.
 """
@@ -21,13 +21,13 @@ from rlcore.rollout.histospec import Draft, Index
 from rlcore.sched.histospec import DraftGate
 
 _KNEE = 1 << 20
-"""The `knee` given to the forest. The forest divides it by `running`, so that the choice of
-`running` sets any limit on draft lengths."""
+"""Value of the forest's `knee`. The forest divides it by `running` to limit draft lengths, so
+`propose` chooses `running` to set the limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSettings:
-    """Settings of a drafter; `DraftConfig` documents each."""
+    """Settings of a drafter; `DraftConfig` documents each field."""
 
     max_length: int = DraftConfig.max_length
     initial_length: int = DraftConfig.initial_length
@@ -37,11 +37,11 @@ class DraftSettings:
     max_spec_factor: float = DraftConfig.max_spec_factor
     min_token_prob: float = DraftConfig.min_token_prob
     threads: int = 2
-    """Number of threads that build an index."""
+    """Number of threads that build the index."""
     adaptive: bool = DraftConfig.adaptive
     wait: bool = False
-    """If true, wait for each index, so that drafts do not depend on timing. This needs `adaptive`
-    off."""
+    """If true, wait until each index is built, so that drafts do not depend on timing. Requires
+    `adaptive` to be false."""
 
 
 class DraftRow(Protocol):
@@ -52,7 +52,7 @@ class DraftRow(Protocol):
 
 
 class Drafter:
-    """Drafter of one engine. A seat is the fixed number of a running request; a batch has N."""
+    """Drafter of one engine. A seat is the fixed number of a running request."""
 
     def __init__(self, kind: Draft, settings: DraftSettings, num_seats: int) -> None:
         s = settings
@@ -75,12 +75,12 @@ class Drafter:
         if kind != "ngram":
             self._index = Index(self._forest, rewards=kind == "history_reward", wait=s.wait)
         self._handle = np.full(num_seats, -1)
-        self._fed = np.zeros(num_seats, np.int64)  # response tokens that the forest has seen
-        self._accepted = np.zeros(num_seats, np.int32)  # last draft's, not yet in the forest
+        self._fed = np.zeros(num_seats, np.int64)  # number of response tokens given to the forest
+        self._accepted = np.zeros(num_seats, np.int32)  # in the last step; not yet in the forest
         self._had_histories = False
 
     def remember(self, histories: Sequence[History], wanted: Collection[int]) -> None:
-        """Index these histories, and keep those of the prompts in `wanted`."""
+        """Index `histories`. Remove earlier histories of prompts that are not in `wanted`."""
         if self._index is not None and histories:
             self._index.remember(histories, wanted)
 
@@ -95,11 +95,11 @@ class Drafter:
 
         Args:
             seats: [N] seats of the batch's requests.
-            rows: the requests, in the same order.
-            tokens, counts: responses by seat, and their lengths.
+            rows: the batch's requests, in the order of `seats`.
+            tokens, counts: response tokens and response lengths, by seat.
         """
         if self._index is not None and self._index.take_news():
-            self._close(np.flatnonzero(self._handle >= 0))  # reopened below in the new index
+            self._close(np.flatnonzero(self._handle >= 0))  # `_open` below uses the new index
             if not self._had_histories:
                 self._had_histories = True
                 self.gate.renew()
@@ -124,15 +124,15 @@ class Drafter:
         return drafts, lengths
 
     def accepted(self, seats: np.ndarray, counts: np.ndarray) -> None:
-        """Record the number of accepted tokens of the last drafts, [N], by seat, [N]."""
+        """Record how many tokens of the last drafts were accepted: `counts` [N] for `seats` [N]."""
         self._accepted[seats] = counts
 
     def leave(self, seats: np.ndarray) -> None:
-        """Release the requests in these seats, which do not run any more."""
+        """Free the seats of requests that no longer run."""
         self._close(seats[self._handle[seats] >= 0])
 
     def close(self) -> None:
-        """End the index's thread."""
+        """Stop the thread that builds the index."""
         if self._index is not None:
             self._index.close()
 

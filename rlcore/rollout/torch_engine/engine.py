@@ -1,21 +1,22 @@
 """Continuous batching over `CausalLM`: an `Engine` in plain torch.
 
-A request waits, then runs in a row of the decode batch, then ends. Rows are compact: row i owns
-cache slot i, and when rows end the last ones move into their places. All tokens of a request but
-the last are prefilled. The last one goes through the decode step like a generated token, so that
-sampling happens in one place. Requests of a group share a prefill: while one of them runs, the
-others copy the prompt's keys and values from it.
+A request waits, then runs in a row of the decode batch, then ends. Row i owns cache slot i. When
+rows end, the last rows of the batch replace them. All tokens of a request except the last are
+prefilled. The last token goes through the decode step like a generated token, so that only the
+decode step samples. Requests of a group share a prefill: while one request of the group runs, the
+others copy the prompt's keys and values from its cache slot.
 
 Work per token is vectorised over all rows; Python loops run only over requests that start or end.
 
-With drafts (`drafter.py`), a decode step runs a row's last token and its draft through one forward
-and samples every position, each with its own random number. If the draft tokens before position i
-are right, the sampled token i is the one that plain decoding would draw. So tokens are accepted up
-to and including the first that differs from the draft. By induction they are the tokens of plain
-decoding, at any temperature and with any filter, and a draft d is accepted with probability p(d).
+With drafts (`drafter.py`), a decode step runs a row's last token and its draft through one forward.
+It samples every position, each with its own random number. If the draft tokens before position i
+are right, sampled token i equals that of plain decoding. So sampled tokens are accepted up to and
+including the first that differs from the draft. By induction, the accepted tokens are those of
+plain decoding, at any temperature and with any filter. The engine accepts a draft token d with
+probability p(d).
 
-Own code instead of transformers' `generate`: sampling of a step takes .27 s, TRL's with it .91 s
-(`tools/results/README.md`).
+transformers' `generate` is slower: TRL, which uses it, samples for .91 s per step, this engine for
+.27 s (`tools/results/README.md`).
 """
 
 import ctypes
@@ -61,8 +62,8 @@ Dtype = Literal["float32", "bfloat16", "float64"]
 
 _PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}  # padded tokens of one prefill
 _IDLE_S = 0.002  # longest sleep of an idle `poll`, so that the caller's thread is free again soon
-_SPAN = 64  # rows that share an attended length when lengths differ a lot
-_WASTE = 1.25  # ratio of attended to needed columns from which rows are sorted by length
+_SPAN = 64  # number of rows that attend to the same number of columns when lengths differ a lot
+_WASTE = 1.25  # ratio of attended to needed columns above which rows are sorted by length
 
 
 @dataclass(slots=True, eq=False)
@@ -75,17 +76,17 @@ class _TorchRequest:
     """Key of the request's random numbers, a signed 64-bit number."""
     prompt: np.ndarray  # [P] int32
     prefix: bytes
-    """The prompt as bytes; with the group, the key of the shared prefill."""
+    """The prompt as bytes. Group and prefix together are the key of the shared prefill."""
     prompt_key: int
     """Key of the prompt's history; 0 without drafts."""
-    tokens: np.ndarray  # [R] int32, the response so far while the request does not run
+    tokens: np.ndarray  # [R] int32, response so far; outdated while the request runs (see _Seats)
     logps: np.ndarray
     versions: np.ndarray
     drafted: np.ndarray
     seat: int = -1
     """Index in the per-request tables (`_Seats`) while the request runs, else -1."""
     told: int = 0
-    """Number of response tokens that progress events have carried."""
+    """Number of response tokens already sent in progress events."""
 
     def sit(self, seat: int) -> None:
         """Mark the request as running in this seat of the per-request tables."""
@@ -100,8 +101,8 @@ class _TorchRequest:
         self.seat = -1
 
     def tell(self, count: int) -> slice:
-        """Return the slice of the `count` response tokens that no progress event has carried, and
-        mark them as carried."""
+        """Return the slice of the `count` response tokens that was not sent in a progress event
+        yet, and mark it as sent."""
         new = slice(self.told, count)
         self.told = count
         return new
@@ -113,13 +114,13 @@ class _TorchRequest:
 
 @dataclass(slots=True)
 class _Seats:
-    """Per-request tables of the running requests: numpy on the host, one fixed index (seat) per
-    request."""
+    """Tables with the state of the running requests, in numpy on the host. A request has one fixed
+    index (its seat) in all tables."""
 
     prompt: np.ndarray  # prompt tokens
     count: np.ndarray  # response tokens
-    limit: np.ndarray  # most response tokens
-    last: np.ndarray  # newest token, not yet in the cache
+    limit: np.ndarray  # maximum number of response tokens
+    last: np.ndarray  # newest token, not yet in the KV cache
     key: np.ndarray
     temperature: np.ndarray
     top_k: np.ndarray
@@ -157,7 +158,7 @@ class _Seats:
         )
 
     def take(self, job: _TorchRequest) -> None:
-        """Assign a free seat to the job and fill in its tables."""
+        """Assign a free seat to the job and fill in this seat's entries in the tables."""
         seat, sampling, count = self.free.pop(), job.request.sampling, len(job.tokens)
         job.sit(seat)
         self._widen(count + 1, len(sampling.stop_ids))
@@ -202,7 +203,7 @@ class _Seats:
     def write(
         self, seats: np.ndarray, tokens: np.ndarray, logps: np.ndarray, version: int
     ) -> np.ndarray:
-        """Append one token to each seat. Return which responses end with it, [N] bool."""
+        """Append one token to each seat. Return which responses end with this token, [N] bool."""
         at = self.count[seats]
         self._widen(int(at.max()) + 1, 0)
         self.tokens[seats, at] = tokens
@@ -223,8 +224,8 @@ class _Seats:
         sizes: np.ndarray,
         version: int,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Append the first `sizes` (1 or more) tokens of each row, up to a stop token. All but the
-        last of them were drafted. `tokens` and `logps` are [N, S].
+        """Append the first `sizes` (1 or more) tokens of each row, up to a stop token. Of these
+        `sizes` tokens all except the last were drafted. `tokens` and `logps` are [N, S].
 
         Returns:
             Which responses end, [N] bool, and the number of tokens appended to each, [N].
@@ -265,7 +266,7 @@ class _Batch:
 @final
 @dataclass(slots=True)
 class _Totals:
-    """Counters since the last report; `Stats` documents each."""
+    """Counters since the last report; `Stats` documents each field."""
 
     prefill_tokens: int = 0
     busy_s: float = 0.0
@@ -295,8 +296,8 @@ class _Totals:
     def step(
         self, running: int, gained: int, drafts: bool, *, busy_s: float, seconds: float
     ) -> None:
-        """Count a step that added `gained` tokens to `running` requests. It took `busy_s`, of which
-        `seconds` were decoding."""
+        """Count a step that added `gained` tokens to `running` requests. The step took `busy_s`, of
+        which `seconds` were decoding."""
         self.busy_s += busy_s
         self.decode_steps += 1
         size = running.bit_length()
@@ -324,21 +325,21 @@ class _Totals:
 class TorchEngine(InProcess):
     """Engine on one device. In addition to `protocols.Engine`:
 
-    - `poll` does the work. It runs at least one step, and more until there are events or the
-      timeout is over. If there is nothing to do, it returns early.
+    - `poll` decodes. It runs at least one step, and more until there are events or the timeout is
+      over. If there is nothing to do, it returns early.
     - The engine decodes only while it is loaded, awake and not paused; otherwise requests wait.
     - Log-probs are of the distribution that was sampled; greedy samples have log-prob 0.
     - Progress and Stats events are sent every `progress_s`; Stats also when the last request ends.
 
-    `cache_tokens` limits rows x longest row; 0 takes max_running full-length rows or what memory
-    allows. If the cache is full, the latest request of the lowest priority is preempted and
-    prefilled again later. `decode_floor_ms` makes every decode step last at least that long.
+    `cache_tokens` limits the number of rows x the longest row. 0 takes the size of `max_running`
+    full-length rows, or less if memory is short. If the cache is full, the latest request of the
+    lowest priority is preempted. `decode_floor_ms` is the shortest time of a decode step.
 
     `quantize` rounds the projections of every weight update to a coarse grid (`quantize.py`); the
     log-probs are those of the rounded model. `draft` verifies guesses of the next tokens in one
     forward; `draft_settings` are the fields of `DraftSettings`. With `tell_tokens`, progress events
-    carry the new tokens. `fp32_head` computes the final norm and logits of a bfloat16 engine in
-    float32; it changes nothing for wider dtypes.
+    contain the new tokens. `fp32_head` computes the final norm and logits of a bfloat16 engine in
+    float32; wider dtypes ignore it.
     """
 
     def __init__(
@@ -389,23 +390,23 @@ class TorchEngine(InProcess):
         )
         self._model.allocate()
         self._budget = 0
-        """Cache size in tokens if `cache_tokens` is 0: the smallest size that was free at the start
-        or at any wake. Otherwise 0."""
+        """Cache size in tokens if `cache_tokens` is 0: the smallest size for which memory was free
+        at the start or at a wake. Otherwise 0."""
         self._cache: Cache | None = self._make_cache()
         self._seats = _Seats.make(max_running)
         self._jobs: dict[RequestId, _TorchRequest] = {}
         self._waiting: list[
             tuple[tuple[int, int], _TorchRequest]
-        ] = []  # heap; ended jobs are skipped
+        ] = []  # heap; `_admit` skips requests that have ended
         self._rows: list[_TorchRequest] = []
         self._groups: dict[
             tuple[str, bytes], dict[_TorchRequest, None]
-        ] = {}  # running, by prefix, in order
+        ] = {}  # running requests in the order of their start, by group and prompt
         self._batch: _Batch | None = None
         self._events: list[AnyEvent] = []
         self._arrivals = 0
         self._loaded = False
-        self._missing: set[str] | None = None  # of the load in progress
+        self._missing: set[str] | None = None  # tensors that the weight update still has to send
         self._next_version = 0
         self._paused = False
         self._closed = False
@@ -419,8 +420,8 @@ class TorchEngine(InProcess):
     # ---- requests
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue all requests. If one is invalid, queue none and raise a ValueError that names
-        it."""
+        """Queue all requests. If a request is invalid, queue none and raise a ValueError that names
+        the request."""
         seen: set[RequestId] = set()
         for request in requests:
             if request.id in self._jobs or request.id in seen:
@@ -457,7 +458,7 @@ class TorchEngine(InProcess):
             heapq.heappush(self._waiting, (job.order, job))
 
     def abort(self, ids: Collection[RequestId]) -> None:
-        """Stop requests; their partial samples are returned as `Aborted` events."""
+        """Stop requests. `poll` returns the partial samples as `Aborted` events."""
         jobs = [self._jobs[i] for i in ids if i in self._jobs]
         self._unseat([job for job in jobs if job.seat >= 0])
         for job in jobs:
@@ -466,8 +467,8 @@ class TorchEngine(InProcess):
             self._report()
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
-        """Run steps until there are events, the timeout is over or there is nothing to do. Run at
-        least one step, so that a timeout of 0 makes progress too."""
+        """Run steps until there are events, the timeout is over or no request can be decoded. Run
+        at least one step, so that a timeout of 0 makes progress too."""
         end = self._clock() + timeout_s
         if not self._events:
             with self._own_threads():
@@ -501,7 +502,7 @@ class TorchEngine(InProcess):
         self._paused = False
 
     def begin_load(self, version: int) -> None:
-        """Start a weight update; a second call starts over."""
+        """Start a weight update. A call during an update starts the update over."""
         if not self._model.allocated:
             raise RuntimeError("the engine's weights are asleep; call wake(['weights']) first")
         self._missing = set(self._model.shapes)
@@ -512,7 +513,7 @@ class TorchEngine(InProcess):
         """Copy the tensors of a bucket into the model.
 
         Raises:
-            ValueError: unknown name, wrong shape or too few bytes.
+            ValueError: a tensor has an unknown name, a wrong shape or too few bytes.
             RuntimeError: the checksum differs from the sender's. The bucket is not loaded, and all
                 weights must be sent again.
         """
@@ -530,7 +531,7 @@ class TorchEngine(InProcess):
                 self._missing.discard(name)
 
     def end_load(self) -> None:
-        """Finish a weight update: tokens from now on are of the new version.
+        """Finish a weight update: tokens sampled from now on carry the new version.
 
         Raises:
             RuntimeError: tensors are missing; the message names them.
@@ -544,7 +545,7 @@ class TorchEngine(InProcess):
         self.version = self._next_version
 
     def sleep(self, tags: Collection[Tag]) -> None:
-        """Free the weights or the cache. Requests of a paused engine are prefilled again later."""
+        """Free the memory of `tags`. Without a cache, paused requests are prefilled again later."""
         check_tags(tags)
         if self._rows and not self._paused:
             raise RuntimeError(f"{len(self._rows)} requests are running; pause the engine first")
@@ -558,7 +559,7 @@ class TorchEngine(InProcess):
         _return_memory(self._device)
 
     def wake(self, tags: Collection[Tag]) -> None:
-        """Allocate the memory again. The engine decodes only after the next weight update."""
+        """Allocate the memory of `tags` again. Weights then need an update before decoding."""
         check_tags(tags)
         if "weights" in tags:
             self._model.allocate()
@@ -571,8 +572,8 @@ class TorchEngine(InProcess):
             raise ValueError(f"tensor-parallel size {tp}: the torch engine has size 1")
 
     def remember(self, histories: Sequence[History]) -> None:
-        """Draft from these earlier responses as soon as they are indexed. Remove the histories of
-        prompts without a request on this engine."""
+        """Index these earlier responses in the background, as a source of drafts. Remove the
+        histories of prompts without a request on this engine."""
         if self._drafter is not None:
             self._drafter.remember(histories, {job.prompt_key for job in self._jobs.values()})
 
@@ -619,7 +620,7 @@ class TorchEngine(InProcess):
 
     @contextmanager
     def _own_threads(self):
-        """Set torch's number of threads to the engine's, and restore the caller's afterwards."""
+        """Set torch's number of threads to the engine's, and restore the caller's number after."""
         before = torch.get_num_threads()
         if before != self._threads:
             torch.set_num_threads(self._threads)
@@ -631,8 +632,7 @@ class TorchEngine(InProcess):
 
     @torch.inference_mode()
     def _step(self) -> bool:
-        """Start waiting requests and run one decode step. Return False if there is nothing to
-        do."""
+        """Start waiting requests and run one decode step. Return whether a step was run."""
         if not self.can_work:
             return False
         start = self._clock()
@@ -655,7 +655,7 @@ class TorchEngine(InProcess):
         return True
 
     def _longest(self) -> int:
-        """Return the number of tokens of the longest row."""
+        """Return the length of the longest row in tokens, prompt included."""
         seats = self._row_seats()
         return int((self._seats.prompt[seats] + self._seats.count[seats]).max(initial=0))
 
@@ -663,7 +663,7 @@ class TorchEngine(InProcess):
         return np.fromiter((job.seat for job in self._rows), np.int64, len(self._rows))
 
     def _admit(self) -> None:
-        """Move waiting requests into rows, limited by rows, cache and prefill tokens per step."""
+        """Start waiting requests while rows, cache and the step's prefill tokens allow it."""
         picked: list[_TorchRequest] = []
         cache = self._cache
         assert cache is not None
@@ -687,7 +687,7 @@ class TorchEngine(InProcess):
             self._start(picked, longest, cache)
 
     def _start(self, picked: list[_TorchRequest], longest: int, cache: Cache) -> None:
-        """Add rows for the requests and prefill all but their last tokens."""
+        """Add rows for the requests and prefill all tokens of each request except the last."""
         leaders: list[_TorchRequest] = []
         followers: list[tuple[_TorchRequest, _TorchRequest]] = []
         for job in picked:
@@ -697,7 +697,7 @@ class TorchEngine(InProcess):
             else:
                 leaders.append(job)
             group[job] = None
-        # Sorted, so that prefills of similar length share a batch.
+        # Sort, so that prefills of similar length share a batch.
         leaders.sort(key=lambda job: len(job.prompt) + len(job.tokens), reverse=True)
         followers.sort(key=lambda pair: len(pair[0].tokens), reverse=True)
         first = len(self._rows)
@@ -717,8 +717,8 @@ class TorchEngine(InProcess):
         self._fill(jobs[:resumed], first + len(leaders), shared[:resumed], cache)
 
     def _fill(self, jobs: list[_TorchRequest], slot: int, starts: list[int], cache: Cache) -> None:
-        """Prefill the rows from `slot` on, each from its entry in `starts` up to the last token,
-        exclusive. Jobs are sorted longest first."""
+        """Prefill the rows from `slot` on. Each row is prefilled from its position in `starts` to
+        its last token, exclusive. `jobs` are sorted longest first."""
         budget = _PREFILL_TOKENS.get(self._device.type, 2048)
         parts = [
             np.concatenate((job.prompt, job.tokens))[start:-1]
@@ -734,8 +734,8 @@ class TorchEngine(InProcess):
                 tokens[row, : len(part)] = part
             begin = np.array(starts[done : done + len(batch)])
             end = int((begin + [len(part) for part in batch]).max())
-            # Padding is written behind the row's end, where it is overwritten before it is read.
-            # The cache has one column more than `end`, for the token that is left out.
+            # Padding is written behind the row's end, where tokens overwrite it before it is read.
+            # Column `end` exists in the cache: it is reserved for the row's last token.
             positions = np.minimum(begin[:, None] + np.arange(width), end)
             step = ForwardInputs(
                 tokens=torch.from_numpy(tokens).to(self._device),
@@ -750,7 +750,7 @@ class TorchEngine(InProcess):
 
     def _make_room(self) -> None:
         """Reserve cache so that every row can write its next token. If the cache is too small,
-        preempt the last requests in order until it fits."""
+        preempt requests, from the last in `order` on, until the others fit."""
         cache, longest = self._cache, self._longest()
         assert cache is not None
         lost: list[_TorchRequest] = []
@@ -764,12 +764,12 @@ class TorchEngine(InProcess):
             self._emit(Preempted, id=job.request.id)
         self._used = max(self._used, cache.share(len(self._rows), longest))
         if cache.reserve(len(self._rows), longest, len(self._rows)) and self._batch:
-            # Keep the batch: a new one may sort rows, and row order must not depend on history.
+            # Keep the batch: a rebuild may sort rows, so order would depend on cache growth.
             self._batch.step.forget_cache()
 
     def _decode(self) -> tuple[int, int]:
         """Decode one token for every row. Return the number of tokens in the forward and the number
-        of tokens gained, as `_verify` does."""
+        of new response tokens, as `_verify` does."""
         if self._batch is None:
             self._batch = self._make_batch()
         batch = self._batch
@@ -777,7 +777,7 @@ class TorchEngine(InProcess):
         hidden = self._model.forward(batch.step, self._cache)
         logits = self._model.logits(hidden[:, 0])
         tokens, logps = sample(logits, batch.counter, batch.settings)
-        host = torch.stack((tokens.double(), logps)).cpu().numpy()  # the step's one transfer
+        host = torch.stack((tokens.double(), logps)).cpu().numpy()  # only one transfer per step
         self._check_finite(host[1], np.arange(len(self._rows)))
         seats = self._row_seats()
         done = self._seats.write(seats, host[0].astype(np.int64), host[1], self.version)
@@ -788,8 +788,8 @@ class TorchEngine(InProcess):
         return len(seats), len(seats)
 
     def _verify(self) -> tuple[int, int]:
-        """Make drafts and run one forward over them. Append to every row the accepted draft tokens
-        and one more. Return the same two numbers as `_decode`."""
+        """Make drafts and run one forward over all drafts. Append to every row the accepted draft
+        tokens and one more token. Return the two numbers that `_decode` returns."""
         drafter, table, cache = self._drafter, self._seats, self._cache
         assert drafter is not None and cache is not None
         seats = self._row_seats()
@@ -809,9 +809,9 @@ class TorchEngine(InProcess):
         ends = lengths + sizes
         cache.reserve(len(seats), int(ends.max()), len(seats))
         self._batch = None  # the next plain step starts at other positions
-        column = np.arange(int(sizes.max()) + 1)  # [S]
-        is_real = column <= sizes[:, None]  # [N, S]
-        row, at = np.nonzero(is_real)  # [T]
+        column = np.arange(int(sizes.max()) + 1)  # [S], S: last token and longest draft
+        is_real = column <= sizes[:, None]  # [N, S], false for padding
+        row, at = np.nonzero(is_real)  # [T], row and column of each token in the forward
         grid = np.zeros((2, *is_real.shape), np.int64)
         grid[0, :, 0] = table.last[seats]
         grid[0, :, 1:] = np.where(is_real[:, 1:], drafts[:, : len(column) - 1], 0)
@@ -830,7 +830,7 @@ class TorchEngine(InProcess):
         )
         hidden = self._model.forward(step, cache)
         sampled, logps = sample(self._model.logits(hidden), flat[1], self._settings(seats[row]))
-        host = torch.stack((sampled.double(), logps)).cpu().numpy()  # the step's one transfer
+        host = torch.stack((sampled.double(), logps)).cpu().numpy()  # only one transfer per step
         self._check_finite(host[1], row)
         found = np.full(is_real.shape, -1)
         found[row, at] = host[0].astype(np.int64)
@@ -840,7 +840,7 @@ class TorchEngine(InProcess):
         accepted = np.cumprod(right, axis=1).sum(1)
         done, gained = table.write_many(seats, found, found_logps, accepted + 1, self.version)
         drafter.accepted(seats, accepted)
-        # A stop token inside the draft ends the response, so fewer tokens than accepted may count.
+        # A stop token inside the draft ends the response, which drops accepted tokens behind it.
         self._totals.verify(int(sizes.sum()), int(np.minimum(gained, accepted).sum()))
         if done.any():
             self._finish([self._rows[i] for i in np.flatnonzero(done)])
@@ -906,7 +906,7 @@ class TorchEngine(InProcess):
         )
 
     def _sort_rows(self, lengths: np.ndarray) -> bool:
-        """Sort rows by length if attention over short rows is padded too much. Return True if rows
+        """Sort rows by length if attention over short rows is padded too much. Return whether rows
         were moved."""
         if len(lengths) <= _SPAN:
             return False
@@ -947,8 +947,8 @@ class TorchEngine(InProcess):
                 del self._groups[key]
 
     def _requeue(self, jobs: Collection[_TorchRequest]) -> None:
-        """Remove jobs from their rows and queue them in their former order, to be prefilled
-        again."""
+        """Remove jobs from their rows and return the jobs to their former places in the queue. They
+        are prefilled again later."""
         self._unseat(jobs)
         for job in jobs:
             heapq.heappush(self._waiting, (job.order, job))
@@ -985,7 +985,7 @@ class TorchEngine(InProcess):
         )
 
     def _report(self) -> None:
-        """Send Progress and Stats if `progress_s` is over or no request is left."""
+        """Send Progress and Stats events if `progress_s` is over or no request is left."""
         due = self._clock() - self._reported >= self._progress_s
         if not due and self._jobs:
             return
@@ -1010,16 +1010,16 @@ class TorchEngine(InProcess):
 
 def build(config: Mapping[str, Any], **options: Any) -> TorchEngine:
     """Build an engine for `ChildEngine` from the contents of config.json and the keywords of
-    `TorchEngine`. Its progress events carry the tokens, so that they survive a failed child."""
+    `TorchEngine`. Progress events contain the new tokens, which then survive a failed child."""
     device = torch.device(options.get("device") or "cpu")
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # otherwise code without a device would use the first GPU
+        torch.cuda.set_device(device)  # otherwise code that names no device would use the first GPU
     return TorchEngine(HFConfig.from_dict(dict(config)), **(options | {"tell_tokens": True}))
 
 
 def _spans(lengths: np.ndarray) -> list[Span]:
-    """Split rows into ranges with the length that each attends to. Use one range unless several
-    save much attention work."""
+    """Split rows into ranges (first row, end, attended columns). Return one range unless several
+    ranges save much attention work."""
     rows, longest = len(lengths), int(lengths.max())
     if rows <= _SPAN or rows * longest < _WASTE * _attended(lengths):
         return [(0, rows, longest)]
@@ -1029,15 +1029,15 @@ def _spans(lengths: np.ndarray) -> list[Span]:
 
 
 def _attended(lengths: np.ndarray) -> int:
-    """Return the cache columns that attention reads in all rows, if each range of _SPAN rows
-    attends to its own longest row."""
+    """Return the number of cache columns that attention reads over all rows, if each range of
+    `_SPAN` rows is padded to its own longest row."""
     starts = np.arange(0, len(lengths), _SPAN)
     sizes = np.diff(np.append(starts, len(lengths)))
     return int((np.maximum.reduceat(lengths, starts) * sizes).sum())
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the bytes that a cache may take: free memory less room for growth and activations."""
+    """Return the most bytes for a cache: free memory minus room for growth and activations."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.8)
     with open("/proc/meminfo") as file:
@@ -1048,7 +1048,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _return_memory(device: torch.device) -> None:
-    """Return freed memory to the system, which the allocators would keep."""
+    """Return freed memory to the system; by default the allocators keep it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc only

@@ -1,16 +1,16 @@
 """Token sampling from logits: filters, inverse-CDF sampling and log-probs of the sampled tokens.
 
-Random numbers come from a counter-based generator: a hash of (request key + position), so a sample
-depends on nothing else in the batch. Log-probs are of the distribution that was sampled, after
-temperature and filters; greedy decoding samples a point mass, hence its log-probs are 0.
+A random number is a hash of its request's key and the token's position, so a sample does not depend
+on the rest of the batch. Log-probs are of the distribution that was sampled, after temperature and
+filters. Greedy decoding always takes the best token, so its log-probs are 0.
 
-Filters are applied in order: temperature, the `top_k` most likely tokens (ties by lower id), the
-smallest set of those whose renormalised mass reaches `top_p`, tokens at least `min_p` times as
-likely as the best.
+The order is: temperature; the `top_k` most likely tokens (ties by lower id); the smallest set of
+the remaining tokens whose renormalised mass reaches `top_p`; the remaining tokens that are at least
+`min_p` times as likely as the best token.
 
 Letters: N rows, V vocabulary.
 
-Own code instead of `torch.multinomial`, whose draws depend on what else is in the batch.
+`torch.multinomial` is not used, because its draws depend on the rest of the batch.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-"""Distance between the counters of neighbouring positions, as a signed 64-bit number."""
+"""Difference between the counters of neighbouring positions, as a signed 64-bit number."""
 _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX2 = 0x94D049BB133111EB - 2**64
 _BITS = 48
@@ -28,12 +28,12 @@ _BLOCK = 512  # block size of the search in a large vocabulary
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """Sampling settings per row, all [N]. The filters are None if no row uses them."""
+    """Sampling settings per row, [N]; `filtered` and the filters are None if no row has filters."""
 
     scale: Tensor
     """1 / temperature, 1 for greedy rows."""
     greedy: Tensor | None  # bool
-    filtered: Tensor | None  # int64, the rows with filters; the next three have one entry for each
+    filtered: Tensor | None  # [F] int64, rows with filters; top_k, top_p and min_p are [F] too
     top_k: Tensor | None = None
     top_p: Tensor | None = None
     min_p: Tensor | None = None
@@ -42,7 +42,7 @@ class SamplingTensors:
 
 
 def uniform(counter: Tensor) -> Tensor:
-    """Map int64 counters to uniform numbers in (0, 1), [N] float64, with splitmix64's finaliser."""
+    """Map counters [N] int64 to uniform numbers in (0, 1), [N] float64, as splitmix64 does."""
     z = counter
     z = (z ^ ((z >> 30) & (2**34 - 1))) * _MIX1
     z = (z ^ ((z >> 27) & (2**37 - 1))) * _MIX2
@@ -51,8 +51,8 @@ def uniform(counter: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, counter: Tensor, settings: SamplingTensors) -> tuple[Tensor, Tensor]:
-    """Sample tokens [N] int64 and return them with their log-probs [N] float64. If logits are not
-    finite, the log-prob is not finite, and the caller must check it."""
+    """Sample a token per row. Return tokens [N] int64 and their log-probs [N] float64. The caller
+    must check that log-probs are finite: they are not if the logits are not."""
     best = logits.amax(-1, keepdim=True)
     shifted = logits - best
     if not settings.plain:
@@ -73,8 +73,8 @@ def sample(logits: Tensor, counter: Tensor, settings: SamplingTensors) -> tuple[
 
 
 def inverse_cdf(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first token whose cumulative weight exceeds u times the total, and the total [N]
-    float64. Sums are in float64, and a token of weight 0 is never returned."""
+    """Return the first token whose cumulative weight exceeds `u` times the row's total, [N], and
+    the totals [N] float64. Sums are in float64. A token of weight 0 is never returned."""
     rows, vocab = weights.shape
     if vocab <= 8 * _BLOCK:
         return _search(weights, u)
@@ -97,8 +97,8 @@ def _search(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def filters(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Return the tokens that may be sampled, [N, V] bool. `top_k` 0 keeps all. Weights are not
-    normalised; the largest of each row is 1."""
+    """Return which tokens may be sampled, [N, V] bool. `top_k` 0 keeps all tokens. `weights` are
+    not normalised; the largest weight of each row is 1."""
     ordered, index = weights.double().sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(weights.shape[-1], device=weights.device)
     keep = (rank < top_k[:, None]) | (top_k[:, None] == 0)

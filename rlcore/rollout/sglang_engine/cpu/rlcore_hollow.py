@@ -1,8 +1,8 @@
-"""Hollow packages: every attribute and submodule exists, nothing in them works.
+"""Hollow packages: stand-ins in which every attribute and submodule exists and nothing works.
 
-SGLang and the parts of transformers that it imports name kernels and image operations at import
-time that a text model on a CPU never runs. A decorator returns the function as it is; a call
-raises.
+At import time, SGLang and transformers refer to kernels and image operations that a text model on a
+CPU never runs. A hollow package lets these imports succeed. Its decorators return the function
+unchanged.
 """
 
 import importlib.abc
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Kind(type):
-    """A class whose members, of an enumeration for instance, are their names."""
+    """Class of hollow classes. Each of their members, as of an enumeration, is its own name."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("_"):
@@ -23,8 +23,8 @@ class _Kind(type):
 
 
 class _Hollow(types.ModuleType):
-    """A module that makes up what it is asked for: a class where the name looks like one, a module
-    that can be called as a decorator otherwise. As a collection it is empty."""
+    """Module that creates missing attributes on access: a class if the name is capitalised, else a
+    hollow module, which can be called as a decorator. Iterating over the module yields nothing."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -47,11 +47,11 @@ class _Hollow(types.ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and callable(args[0]) and not kwargs:
             return args[0]  # a bare decorator
-        return _as_it_is  # a decorator with arguments, or a call whose result is never used
+        return _as_it_is  # called as a decorator with arguments, or the result is never used
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the submodules of hollow packages."""
+    """Import hook that creates the submodules of a hollow package."""
 
     def __init__(self, package: str) -> None:
         self._prefix = package + "."
@@ -71,7 +71,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def hollow(package: str) -> None:
-    """Turn the package that is being imported into a hollow one; what it defines stays."""
+    """Turn the package that is being imported into a hollow package; keep what it defines."""
     module = sys.modules[package]
     module.__class__ = _Hollow
     sys.meta_path.insert(0, _Finder(package))

@@ -1,2 +1,2 @@
-"""What `SGLANG_EXTERNAL_MODEL_PACKAGE` names: the architectures that we train, so that SGLang does
-not import its other 200 at the start."""
+"""Package named by `SGLANG_EXTERNAL_MODEL_PACKAGE`: only the architectures that we train. So SGLang
+does not import its other 200 architectures at the start."""

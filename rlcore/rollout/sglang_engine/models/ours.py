@@ -1,4 +1,4 @@
-"""SGLang's own classes of the architectures in `hf.config`."""
+"""SGLang's classes for the architectures in `hf.config`."""
 
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM

@@ -1,8 +1,8 @@
 """Stand-in for sgl_kernel, whose CPU build is not published.
 
-`torch.ops.sgl_kernel` stays empty on purpose: SGLang then sees no AMX and takes the plain torch
-version of every layer. What it imports by name and a text model without speculation does not run
-raises; of what speculation runs our drafts need two functions.
+`torch.ops.sgl_kernel` stays empty on purpose: SGLang then detects no AMX and takes the plain torch
+version of every layer. The two functions below are needed for drafts. Every other name can be
+imported, but raises NotImplementedError if called, because a text model on a CPU never calls it.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ __version__ = "0.0.0"
 def assign_req_to_token_pool_cpu(
     rows: Any, table: Any, starts: Any, ends: Any, places: Any, width: int
 ) -> None:
-    """Write the next of `places` [T] into table[rows[i], starts[i] : ends[i]] for every i."""
+    """Fill table[rows[i], starts[i] : ends[i]] for every i, from `places` [T] in order."""
     done = 0
     for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
         table[row, start:end] = places[done : done + end - start].to(table.dtype)
@@ -22,8 +22,8 @@ def assign_req_to_token_pool_cpu(
 
 
 def copy_all_layer_kv_cache_cpu(buffers: Any, row_bytes: Any, targets: Any, sources: Any) -> None:
-    """Copy rows of every layer's keys and values, given by their addresses; all are read before
-    one is written. SGLang tries it once at its start."""
+    """Copy rows of every layer's keys and values, which `buffers` gives as addresses. Read all rows
+    of a buffer before writing. SGLang calls this once at its start, as a test."""
     pairs = list(zip(targets.tolist(), sources.tolist(), strict=True))
     for address, size in zip(buffers.tolist(), row_bytes.tolist(), strict=True):
         rows = [ctypes.string_at(address + source * size, size) for _, source in pairs]

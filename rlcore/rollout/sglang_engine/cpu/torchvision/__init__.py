@@ -1,4 +1,4 @@
-"""Stand-in for torchvision: SGLang imports it for image models; its wheels are built for CUDA."""
+"""Stand-in for torchvision, whose wheels need CUDA. SGLang imports torchvision for image models."""
 
 from rlcore_hollow import hollow
 

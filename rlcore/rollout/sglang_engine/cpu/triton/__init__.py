@@ -1,4 +1,4 @@
-"""Stand-in for triton where there is no GPU: kernels can be declared and are never run."""
+"""Stand-in for triton on machines without a GPU: kernels can be declared, but are never run."""
 
 from rlcore_hollow import hollow
 
@@ -14,7 +14,7 @@ def next_power_of_2(n: int) -> int:
 
 
 class Config:
-    """Of an autotuned kernel."""
+    """Configuration of an autotuned kernel."""
 
     def __init__(self, kwargs: dict | None = None, **options: object) -> None:
         self.kwargs = kwargs or {}
