@@ -166,7 +166,7 @@ def test_two_runs_of_one_name_do_not_share_a_folder(tmp_path: Path, monkeypatch)
     ) as other:
         assert other.stdout.readline() == b"held\n"
         cfg = Config(run=RunConfig(dir=str(tmp_path), name="run"))
-        with pytest.raises(ValueError, match=f"--run.name run: process {other.pid} on .* is at wo"):
+        with pytest.raises(ValueError, match=f"--run.name run: process {other.pid} on .* uses"):
             open_run.open_folder(cfg, ALONE)
         other.kill()
     open_run.open_folder(cfg, ALONE)  # its end frees the folder

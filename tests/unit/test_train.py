@@ -464,7 +464,7 @@ def test_offloading_changes_nothing_but_the_memory(world: World) -> None:
         memory = {name: found.pop(name) for name in list(found) if name.startswith("memory/")}
         assert found == runs.same(straight[step])
     # On the CPU the gradients go: 4 of the 16 bytes of a parameter.
-    generate, turn = (memory[f"memory/learner_gb/{x}"] for x in ("generate", "hand_over"))
+    generate, turn = (memory[f"memory/learner_gb/{x}"] for x in ("gen", "load_learner"))
     assert generate / turn == pytest.approx(12 / 16, rel=0.02)
 
 
