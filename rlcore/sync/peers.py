@@ -494,7 +494,7 @@ class ExchangeGroup:
         self.wait(self._group.broadcast([tensor], options))
 
     def wait(self, work: Any) -> None:
-        """Wait until a message is sent or received. Because of the deadline NCCL blocks the host."""
+        """Wait until a message is sent or received. Due to the deadline, NCCL blocks the host."""
         work.wait(self._wait)
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
