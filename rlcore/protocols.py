@@ -73,7 +73,7 @@ class Engine(Protocol):
         has no weights and may still be starting. Raise ValueError if `tp` is unsupported."""
 
     def remember(self, histories: Sequence[History]) -> None:
-        """Store earlier responses as draft source; engines that do not draft ignore them."""
+        """Store earlier responses as draft source. Engines that do not draft do nothing."""
 
     @property
     def failure(self) -> str:

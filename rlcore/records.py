@@ -192,7 +192,7 @@ class RewardResult(Record):
     queued_s: float = 0.0
     """Seconds that the sample waited before scoring, plus seconds that its score waited after."""
     num_ahead: int = 0
-    """Number of unscored samples of the same rank when this one was submitted."""
+    """Number of unscored samples of the same rank when this sample was submitted."""
 
 
 class Work(Record):
@@ -329,7 +329,7 @@ class Stats(Event):
     episodes: int = 0
     """Number of episodes that ended; 0 without `--env`."""
     turns: int = 0
-    """Number of sampled turns, including those of aborted or failed episodes."""
+    """Number of sampled turns, including turns of aborted or failed episodes."""
     env_calls: int = 0
     """Number of environment resets and steps that were answered."""
     env_s: float = 0.0
@@ -443,7 +443,7 @@ class Abort(Command):
 
 
 class Move(Command):
-    """Remove these requests and reply `Moved`; they continue on another engine."""
+    """Remove these requests and reply `Moved`. The requests continue on another engine."""
 
     ids: tuple[RequestId, ...]
 

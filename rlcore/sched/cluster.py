@@ -1,9 +1,9 @@
 """Place jobs on shared nodes: RollMux's inter-group scheduler (arXiv 2512.11306, Algorithm 1).
 
-A job samples on rollout nodes and trains on train nodes, so one kind is idle while the job uses the
-other. The jobs of a group alternate on the group's nodes. Each job is pinned to some of the group's
-rollout nodes, where its state stays in host memory, and trains on all of the group's train nodes.
-If all jobs run in one cyclic order (`phase_mux.py`), an iteration of every job takes
+A job samples on rollout nodes and trains on train nodes. Alone, it leaves either kind idle while it
+uses the other, so the jobs of a group alternate. Each job is pinned to some of the group's rollout
+nodes, where its state stays in host memory, and trains on all of the group's train nodes. If all
+jobs run in one cyclic order (`phase_mux.py`), an iteration of every job takes
 
     period = max(T_cycle, T_load)
     T_cycle = max over jobs of rollout + train + sync
@@ -499,8 +499,8 @@ class Cluster:
         return self._rollout.used, self._train.used
 
     def free(self, is_rollout: bool) -> list[int]:
-        """Return the rollout (else train) nodes that no group uses; the pool must not be
-        unlimited."""
+        """Return the unused nodes of the rollout pool (`is_rollout`) or of the train pool. The pool
+        must not be unlimited."""
         nodes = self._rollout if is_rollout else self._train
         assert nodes.limit is not None
         used = {n for g in self for n in (g.load if is_rollout else g.train)}
@@ -629,8 +629,8 @@ class Cluster:
         return out
 
     def _could_share(self, a: MuxJob, b: MuxJob) -> bool:
-        """Return whether two jobs would meet their SLOs in one group, if need be on separate
-        rollout nodes."""
+        """Return whether two jobs would meet their SLOs in one group, on separate rollout nodes if
+        necessary."""
         switches = self.pools[0].switch_s + self.pools[1].switch_s
         if a.colocated or b.colocated:
             return a.solo_s + b.solo_s + 2 * switches <= min(a.limit_s, b.limit_s)

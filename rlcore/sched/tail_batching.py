@@ -244,7 +244,7 @@ def check(
     eta_samples: float,
     quotas: Mapping[str, int] | None = None,
 ) -> None:
-    """Check the settings of a round; raise ConfigError if one is out of range."""
+    """Check the settings of a round. If one is out of range, raise ConfigError."""
     for name, value in (("eta_prompts", eta_prompts), ("eta_samples", eta_samples)):
         if not value >= 1:
             raise ConfigError(f"{name} {value:g}: must be at least 1 (1: no extra)")
