@@ -1,20 +1,20 @@
 """Place jobs on shared nodes: RollMux's inter-group scheduler (arXiv 2512.11306, Algorithm 1).
 
-A job samples on rollout nodes and trains on train nodes. Alone, it leaves either kind idle while it
-uses the other, so the jobs of a group alternate. Each job is pinned to some of the group's rollout
-nodes, where its state stays in host memory, and trains on all of the group's train nodes. If all
-jobs run in one cyclic order (`phase_mux.py`), an iteration of every job takes
+A job samples on rollout nodes and trains on train nodes, and leaves its other nodes idle meanwhile.
+So the jobs of a group alternate on the group's nodes. Each job is pinned to some of the group's
+rollout nodes, where its state stays in host memory. It trains on all of the group's train nodes. If
+all jobs run in one cyclic order (`phase_mux.py`), an iteration of every job takes
 
     period = max(T_cycle, T_load)
     T_cycle = max over jobs of rollout + train + sync
     T_load  = max over nodes of the phases that run there
 
 In a group of several jobs, every phase includes the switch to its job. The formula is a lower
-bound. If several nodes and jobs are nearly as busy as the busiest, a job may wait for another in
-every second round. This occurs in one of a hundred random groups (phases in whole seconds) and adds
-up to a fifth to the period. So offers use the formula, but `_period` checks the full order before
-an offer is taken. Profiles are worst cases, and in a fixed order a shorter phase delays no start.
-So
+bound. If several nodes and jobs are nearly as busy as the busiest, a job may wait for another job
+in every second round. This occurs in one of a hundred random groups (phases in whole seconds) and
+adds up to a fifth to the period. So offers use the formula, but `_period` checks the full order
+before an offer is taken. Profiles are worst cases, and in a fixed order a shorter phase never makes
+another phase start later. So
 
     period <= slo x T_solo    for every job of the group
 

@@ -12,8 +12,9 @@ as an empty step.
 
                 e (a + b running) > a + b running (1 + d) + c
 
-            Batches of 1, 2 to 3, 4 to 7, ... requests have separate d and e. While drafting is off,
-            it is retried for a few steps; the pause before a retry doubles from 32 to 1,024 steps.
+            Batches of 1, 2 to 3, 4 to 7, ... requests have separate d and e. If drafting is off, it
+            is retried for a few steps after 32 steps, then, if it loses again, 64, ... up to 1,024.
+
 Drafting does not change which tokens are sampled, only how many a forward yields."""
 
 from dataclasses import dataclass, field

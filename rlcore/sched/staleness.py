@@ -74,7 +74,7 @@ class SampleBuffer:
         self._finished = 0
         self._num_finished = 0
         self._has_news = True
-        """Whether the buffer has changed since the previous `take`; if not, `take` returns early."""
+        """Whether the buffer has changed since the previous `take`, so that `take` must search."""
         self._entries: dict[GroupId, BufferedGroup] = {}
 
     @property
