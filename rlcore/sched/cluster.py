@@ -69,7 +69,7 @@ class MuxJob:
     rollout_s: float
     train_s: float
     sync_s: float = 0.0
-    """Seconds of the weight update; the job waits for it, but its nodes are free for other jobs."""
+    """Seconds of the weight update, while the job waits and its nodes are free for other jobs."""
     slo: float = 2.0
     """Maximum iteration time, as a multiple of the job's iteration time without other jobs."""
     rollout_gb: float = 0.0
@@ -758,7 +758,7 @@ class Cluster:
         return min(group.limit_s, job.limit_s) * ROUNDING
 
     def _ask(self, group: JobGroup, job: MuxJob) -> _Offer | str:
-        """Return the cheapest offer of a group, or the reason why it has none."""
+        """Return the cheapest offer of a group, or the reason why the group has no offer."""
         limit = self._limit(group, job)
         if limit == 0.0:
             return "saturated"

@@ -30,5 +30,5 @@ def drifted(seconds: Sequence[float], promised_s: float) -> float | None:
 
 def grown(gb: float, promised_gb: float) -> float | None:
     """Return a new profile value if a job uses more host memory than its profile says, else None.
-    The new value is a tenth above the use, so that it is not exceeded again at once."""
+    The new value is a tenth above the use, so that small growth does not exceed it again."""
     return TOLERANCE * gb if gb > promised_gb else None

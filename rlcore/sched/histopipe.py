@@ -1,7 +1,7 @@
 """HistoPipe of RhymeRL (arXiv:2508.18588): each rollout worker alternates between steps of long and
 short responses, so that two steps together take equally long on all workers.
 
-Steps are one step off-policy: a worker that has finished its share of step k starts its share of
+Rollout is one step off-policy: a worker that has finished its share of step k starts its share of
 step k + 1 with the newest weights, without waiting for other workers.
 
     rank        The prompts of a step are sorted by predicted length (longest response in the

@@ -1,9 +1,8 @@
 """Decide whether and how long to draft: cap and gate of HistoSpec, from measured decode steps.
 
-A decode step over n tokens takes about a + b n seconds, plus c if it makes and verifies drafts: `a`
-to read the weights, `b` for the arithmetic of a token. a, b and c are fitted to all steps of an
-engine; older steps have decaying weight. At the knee, n = a / b tokens, a step takes twice as long
-as an empty step.
+A decode step over n tokens takes about a + b n seconds, plus c if drafts are made and verified: `a`
+to read the weights, `b` for the arithmetic of a token. These are fitted to an engine's steps, with
+decaying weight. At the knee, n = a / b tokens, a step takes twice as long as an empty step.
 
     cap     Drafts in a batch of `running` requests have at most knee // running - 1 tokens (from 1
             to the window), so that a forward stays below the knee: RhymeRL, arXiv:2508.18588.
@@ -12,8 +11,8 @@ as an empty step.
 
                 e (a + b running) > a + b running (1 + d) + c
 
-            Batches of 1, 2 to 3, 4 to 7, ... requests have separate d and e. If drafting is off, it
-            is retried for a few steps after 32 steps, then, if it loses again, 64, ... up to 1,024.
+            Batches of 1, 2 to 3, 4 to 7, ... requests have separate d and e. While drafting is off,
+            a few steps retry it after 32 steps; each failed retry doubles the pause, up to 1,024.
 
 Drafting does not change which tokens are sampled, only how many a forward yields."""
 

@@ -18,7 +18,7 @@ The following rules keep one job from blocking the others:
 
 Towards the end of a rollout few responses are unfinished. Once a share `tail` of the responses is
 done and another job waits, the rollout must continue on `keep` slots and free its other slots. The
-next job starts on the freed slots, if its minimum (`least`) allows, and gets the rest later.
+next job starts on the freed slots, if its minimum (`least`) allows, and gets other slots later.
 
 This module has no I/O and no clock: calls get the time as argument and return the actions to take.
 """
@@ -34,7 +34,7 @@ TAIL = 0.8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """Settings of a job in the group."""
+    """Settings of a job that is in the group."""
 
     job: str
     slots: Mapping[str, tuple[str, ...]]

@@ -90,7 +90,7 @@ class TPPlanner:
         return self._kinds.setdefault(kind, _RoundKind(self._tp))
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON."""
+        """Return the state for `restore`, as plain JSON."""
         return {kind: asdict(known) for kind, known in self._kinds.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ class FixedSizes:
         self._rounds += 1
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON."""
+        """Return the state for `restore`, as plain JSON."""
         return {"rounds": self._rounds}
 
     def restore(self, state: Mapping[str, Any]) -> None:

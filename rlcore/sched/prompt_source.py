@@ -83,7 +83,7 @@ class EpochPrompts:
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON."""
+        """Return the state for `restore`, as plain JSON."""
         return {"issued": self.issued}
 
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:

@@ -6,8 +6,8 @@ response, its scoring time is known, and further responses get a deadline that i
     T = min(max(T_min, factor * anchor), T_max)
 
 `anchor` is the longest scoring time of a right response to the prompt, in all epochs. Without a
-right response, T is T_max. The paper keeps these reference latencies by test case, with factor 1.5;
-its code keeps them by prompt, with factor 2.
+right response, T is T_max. The paper keeps these reference latencies by test case, with factor 1.5.
+The paper's code keeps them by prompt, with factor 2.
 """
 
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class AdaptiveTimeout:
             self.scored(prompt, seconds, is_right=True)
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON."""
+        """Return the state for `restore`, as plain JSON."""
         return {"reference_latency": dict(self._reference_latency)}
 
     def restore(self, state: Mapping[str, Any]) -> None:

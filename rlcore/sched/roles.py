@@ -28,7 +28,7 @@ class RequestState:
     """Leader rank of the engine that has the request; -1 while the request waits."""
     num_tokens: int = 0
     finish: str = ""
-    """Reason why the response ended; empty while it runs, `abort` as soon as it is aborted."""
+    """Reason why the response ended; empty while it runs; `abort` once an abort has begun."""
     num_observed: int = 0
     """Number of response tokens that an environment, not the model, produced."""
     result: RewardResult | None = None
@@ -49,7 +49,7 @@ class RequestState:
         self.num_tokens = len(partial.tokens) if partial else 0
 
     def end(self, finish: str, num_tokens: int, num_observed: int) -> None:
-        """Record why the response ended and how long it is."""
+        """Record the reason why the response ended, and its length."""
         self.num_tokens, self.finish = num_tokens, finish
         self.num_observed = num_observed
 
@@ -207,10 +207,10 @@ class PromptSource(Protocol):
         """Return the `sched/*` metrics after the most recent `settle`."""
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON. Call it between rounds."""
+        """Return the state for `restore`, as plain JSON. Call it between rounds."""
 
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
-        """Continue from `state`. If the data lack rows of the state, raise ValueError and change
+        """Continue from `state`. If it names rows that the data lack, raise ValueError and change
         nothing. `num_rows`: number of rows of the data; None if unlimited."""
 
 
@@ -226,7 +226,7 @@ class EngineSizePolicy(Protocol):
         of the KV cache in use, maximum over engines."""
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON."""
+        """Return the state for `restore`, as plain JSON."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. If this run cannot use a size in it, raise ValueError."""

@@ -179,7 +179,7 @@ class SampleBuffer:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON."""
+        """Return the state for `restore`, as plain JSON."""
         return {
             "version": self.version,
             "room": self.room,

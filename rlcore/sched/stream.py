@@ -4,11 +4,11 @@ stream trainer, arXiv 2509.21009, Algorithm 1.
 Towards the end of a round few responses are unfinished and most of an engine's batch is empty. Then
 half of the engines pass their unfinished requests to the other engines, which continue from the
 tokens decoded so far. The released ranks train on the complete groups. Every sample of the step is
-trained on once, with the weights of the step. The gradient is a sum, so its order does not matter.
+trained on once, with the weights of the step. Gradients are summed, so the order does not matter.
 
 A cell is a set of ranks that change role together. The last half of the cells is released, never
 rank 0's cell. Release is considered when 20 % of the responses are done, then every 5 % up to 50 %.
-It happens once the unfinished requests fit into the batches and KV caches of the remaining engines:
+The unfinished requests must fit into the batches and the KV caches of the remaining engines:
 
     sum over unfinished requests of  prompt + min(E[length | length > tokens so far], max_tokens)
 

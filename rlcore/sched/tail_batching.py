@@ -154,7 +154,7 @@ class TailBatching:
     # ---- checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON. Call it between rounds."""
+        """Return the state for `restore`, as plain JSON. Call it between rounds."""
         return {
             "issued": self.issued,
             "queue": {d: [list(key) for key in queue] for d, queue in self._queue.items()},
@@ -163,8 +163,9 @@ class TailBatching:
         }
 
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
-        """Continue from `state`. If the data lack rows of the state, or this run lacks its domains,
-        raise ValueError and change nothing. `num_rows`: rows of the data; None if unlimited."""
+        """Continue from `state`. If it names rows that the data lack or domains that this run
+        lacks, raise ValueError and change nothing. `num_rows`: rows of the data; None if
+        unlimited."""
         for part in ("queue", "ahead"):
             if unknown := sorted(set(state[part]) - set(self._quotas)):
                 raise ConfigError(

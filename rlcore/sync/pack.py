@@ -1,6 +1,6 @@
 """Pack named tensors into buckets: one copy and one checksum per bucket (`ops/reshard.py`).
 
-GPU tensors are packed on the GPU, and then leave it in one transfer per bucket.
+GPU tensors are packed on the GPU, and leave the GPU in one transfer per bucket.
 """
 
 import math
