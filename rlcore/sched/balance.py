@@ -117,8 +117,8 @@ def mean(rates: Sequence[Rates]) -> Rates:
 
 
 def best(rates: Rates, ranks: int, alpha: float, possible: Iterable[int]) -> int:
-    """Choose from `possible` the number of ranks that should sample: the smallest whose step time
-    is within `WORTH` of the fastest, since with a long tail many choices are nearly equal."""
+    """Choose from `possible` how many ranks should sample: the smallest number whose step time is
+    at most `WORTH` times the best. With a long tail, many numbers are nearly equal."""
     seconds = {r: rates.seconds(ranks - r, r, alpha) for r in possible}
     return min(r for r, s in seconds.items() if s <= WORTH * min(seconds.values()))
 

@@ -33,11 +33,11 @@ with all switches included. This is a guarantee, too: a job that need not wait i
 starts earlier. Colocated jobs fill no idle time, so T_load is the period, and every group with a
 colocated job is saturated. These groups are not skipped; the SLO limits how much time jobs share.
 
-Differences from the paper, which uses the closed form for the period and has no colocated jobs in
-groups: a group with too few train nodes for a job may rent more. Rollout node sets of a group's
-jobs are nested or disjoint, because a cyclic order across overlapping sets can take far longer than
-the busiest node (examples: `tests/unit/test_sched_phase_mux.py`). More nodes speed up a phase only
-if the profile says so. `repack` may move jobs; the paper never moves a job.
+Differences from the paper: it uses the closed form for the period, has no colocated jobs in groups,
+and never moves a job, as `repack` does. Here a group with too few train nodes for a job may rent
+more. Rollout node sets of a group's jobs are nested or disjoint. Otherwise a cyclic order can take
+far longer than the busiest node (examples: `tests/unit/test_sched_phase_mux.py`). More nodes speed
+up a phase only if the profile says so.
 """
 
 import heapq

@@ -1,8 +1,8 @@
 """HistoPipe of RhymeRL (arXiv:2508.18588): each rollout worker alternates between steps of long and
 short responses, so that two steps together take equally long on all workers.
 
-Rollout is one step off-policy: a worker that has finished its share of step k starts its share of
-step k + 1 with the newest weights, without waiting for other workers.
+Rollout is one step off-policy. A worker that has finished its share of step k starts its share of
+step k + 1 with the newest weights. It does not wait for other workers.
 
     rank        The prompts of a step are sorted by predicted length (longest response in the
                 previous epoch) and cut into ranking groups of equal size, shortest first.
@@ -78,8 +78,8 @@ def group_of_worker(worker: int, step: int, groups: int) -> int:
 
 
 def two_steps(seconds: Sequence[float]) -> tuple[float, float]:
-    """Return the total seconds of two steps, given the seconds of each ranking group: with a
-    barrier between the steps, and with workers that alternate between groups."""
+    """Return the total seconds of two steps, given the seconds of each ranking group. The first
+    value is with a barrier between the steps, the second with workers that alternate groups."""
     pairs = [a + b for a, b in zip(seconds, reversed(seconds), strict=True)]
     return 2 * max(seconds), max(pairs)
 

@@ -3,8 +3,8 @@ events, without torch, I/O or clock.
 
 Implementations: which prompts come next (`PromptSource`) in `prompt_source.py` and
 `tail_batching.py`; routing of requests (`Router`) in `router.py`; the end of a round (`Stop`) in
-`stop.py`; the completion order in `completion_order.py`; which engines stop decoding, and what they
-train on (`Elastic`), in `stream.py`. There is no admission policy: every request is admitted.
+`stop.py`; completion order in `completion_order.py`; role changes from decoding to training
+(`Elastic`) in `stream.py`. There is no admission policy: every request is admitted.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -1,8 +1,8 @@
 """Split sequence lengths into parts of nearly equal sums, one for each data-parallel rank.
 
-This is the largest differencing method of Karmarkar and Karp: repeatedly join the two partial
-solutions with the largest spread, the heaviest part of one with the lightest part of the other. The
-largest sum is at most 4/3 of the optimum. 8,192 lengths take a tenth of a second.
+Method: largest differencing (Karmarkar and Karp). It repeatedly joins the two partial solutions of
+largest spread, the heaviest part of one with the lightest part of the other. The largest sum is at
+most 4/3 of the optimum. 8,192 lengths take a tenth of a second.
 """
 
 import heapq

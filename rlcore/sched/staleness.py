@@ -6,14 +6,14 @@ first token of its responses. Policy version n trains B groups that are at most 
 
     room      (1 + alpha) B groups start at the first version, and B groups at each later version.
               Each dropped group makes room for another. So at most (1 + alpha) B groups are running
-              or finished; while the learner trains, at most alpha B.
+              or finished, or alpha B while the learner trains.
     order     Groups of the oldest version are trained first, in order of completion. No group is
               trained while a group of an older version still runs.
     drop      When the version changes, running and finished groups older than alpha are dropped.
 
-If alpha has a fractional part f, alpha B and the maximum age are rounded up, and at most f B groups
-of a batch have the maximum age. With `extra`, that many additional groups run, and as many older
-groups may still run while younger groups are trained. With alpha 0 and no extra, the batch is
+If alpha has a fractional part f, alpha B and the maximum age are rounded up. Then at most f B
+groups of a batch have the maximum age. With `extra`, that many additional groups run, and as many
+older groups may still run while younger groups are trained. With alpha 0 and no extra, the batch is
 synchronous: B groups start with a version, and all must finish.
 
 This module has no clock and no I/O, so the controller uses it in runs and in the simulator.

@@ -163,9 +163,8 @@ class TailBatching:
         }
 
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
-        """Continue from `state`. If it names rows that the data lack or domains that this run
-        lacks, raise ValueError and change nothing. `num_rows`: rows of the data; None if
-        unlimited."""
+        """Continue from `state`. If it names rows or domains that this run lacks, raise ValueError
+        and change nothing. `num_rows`: number of rows of the data; None if unlimited."""
         for part in ("queue", "ahead"):
             if unknown := sorted(set(state[part]) - set(self._quotas)):
                 raise ConfigError(

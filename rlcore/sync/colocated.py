@@ -45,7 +45,7 @@ class Handover:
         peers: Peers | None = None,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """Make the hand-over of this rank.
+        """Make the `Handover` of this rank.
 
         Args:
             tp: tensor-parallel size of the engine. The engine's ranks are consecutive, and the

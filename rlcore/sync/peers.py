@@ -212,7 +212,7 @@ class Peers:
             text = f"{waited} {_WHAT[point]}"
             late = Failure("late", _AT_LAST, 0, self.rank, text, tuple(missing))
             self._tell_why(encode(late))
-        elif not missing:  # the last rank is about to set the verdict
+        elif not missing:  # all ranks have arrived, and the last rank will set the verdict
             self._came(self._key(point, "verdict"), _GRACE_S)
 
     def _tell_why(self, said: bytes) -> None:
