@@ -1,5 +1,5 @@
-"""`python -m rlcore COMMAND`, or `rlcore COMMAND`. Light on purpose: Megatron's checkpoint helper
-re-imports this module."""
+"""Run a command: `python -m rlcore COMMAND`, or `rlcore COMMAND`. This module imports little,
+because Megatron's checkpoint helper imports it again."""
 
 import sys
 
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 
 def script() -> int:
-    """The program `rlcore`, which pip makes."""
+    """Run the command line; entry point of the program `rlcore` that pip installs."""
     return main(sys.argv[1:])
 
 

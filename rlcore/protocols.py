@@ -1,8 +1,8 @@
 """Protocols between the trainer and engines, learners, weight channels, rewards and phase gates.
 
-The protocol of environments is in `envs/kind.py`, which must not import torch. Each protocol has
-one production implementation and at least one small one; `tests/contracts/` runs the same suite
-over all of them. Nothing here imports a backend.
+The protocol of environments is in `envs/kind.py`, because environments must not import torch. Each
+protocol has a production implementation and at least one small implementation; `tests/contracts/`
+tests all of them with the same suite. This module imports no backend.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -33,21 +33,21 @@ PARTS: tuple[Part, ...] = ("weights", "optimizer", "gradients")
 
 @runtime_checkable
 class Engine(Protocol):
-    """One rollout engine: token ids in, samples out. All calls come from one thread."""
+    """Rollout engine that turns requests (token ids) into samples. Calls come from one thread."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raise ValueError if a prompt is longer than the engine supports."""
 
     def abort(self, ids: Collection[RequestId]) -> None:
-        """Stop requests; each comes back as an `Aborted` event with its partial sample. Unknown or
-        finished ids are ignored."""
+        """Stop requests; `poll` returns an `Aborted` event with the partial sample for each.
+        Ignore unknown ids and finished requests."""
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
-        """Return the events since the last call; wait up to `timeout_s` for the first one."""
+        """Return the events since the previous call; if there is none, wait up to `timeout_s`."""
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop decoding. `in_place` keeps the cache, `recompute` drops it and prefills again on
-        resume, `abort` ends every request with an `Aborted` event."""
+        """Stop decoding. `in_place`: keep the KV cache. `recompute`: drop the KV cache and prefill
+        again on `resume`. `abort`: end every request with an `Aborted` event."""
 
     def resume(self) -> None:
         """Continue decoding after `pause`."""
@@ -59,42 +59,42 @@ class Engine(Protocol):
         """Load one bucket of weights, given one payload per tensor-parallel rank of the engine."""
 
     def end_load(self) -> None:
-        """Finish the weight update: tokens from now on carry the new version. If tensors are
-        missing, raise RuntimeError with their names."""
+        """Finish the weight update: tokens generated from now on have the new version. If tensors
+        are missing, raise RuntimeError with their names."""
 
     def sleep(self, tags: Collection[Tag]) -> None:
-        """Release the memory of these parts. The engine must be idle or paused."""
+        """Free the memory of `tags`. The engine must be idle or paused."""
 
     def wake(self, tags: Collection[Tag]) -> None:
-        """Allocate the memory again; its contents are undefined until the next weight update."""
+        """Allocate the memory of `tags` again; weights are undefined until the next update."""
 
     def resize(self, tp: int) -> None:
-        """Change the tensor-parallel size; called on every rank at a step boundary. Afterwards the
-        engine has no weights and may still be starting. Raise ValueError if `tp` is unsupported."""
+        """Change the tensor-parallel size; call on every rank between steps. Afterwards the engine
+        has no weights and may still be starting. Raise ValueError if `tp` is unsupported."""
 
     def remember(self, histories: Sequence[History]) -> None:
-        """Store earlier responses as draft source; engines that do not draft ignore them."""
+        """Store earlier responses as draft source. Engines that do not draft do nothing."""
 
     @property
     def failure(self) -> str:
-        """Reason of the engine's failure; empty while the engine works. `poll` reports a failure as
-        `Down`."""
+        """Reason why the engine failed; empty while the engine works. `poll` reports a failure as a
+        `Down` event."""
 
     def fail(self, reason: str) -> None:
-        """Mark the engine as failed and end it, because something that it depends on has failed."""
+        """Mark the engine as failed and terminate it, because a dependency of it has failed."""
 
     def restart(self) -> None:
-        """Start the engine again. It has no requests and no weights then."""
+        """Start the engine again, without requests and weights."""
 
     def is_starting(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for the start; return whether the engine is still starting."""
 
     def close(self) -> None:
-        """End the engine and every process that it started. Idempotent."""
+        """Terminate the engine and all processes that it started. Idempotent."""
 
 
 class WeightReceiver(Protocol):
-    """The part of `Engine` that a weight update calls."""
+    """Methods of `Engine` that a weight update uses."""
 
     def begin_load(self, version: int) -> None: ...
 
@@ -107,12 +107,12 @@ class WeightReceiver(Protocol):
 
 
 class InProcess:
-    """Health methods of an engine in its caller's process: it fails only with that process."""
+    """Health methods of an engine that runs in the caller's process and fails only with it."""
 
     failure = ""
 
     def fail(self, reason: str) -> None:
-        """Raise RuntimeError: the engine cannot end without its process."""
+        """Raise RuntimeError: the engine cannot be terminated without its process."""
         raise RuntimeError(f"an engine in this process cannot be ended alone: {reason}")
 
     def restart(self) -> None:
@@ -120,44 +120,44 @@ class InProcess:
         raise RuntimeError("an engine in this process cannot be started again alone")
 
     def is_starting(self, timeout_s: float) -> bool:
-        """Return False: a constructed engine has started."""
+        """Return False: the engine has started once it is constructed."""
         return False
 
 
 class Learner(Protocol):
-    """The model in training.
+    """Model that is trained.
 
     Unless stated otherwise, a call is collective over the train ranks; `accumulate` is collective
-    over one model-parallel group only. A `Batch` is the shard of the caller's data-parallel rank.
+    over one model-parallel group only. A `Batch` is the data of the caller's data-parallel rank.
     A critic is a learner with a value head: it has `values` instead of `logprobs`, `reference` and
     `export`. Calling a method that a learner lacks raises RuntimeError."""
 
     model_parallel_groups: Sequence[Sequence[int]]
-    """Global ranks of each model-parallel group, by data-parallel rank; a group gets one batch."""
+    """Global ranks of each model-parallel group, by data-parallel rank; one batch per group."""
 
     def logprobs(self, batch: Batch, model: Literal["actor", "reference"] = "actor") -> Tensor:
         """Return the log-prob of every token: [T] float32 on the CPU, valid on every rank."""
 
     def reference(self) -> AbstractContextManager[None]:
-        """Keep the reference weights loaded over many calls of `logprobs(batch, "reference")`. No
-        other method may be called inside."""
+        """Keep the reference weights loaded in the block, for repeated `logprobs(batch,
+        "reference")`; no other method may be called."""
 
     def values(self, batch: Batch) -> Tensor:
         """Return the critic's value before each token is sampled: [T] float32 on the CPU, valid on
         every rank."""
 
     def accumulate(self, batch: Batch, loss: Loss | ValueLoss) -> None:
-        """Add the gradient of sum(per_token * mask * weight) over this batch. Local to one
-        model-parallel group: no data-parallel communication. A critic takes a `ValueLoss`."""
+        """Add the gradient of sum(per_token * mask * weight) over this batch, within one
+        model-parallel group: no data-parallel communication. A critic needs a `ValueLoss`."""
 
     def kept(self) -> tuple[int, int]:
-        """Return the numbers of tokens and of sequences that the loss has kept in its mask since
-        the last `apply`, over all ranks."""
+        """Return how many tokens and how many sequences the loss has kept in its mask since the
+        previous `apply`, over all ranks."""
 
     def apply(self, normaliser: float) -> dict[str, float]:
-        """Reduce the accumulated gradients once over the data-parallel ranks, divide by
-        `normaliser` (the global count), clip, step, zero. Returns `grad_norm`, `lr` and the global
-        means of the loss's metrics since the last call."""
+        """Reduce the accumulated gradients over the data-parallel ranks, divide by `normaliser`
+        (the global count), clip, step, zero. Return `grad_norm`, `lr` and the global means of the
+        loss's metrics since the previous call."""
 
     def discard(self) -> None:
         """Discard the accumulated gradients and metrics without an optimizer step."""
@@ -167,16 +167,16 @@ class Learner(Protocol):
         Collective: every rank must exhaust the iterator."""
 
     def shards(self) -> Iterator[tuple[Shard, Tensor]]:
-        """Yield this rank's shards of the weights; not collective. A tensor has the elements of its
-        shard in order, in any shape; where possible it is a view of the live weights. Shards of two
-        ranks are equal or disjoint, and all shards together cover all weights."""
+        """Yield this rank's shards of the weights; not collective. A tensor has its shard's
+        elements in order, in any shape, and is a view of the live weights where possible. Shards of
+        two ranks are equal or disjoint, and all shards together cover all weights."""
 
     def offload(self, parts: Collection[Part] = PARTS) -> None:
-        """Move these parts off the accelerator. Idempotent. `export` needs only the weights on it,
-        `save` needs weights and optimizer."""
+        """Move these parts off the accelerator. Idempotent. `export` works with only the weights on
+        the accelerator; `save` needs weights and optimizer there."""
 
     def onload(self, parts: Collection[Part] = PARTS) -> None:
-        """Move these parts back to the accelerator; gradients come back as zeros."""
+        """Move these parts back to the accelerator; gradients become zeros."""
 
     def resident_bytes(self) -> dict[Part, int]:
         """Return the bytes that each part occupies on the learner's device."""
@@ -185,44 +185,44 @@ class Learner(Protocol):
         """Write a checkpoint of model and optimizer. Collective."""
 
     def load(self, path: Path) -> None:
-        """Read a checkpoint of `save`, which may come from another layout. Collective."""
+        """Read a checkpoint that `save` wrote, also with another parallel layout. Collective."""
 
 
 class WeightChannel(Protocol):
     """Carries the learner's weights to the engines.
 
-    A push (weight update) succeeds on all ranks or fails on all of them. The old weights cannot be
-    restored: if a push fails, every engine that had begun to load refuses to decode until a later
-    push succeeds. If an engine fails during a push, its rank continues the push without it."""
+    A weight update succeeds on all ranks or fails on all ranks. If it fails, engines that had begun
+    to load cannot restore the old weights, so they refuse to decode until a later update succeeds.
+    If an engine fails during the update, its rank continues without the engine."""
 
     def update_weights(
         self, learner: Learner | None, engine: WeightReceiver | None, version: int
     ) -> dict[str, float]:
-        """Update the engines' weights. Collective: every rank calls it with its own learner and
-        engine, or None for either.
+        """Update the engines' weights. Collective: every rank passes its own learner and engine, or
+        None if it has no learner or no engine.
 
-        Returns figures by name: `bytes` sent to one engine; `time_s`; `transient_gb`, the peak
-        memory of this rank for the push, besides weights and engine. With several sites there is
-        also `slow_bytes`, the bytes that crossed between sites, summed over all links.
+        Returns metrics by name: `bytes` sent to one engine; `time_s`; `transient_gb`, this rank's
+        peak memory for the update, besides weights and engine. With several sites (node groups)
+        also `slow_bytes`, the bytes sent between sites, summed over all links.
 
         Raises:
-            RuntimeError, TimeoutError: the push failed on some rank. All ranks raise the same
-                message, which names the cause and, if known, bucket, rank and peer.
+            RuntimeError, TimeoutError: the weight update failed on some rank. All ranks raise the
+                same message, which names the cause and, if known, bucket, rank and peer.
         """
 
     def resize(self, tp: int) -> None:
-        """Set the engines' tensor-parallel size from the next push on. Every rank calls it."""
+        """Set the engines' tensor-parallel size from the next update on; call on every rank."""
 
 
 class Reward(Protocol):
-    """Reward function of one sample. It runs in a child process, so it may block, crash or loop."""
+    """Reward function. It runs in a child process, so it may block, crash or loop forever."""
 
     def score(self, sample: Sample, prompt: Prompt, text: str) -> RewardResult:
         """Return the reward; `text` is the decoded response without special tokens."""
 
 
 class Scorer(Protocol):
-    """Interface of a rank's reward service to its rollout worker. No call blocks."""
+    """Reward service of a rank, as seen by the rollout worker. No call blocks."""
 
     @property
     def num_pending(self) -> int: ...
@@ -246,4 +246,4 @@ class PhaseGate(Protocol):
     """Permission to run a phase on hardware that several jobs share."""
 
     def phase(self, name: str, resident: object | None = None) -> AbstractContextManager[None]:
-        """Wait for the permit on entry; release the hardware on exit."""
+        """Wait for the permit when the block starts, and release the hardware when it ends."""

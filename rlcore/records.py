@@ -1,8 +1,8 @@
-"""Messages between controller, rollout workers, rewards and trainer. No torch here.
+"""Messages between controller, rollout workers, rewards and trainer. This module imports no torch.
 
-Every record is a frozen `msgspec.Struct`: cheap to make, typed on the wire, never a pickle
-(`utils/net.py` encodes them). Arrays are numpy. Finished responses travel once, as a `Sample`, from
-the rank that generated them to the rank that trains them.
+Every record is a frozen `msgspec.Struct`: cheap to make, typed on the wire, never a pickle.
+`utils/net.py` encodes records. Arrays are numpy. A finished response is sent once, as a `Sample`,
+from the rank that generated it to the rank that trains on it.
 
 Letters in shapes: P prompt tokens, R response tokens.
 """
@@ -16,29 +16,29 @@ IntArray = np.ndarray  # int32
 FloatArray = np.ndarray  # float32
 
 RequestId = str
-"""Stable name of one response, `t<issue>.<k>` for the k-th response of the issue-th prompt issued
-in training, `e<step>.<index>.<k>` in evaluation. It seeds the token sampler of the response."""
+"""Stable name of one response; it seeds the response's token sampler. Training: `t<issue>.<k>`, the
+k-th response to the prompt with this issue number. Evaluation: `e<step>.<set>.<prompt>.<k>`."""
 GroupId = str
-"""Part of a request id before the last dot; it names all responses to one issue of a prompt."""
+"""Part of a request id before the last dot; a group is all responses to one issued prompt."""
 Version = Annotated[int, Meta(ge=0)]
-"""Number of training steps (rounds) that made the weights; 0 is the loaded model."""
+"""Number of training steps that produced the weights; 0: the weights loaded at the start."""
 Finish = Literal["stop", "length", "abort", "failed"]
-"""Reason that a response ended. `failed`: its environment failed, so it is not trained."""
+"""Reason why a response ended. `failed`: the environment failed; the response is not trained on."""
 HoldMode = Literal["in_place", "recompute", "release"]
 """Treatment of running requests during a weight update. `in_place`: the engine keeps tokens and KV
-cache. `recompute`: it keeps the tokens and prefills them again. `release`: it removes the requests,
-and the controller keeps their tokens."""
+cache. `recompute`: the engine keeps the tokens and prefills them again. `release`: the engine
+removes the requests, and the controller keeps the tokens."""
 
 
-# Ids are made and parsed only here (`tests/unit/test_ids.py`):
+# Only this module makes and parses ids (`tests/unit/test_ids.py`). Numbers start at 0:
 #
-#     t12      the 13th prompt of training     bt12     greedy answer to it: a baseline, not trained
-#     t12.3    the 4th response to it          e40.1.7  evaluation at step 40, set 1, prompt 7
+#     t12      training prompt 12              bt12     greedy baseline of t12, not trained on
+#     t12.3    response 3 to prompt t12        e40.1.7  evaluation at step 40, set 1, prompt 7
 _BASELINE = "b"
 
 
 def training_group(issue: int) -> GroupId:
-    """Return the group of the prompt that was issued as number `issue`."""
+    """Return the group id of the prompt with issue number `issue`."""
     return f"t{issue}"
 
 
@@ -48,7 +48,7 @@ def issue_of(group: GroupId) -> int:
 
 
 def baseline_of(group: GroupId) -> GroupId:
-    """Return the id of the baseline group: the greedy answer to this group's prompt."""
+    """Return the id of the baseline group, which has one greedy response to the group's prompt."""
     return _BASELINE + group
 
 
@@ -58,7 +58,7 @@ def is_baseline(group: GroupId) -> bool:
 
 
 def without_baseline(group: GroupId) -> GroupId:
-    """Return the group whose baseline this group is."""
+    """Return the group that `group` is the baseline of, or `group` itself if it is no baseline."""
     return group.removeprefix(_BASELINE)
 
 
@@ -88,22 +88,22 @@ def group_of(request: RequestId) -> GroupId:
 
 
 def response_of(request: RequestId) -> int:
-    """Return the number of the response within its group: 3 of `t12.3`."""
+    """Return the number of the response within its group: 3 for `t12.3`."""
     return int(request.rpartition(".")[2])
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Record(Struct, frozen=True, eq=False, kw_only=True):
-    """Base of all records: immutable, compared by identity (they may hold arrays)."""
+    """Base class of records: immutable, and compared by identity because fields may be arrays."""
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """Sampling settings. Returned log-probs are of the distribution that these settings define."""
+    """Sampling settings. Returned log-probs are under the distribution that the settings define."""
 
     temperature: float = 1.0
     """Sampling temperature; 0 means greedy."""
     top_k: int = 0
-    """Number of most likely tokens to sample from; 0 keeps all."""
+    """Number of most likely tokens to sample from; 0: all tokens."""
     top_p: float = 1.0
     min_p: float = 0.0
     max_tokens: int = 256
@@ -116,19 +116,19 @@ class Prompt(Record):
     """One row of a data set, tokenised."""
 
     index: int
-    """Row number in its data set, after filtering: stable over epochs and restarts."""
+    """Row number in the filtered data set; the same in all epochs and after restarts."""
     dataset: str
-    """Name of the data set; metrics are reported per data set."""
+    """Name of the data set that has the row; metrics are reported per data set."""
     tokens: IntArray  # [P]
     answer: str = ""
     text: str = ""
     """The prompt as text, for rewards and logs."""
     fields: dict[str, Any] = {}
-    """The other columns of the row, unchanged; rewards may use them."""
+    """Other columns of the row, unchanged, for use by rewards."""
 
 
 class Partial(Record):
-    """Tokens of an aborted request; pass them in `Request.resume` to continue the response."""
+    """Tokens generated before a request was stopped; `Request.resume` continues from them."""
 
     tokens: IntArray  # [R]
     logps: FloatArray  # [R]
@@ -143,12 +143,12 @@ class Request(Record):
     prompt: IntArray  # [P]
     sampling: Sampling
     priority: int = 0
-    """Order of starts: lower values first, equal values in order of submission."""
+    """Start priority: lower values start first, equal values in order of submission."""
     resume: Partial | None = None
 
     @property
     def group(self) -> GroupId:
-        """Return the group id. A group shares its prompt, so an engine prefills it once."""
+        """Return the group id. A group shares one prompt, which an engine prefills once."""
         return group_of(self.id)
 
 
@@ -158,11 +158,11 @@ class Sample(Record):
     id: RequestId
     prompt: IntArray  # [P]
     tokens: IntArray  # [R], the stop token included
-    logps: FloatArray  # [R], of the distribution that was sampled
-    versions: IntArray  # [R], policy version that produced each token, -1 where an environment did
+    logps: FloatArray  # [R], under the distribution that was sampled from
+    versions: IntArray  # [R], policy version that produced the token; -1: environment token
     finish: Finish
     drafted: np.ndarray | None = None
-    """Whether each token was drafted and accepted, [R] bool; None if the engine does not draft."""
+    """[R] bool: whether the token is an accepted draft token; None if the engine does not draft."""
 
     @property
     def group(self) -> GroupId:
@@ -170,7 +170,7 @@ class Sample(Record):
 
 
 class SampleRef(Struct, frozen=True, kw_only=True):
-    """Reference to a sample: the rank that holds it, and its id."""
+    """Reference to a sample: rank that holds the sample, and request id."""
 
     owner: int
     id: RequestId
@@ -183,31 +183,31 @@ class RewardResult(Record):
     details: dict[str, float] = {}
     """Further metrics, logged as `reward/<name>`."""
     error: str = ""
-    """Reason that the score is a substitute: `timeout`, `crash`, or the exception's first line."""
+    """Why `score` is a substitute: `timeout`, `crash`, or the first line of the exception."""
     latency_s: float = 0.0
     timeout_s: float = 0.0
-    """Deadline of this score in seconds, if deadlines adapt to prompts."""
+    """Deadline for computing this score, in seconds, if deadlines adapt to prompts."""
     reference_latency_s: float = 0.0
-    """Equal to latency_s if deadlines adapt to prompts and the answer is right, else 0."""
+    """Equal to `latency_s` if deadlines adapt to prompts and the answer is right, else 0."""
     queued_s: float = 0.0
-    """Seconds before scoring began plus those until the score was returned."""
+    """Seconds that the sample waited before scoring, plus seconds that its score waited after."""
     num_ahead: int = 0
-    """Number of unscored samples of the same rank when this one was submitted."""
+    """Number of unscored samples of the same rank when this sample was submitted."""
 
 
 class Work(Record):
-    """Order for `num_samples` responses to one prompt, under the group id `id`."""
+    """Order to sample `num_samples` responses to one prompt as the group `id`."""
 
     id: GroupId
     prompt: Prompt
     num_samples: int
     sampling: Sampling
     wanted: int = 0
-    """Number of finished and rewarded responses that complete the group. 0: all of them."""
+    """Number of finished and rewarded responses that complete the group; 0: `num_samples`."""
 
 
 class Group(Record):
-    """All kept responses to one prompt, in order of their ids."""
+    """Kept responses to one prompt, ordered by id."""
 
     id: GroupId
     prompt_index: int
@@ -218,20 +218,20 @@ class Group(Record):
     """Number of tokens of each response."""
     finishes: tuple[Finish, ...]
     errors: tuple[str, ...]
-    """Reason that each score is a substitute; empty if the score is genuine."""
+    """Error of each response's reward, as in `RewardResult.error`."""
     prompt_length: int
     observed: tuple[int, ...] = ()
     """Number of environment tokens in each response; empty without an environment."""
 
 
 class History(Record):
-    """An earlier response to a prompt with its reward, used as draft source."""
+    """Earlier response to a prompt, with its reward; used as draft source."""
 
     key: int
     """Key of the prompt, the same in all epochs (`rollout/histospec.py`)."""
     id: RequestId
     tokens: IntArray
-    """Last tokens of the prompt, then the response."""
+    """The end of the prompt, then the response."""
     score: float
 
 
@@ -240,10 +240,10 @@ class History(Record):
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Event(Struct, frozen=True, eq=False, kw_only=True, tag=True):
-    """Event at a rollout worker or its engine. `time` is the sender's clock in seconds."""
+    """Event that a rollout worker or its engine reports; `time`: the sender's clock in seconds."""
 
     round: int = 0
-    """Round of the sender; events of earlier rounds are dropped."""
+    """Round in which the event was sent; the controller drops events of earlier rounds."""
     rank: int = 0
     time: float = 0.0
 
@@ -253,31 +253,31 @@ class Ready(Event):
 
 
 class LengthReport(Event):
-    """Lengths of the live requests of one engine; sent once per interval, not per token."""
+    """Lengths of the unfinished requests of one engine; sent per interval, not per token."""
 
     ids: tuple[RequestId, ...]
     lengths: tuple[int, ...]
     tails: tuple[Partial, ...] = ()
-    """New tokens of each request since the last report, or empty. If an engine process fails, its
-    rank can recover the reported tokens; they are not sent to the controller."""
+    """New tokens of each request since the previous report; may be empty. If the engine's process
+    fails, its rank recovers the reported tokens. They are not sent to the controller."""
 
 
 class Finished(Event):
-    """A response is complete. The engine attaches the sample; the controller gets the event
-    without it."""
+    """A response is complete. The engine attaches the sample; the rank removes the sample before
+    sending the event to the controller."""
 
     id: RequestId
     num_tokens: int
     finish: Finish
     sample: Sample | None = None
     version: Version = 0
-    """Policy version of the first token; known only to the controller of an endless round."""
+    """Policy version of the first token, set by the rollout worker; used in endless rounds."""
     num_observed: int = 0
-    """Number of tokens that an environment produced; they are not trained."""
+    """Number of environment tokens in the response; they are not trained on."""
 
 
 class Aborted(Event):
-    """A request was aborted by command; the engine attaches its partial sample."""
+    """A request was aborted by a command; the engine attaches the partial sample."""
 
     id: RequestId
     num_tokens: int
@@ -292,13 +292,13 @@ class Rewarded(Event):
 
 
 class Preempted(Event):
-    """The engine evicted a request from its KV cache and will prefill it again."""
+    """The engine evicted a request from the KV cache and will prefill the request again."""
 
     id: RequestId
 
 
 class Stats(Event):
-    """Counters of one engine since the last report."""
+    """Counters of one engine since its previous `Stats`."""
 
     decode_steps: int = 0
     decode_tokens: int = 0
@@ -307,33 +307,33 @@ class Stats(Event):
     running: int = 0
     waiting: int = 0
     cache_used: float = 0.0
-    """Peak share of the KV cache in use by running requests."""
+    """Peak share (0 to 1) of the KV cache in use by running requests."""
     cache_tokens: int = 0
     """Capacity of the KV cache, in tokens."""
     verify_steps: int = 0
     """Number of decode steps that could verify drafts."""
     verify_rows: int = 0
-    """Number of requests in these verify steps, summed over the steps."""
+    """Number of requests in verify steps, summed over the steps."""
     verify_tokens: int = 0
     """Number of tokens generated in verify steps."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     """Number of drafted tokens that became part of a response."""
     draft_s: float = 0.0
-    """Part of busy_s spent on drafting."""
+    """Part of `busy_s` spent on drafting."""
     verify_s: float = 0.0
-    """Part of busy_s spent in verify steps, drafting included."""
+    """Part of `busy_s` spent in verify steps, drafting included."""
     by_batch: tuple[tuple[int, int, int], ...] = ()
-    """Counts by decode batch size (1, 2 to 3, 4 to 7, and so on): requests, tokens generated, and
-    requests in verify steps."""
+    """Counts for each range of decode batch sizes (1, 2 to 3, 4 to 7, and so on): requests,
+    generated tokens, and requests in verify steps."""
     episodes: int = 0
-    """Number of ended episodes, with `--env`."""
+    """Number of episodes that ended; 0 without `--env`."""
     turns: int = 0
-    """Number of sampled turns, including those of aborted or failed episodes."""
+    """Number of sampled turns, including turns of aborted or failed episodes."""
     env_calls: int = 0
     """Number of environment resets and steps that were answered."""
     env_s: float = 0.0
-    """Total seconds of these calls."""
+    """Total seconds of the calls in `env_calls`."""
     env_timeouts: int = 0
     """Number of episode attempts that ended because the environment did not answer in time."""
     env_crashes: int = 0
@@ -341,14 +341,14 @@ class Stats(Event):
     env_errors: int = 0
     """Number of episode attempts that ended because the environment raised an exception."""
     env_lost_tokens: int = 0
-    """Number of tokens sampled in these failed attempts."""
+    """Number of tokens sampled in episode attempts that failed (timeout, crash or error)."""
     knee: float = 0.0
-    """Number of tokens at which a forward pass takes twice as long as an empty one, as estimated
-    for drafting."""
+    """Estimated number of tokens at which a forward pass takes twice as long as an empty forward
+    pass; limits the length of drafts."""
 
 
 class Down(Event):
-    """The engine has failed. `lost` are the requests that it held."""
+    """The engine has failed; `lost` has the ids of its unfinished requests."""
 
     reason: str
     lost: tuple[RequestId, ...] = ()
@@ -357,7 +357,7 @@ class Down(Event):
 
 
 class Released(Event):
-    """The rollout worker has removed its live requests; `partials` holds their tokens."""
+    """The rollout worker has removed all unfinished requests; `partials` holds their tokens."""
 
     partials: dict[RequestId, Partial] = {}
 
@@ -369,7 +369,7 @@ class Moved(Event):
 
 
 class Trained(Event):
-    """The rank has finished the oldest `Train` command that it was sent."""
+    """The rank has finished its oldest unfinished `Train` command."""
 
     seconds: float = 0.0
 
@@ -424,7 +424,7 @@ class Submit(Command):
 
 
 class Remember(Command):
-    """Store earlier responses to upcoming prompts as draft source."""
+    """Store earlier responses to the prompts of upcoming requests as draft source."""
 
     histories: tuple[History, ...]
 
@@ -437,28 +437,28 @@ class Histories(Record):
 
 
 class Abort(Command):
-    """Stop these requests."""
+    """Abort these requests."""
 
     ids: tuple[RequestId, ...]
 
 
 class Move(Command):
-    """Remove these requests and reply `Moved`; they continue on another engine."""
+    """Remove these requests and reply `Moved`. The requests continue on another engine."""
 
     ids: tuple[RequestId, ...]
 
 
 class Streamed(Struct, frozen=True, kw_only=True):
-    """Groups trained while other groups were still decoding, and the data-parallel ranks that
-    trained them."""
+    """Groups that were trained on while other groups were still decoding, and the data-parallel
+    ranks that did so."""
 
     groups: tuple[GroupId, ...]
     dp_ranks: tuple[int, ...]
 
 
 class Release(Command):
-    """Remove all live requests and reply `Released`; they continue elsewhere while this rank
-    trains."""
+    """Remove all unfinished requests and reply `Released`. The requests continue on other engines
+    while this rank trains."""
 
 
 class Ship(Command):
@@ -469,42 +469,43 @@ class Ship(Command):
 
 
 class Train(Command):
-    """Accumulate the gradient of these groups, which are divided over the data-parallel ranks
-    `dp_ranks`. Their samples are sent separately."""
+    """Accumulate the gradient of these groups, which are divided among the data-parallel ranks
+    `dp_ranks`. The samples arrive separately."""
 
     groups: tuple[Group, ...]
     dp_ranks: tuple[int, ...]
 
 
 class EndRound(Command):
-    """End the round; `groups` are the groups to train."""
+    """End the round; `groups` are the groups to train on."""
 
     groups: tuple[Group, ...]
     dropped: dict[GroupId, str] = {}
-    """Complete groups that are not trained, with the reason. Groups in neither field were late."""
+    """Reasons by group, for complete groups that are not trained on. Groups in neither `groups` nor
+    `dropped` were late."""
     reference_latency: dict[str, float] = {}
     """Scoring time in seconds of the slowest right answer of the round, by prompt
     (`sched/reward_timeout.py`)."""
     streamed: tuple[Streamed, ...] = ()
-    """Groups of `groups` that are trained already, in order of training."""
+    """The part of `groups` that was already trained on during the round, in order of training."""
     stats: dict[str, float] = {}
 
 
 class TrainOrder(Command):
-    """Train these groups next, in an endless round."""
+    """Train on these groups next, in an endless round."""
 
     groups: tuple[Group, ...]
     stats: dict[str, float] = {}
 
 
 class Hold(Command):
-    """Stop decoding for a weight update, keep running requests, and reply `Held`. The samples of
-    the groups in `forget` may be deleted."""
+    """Stop decoding for a weight update, treat running requests as `mode` says, and reply `Held`.
+    The samples of the groups in `forget` may be deleted."""
 
     mode: HoldMode
     forget: tuple[GroupId, ...] = ()
     reference_latency: dict[str, float] = {}
-    """Scoring times of the slowest right answers, as in `EndRound`."""
+    """Same as `EndRound.reference_latency`."""
 
 
 class Fail(Command):
@@ -514,14 +515,13 @@ class Fail(Command):
 
 
 class DropEngine(Command):
-    """End this rank's engine, because another rank of the same engine has failed."""
+    """Terminate this rank's engine, because another rank of the engine has failed."""
 
     reason: str
 
 
 class Repair(Command):
-    """No engine works: restart this rank's engine if it has failed, take part in a weight update,
-    and reply `Ready`."""
+    """No engine works: restart this rank's engine if failed, join a weight update, send `Ready`."""
 
 
 class Alive(Command):
@@ -555,25 +555,25 @@ AnyCommand = (
 
 
 class TensorMeta(Struct, frozen=True, kw_only=True):
-    """Name, type, shape and place of one tensor in a bucket."""
+    """Name, data type, shape and offset of one tensor in a bucket."""
 
     name: str
     """Hugging Face name."""
     dtype: str
-    """torch's spelling without the prefix: `float32`, `bfloat16`."""
+    """torch's name without the prefix `torch.`, such as `float32` or `bfloat16`."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the bucket, a multiple of 16."""
 
 
 class Shard(Struct, frozen=True, kw_only=True):
-    """One rank's part of one tensor: indices `start` to `stop` (exclusive) of dimension `dim`, and
-    all indices of the other dimensions."""
+    """Slice of a tensor that one rank holds: indices `start` to `stop` (exclusive) of dimension
+    `dim`, and all indices of the other dimensions."""
 
     name: str
     """Hugging Face name."""
     dtype: str
-    """Data type, spelled as in `TensorMeta`."""
+    """Data type, named as in `TensorMeta`."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     dim: int
@@ -582,13 +582,13 @@ class Shard(Struct, frozen=True, kw_only=True):
 
 
 class Bucket(Struct, frozen=True, kw_only=True):
-    """Group of tensors sent together in a weight update. `transport` defines the payload: `bytes`
-    is the data itself, `shm` the name of a shared-memory file, `cuda_ipc` a handle of GPU memory
-    (`utils/buckets.py`). A payload stays readable until the engine's call returns."""
+    """Tensors that are sent together in a weight update. `transport` defines the payload: the data
+    itself (`bytes`), the name of a shared-memory file (`shm`), or a handle of GPU memory
+    (`cuda_ipc`; `utils/buckets.py`). A payload stays readable until `load_bucket` returns."""
 
     tensors: tuple[TensorMeta, ...]
     num_bytes: int
     checksum: int
-    """Unsigned 64-bit checksum of all bytes, as `ops.reshard.checksum`; an engine rejects a bucket
-    whose bytes have another checksum."""
+    """Unsigned 64-bit checksum of all bytes (`ops.reshard.checksum`). An engine rejects a bucket
+    whose bytes do not match."""
     transport: Literal["bytes", "shm", "cuda_ipc"] = "bytes"

@@ -1,10 +1,9 @@
-"""Tensors of training: `Batch` (packed samples), `LossInputs` and `LossOutput`.
+"""Tensors for training: `Batch` (packed samples), `LossInputs` and `LossOutput`.
 
-One convention holds everywhere: a per-token value is indexed by the token it is about. `logp[t]` is
-log p(tokens[t] | tokens before t); it is 0 for the first token of a sequence. Only the learner
-shifts values by one, internally.
+Index t of a per-token value always refers to token t: `logp[t]` is log p(tokens[t] | tokens before
+t), and 0 for the first token of a sequence. Only the learner internally shifts values by one.
 
-Letters: T packed tokens, B sequences.
+Letters in shapes: T packed tokens, B sequences.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,23 +15,23 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Samples packed one after the other, prompt then response. Tensors are on the CPU or on the
-    learner's device; `cu_seqlens` is always on the CPU."""
+    """Samples packed one after the other; each is a prompt followed by its response. Tensors are on
+    the CPU or on the learner's device; `cu_seqlens` is always on the CPU."""
 
     tokens: Tensor  # [T] int64
     cu_seqlens: Tensor  # [B+1] int32, on the CPU
-    mask: Tensor  # [T] bool: tokens that are trained (the response)
+    mask: Tensor  # [T] bool: tokens to train on, part of the response
     rollout_log_probs: Tensor | None = (
-        None  # [T] float32: log-prob under the rollout's distribution
+        None  # [T] float32: log-prob under the distribution sampled from in the rollout
     )
     versions: Tensor | None = None  # [T] int32: policy version of each token, -1 on the prompt
     score: Tensor | None = None  # [T] float32: the sequence's raw reward
     advantage: Tensor | None = None  # [T] float32
     old_log_probs: Tensor | None = (
-        None  # [T] float32: learner, before the first update of this step
+        None  # [T] float32: log-prob under the learner before the first update of this step
     )
-    ref_log_probs: Tensor | None = None  # [T] float32: reference model
-    value_old: Tensor | None = None  # [T] float32: critic, before the first update of this step
+    ref_log_probs: Tensor | None = None  # [T] float32: log-prob under the reference model
+    value_old: Tensor | None = None  # [T] float32: critic's value before the step's first update
     returns: Tensor | None = None  # [T] float32: target of the critic
     correction: Tensor | None = None  # [T] float32: rollout-correction weight, detached
     weight: Tensor | None = None  # [T] float32: multiplies the loss of every token
@@ -57,8 +56,8 @@ class Batch:
         return torch.repeat_interleave(self.cu_seqlens.diff().long())
 
     def check(self) -> None:
-        """Raise ValueError if a tensor does not have one value per token, or a trained token has a
-        value that is not finite. The message names the first such tensor or token."""
+        """Raise ValueError if a tensor does not have one value per token, or has a value that is
+        not finite at a token in `mask`. The message names the first such tensor or token."""
         for f in fields(self):
             value = getattr(self, f.name)
             if not isinstance(value, Tensor) or f.name == "cu_seqlens":
@@ -115,40 +114,39 @@ def cumulative(lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """Inputs of a policy loss for one micro-batch. All are [T], float32 unless stated otherwise;
-    only `log_probs` and `entropy` carry gradients. Tokens outside `mask` have arbitrary finite
-    values.
-    """
+    """Inputs of a policy loss for one micro-batch. All tensors are [T], float32 unless stated
+    otherwise; only `log_probs` and `entropy` have gradients. Values outside `mask` are arbitrary
+    but finite."""
 
     log_probs: Tensor
     """Log-prob of the sampled token under the learner, with the sampling temperature applied."""
     entropy: Tensor
-    """Entropy of the learner's distribution at that token, same temperature. It carries a gradient
-    if the config has `uses_entropy` or an `entropy_coef`."""
+    """Entropy of the learner's distribution at the token, with the sampling temperature applied. It
+    has a gradient if the config has `uses_entropy` or an `entropy_coef`."""
     mask: Tensor
-    """bool: tokens that are trained."""
+    """bool: tokens to train on."""
     score: Tensor
     """The sequence's raw reward, before shaping and baseline."""
     advantage: Tensor
     old_log_probs: Tensor
-    """Log-prob under the learner before the first update of this step; `logp.detach()` if it was
-    not recomputed."""
+    """Log-prob under the learner before the first update of this step; if not recomputed,
+    `log_probs.detach()`."""
     rollout_log_probs: Tensor
     correction: Tensor
-    """Rollout-correction weight (TIS), detached; 1 if the correction is off. A policy loss
-    multiplies by it."""
+    """Rollout-correction weight (TIS), detached; 1 if the correction is off. Policy losses multiply
+    by this weight."""
     ref_log_probs: Tensor | None
     sequence: Tensor
     """int64: index of the token's sequence in the micro-batch."""
     num_sequences: int
     versions: Tensor
-    """int32: the policy version that produced each token, -1 on prompts."""
+    """int32: policy version that produced the token; -1 on prompts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueInputs:
-    """Inputs of a value loss for one micro-batch. All are [T], float32 unless stated otherwise;
-    only `value` carries gradients."""
+    """Inputs of a value loss for one micro-batch. All tensors are [T], float32 unless stated
+    otherwise; only `value` has a gradient."""
 
     value: Tensor
     """The critic's estimate of the return before the token is sampled."""
@@ -156,7 +154,7 @@ class ValueInputs:
     """The critic's estimate before the first update of this step."""
     returns: Tensor
     mask: Tensor
-    """bool: tokens that are trained."""
+    """bool: tokens to train on."""
     sequence: Tensor
     """int64: index of the token's sequence in the micro-batch."""
     num_sequences: int
@@ -164,13 +162,13 @@ class ValueInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOutput:
-    """Loss and metrics per token. The learner masks the loss, sums, and divides by the global
-    normaliser in `apply`; metrics are averaged over the kept tokens of all ranks."""
+    """Loss and metrics per token. The learner masks and sums the loss, and `apply` divides by the
+    global normaliser. Metrics are averaged over the kept tokens of all ranks."""
 
     per_token: Tensor  # [T]
     metrics: dict[str, Tensor]  # name -> [T], detached
     mask: Tensor | None = None
-    """Tokens that the loss keeps, [T] bool; None keeps all."""
+    """[T] bool: tokens that the loss keeps; None: all tokens of the inputs' `mask`."""
 
 
 Loss = Callable[[LossInputs], LossOutput]

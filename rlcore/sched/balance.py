@@ -1,26 +1,24 @@
-"""Proposal of how many ranks should sample and how many should train. ROLL Flash, arXiv:2510.11345,
+"""Propose how many ranks should sample and how many should train. ROLL Flash, arXiv:2510.11345,
 Proposition 2.
 
-With r ranks that sample, t that train and samples at most alpha versions old, a step takes at most
+With r ranks that sample, t ranks that train, and samples at most alpha versions old, a step takes
+at most
 
     max( T / t,  R(r) + L(r) / (alpha + 1) ) + P        alpha > 0
-    T / t + R(r) + L(r) + P                             alpha = 0, where the two alternate
+    T / t + R(r) + L(r) + P                             alpha = 0: sampling and training alternate
 
-apart from the prefill that is repeated after a weight update. T is the GPU-seconds of training.
-R(r) is the time in which the engines decode a step's tokens, and L(r) the time of the longest
-response. P is the weight update, in which both sides wait. The paper's workers are slots in an
-engine's batch.
+without the repeated prefill after a weight update. T: training in GPU-seconds. R(r): time to decode
+a step's tokens on all engines. L(r): time of the longest response. P: time of the weight update,
+during which all ranks wait. The paper's workers are slots in an engine's batch.
 
-With fewer engines, each has more requests, up to its slots. A decode step then takes longer by
-`load`, the cost of a request. With (1 + alpha) N requests over the engines,
+With fewer engines, each engine has more requests, up to its slots. Each additional request makes a
+decode step longer by `load`. With (1 + alpha) N requests, divided among the engines,
 
-    R(r) = tokens / (engines x requests) x seconds of a decode step with so many
+    R(r) = tokens / (engines x requests per engine) x seconds of a decode step with these requests
 
-If all slots are in use, beta* = T / (R + T) in GPU-seconds is the share of ranks that train. The
-search covers all splits into whole engines and whole model-parallel groups.
-
-No I/O: rates come from a run's own metrics or from the simulator.
-"""
+If all slots are in use, the share of ranks that train should be beta* = T / (R + T), in
+GPU-seconds. The search covers all splits into whole engines and whole model-parallel groups. This
+module has no I/O: rates come from a run's metrics or from the simulator."""
 
 import math
 from collections import deque
@@ -30,7 +28,7 @@ from dataclasses import dataclass, replace
 WINDOW = 10
 """Number of recent steps over which rates are averaged."""
 WORTH = 1.05
-"""Minimum speed-up for which another split is proposed."""
+"""Minimum speed-up that another split must have to be proposed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +36,7 @@ class Rates:
     """Measured rates of one step, with engines of `tp` ranks each."""
 
     samples: float
-    """Number of samples in a step, N in the formulas."""
+    """Number of samples in a step (N in the module text)."""
     tokens: float
     """Number of response tokens in a step."""
     longest: float
@@ -47,11 +45,11 @@ class Rates:
     """Seconds of a decode step with `running` requests."""
     running: float
     train_s: float
-    """Training time in GPU-seconds: seconds times the ranks that train."""
+    """Training time in GPU-seconds: seconds times the number of training ranks."""
     sync_s: float = 0.0
     load: float = math.inf
-    """Cost of one request in a decode step, relative to an empty step. If infinite (unknown), the
-    step time is proportional to the number of requests, as in the compute-bound case."""
+    """Time that one request adds to a decode step, relative to an empty step. inf: unknown; the
+    step time is then proportional to the number of requests, as if compute-bound."""
     places: float = math.inf
     """Maximum number of requests that an engine decodes at a time."""
     tp: int = 1
@@ -63,19 +61,19 @@ class Rates:
         return self.step_s * (1 + self.load * running) / (1 + self.load * self.running)
 
     def requests(self, rollout: int, alpha: float) -> float:
-        """Return the number of requests that an engine decodes at a time, if as many run as are
-        allowed."""
+        """Return the number of requests that an engine decodes at a time if as many requests run as
+        alpha allows."""
         return min(self.places, max((1 + alpha) * self.samples * self.tp / rollout, 1.0))
 
     def train_share(self, rollout: int, alpha: float) -> float:
-        """Return beta*, the share of all ranks that should train, with engines as full as those of
-        `rollout` ranks."""
+        """Return beta*, the share of all ranks that should train, if engines have as many requests
+        as with `rollout` sampling ranks."""
         running = self.requests(rollout, alpha)
         samples_s = self.tokens / running * self.decode_s(running) * self.tp
         return self.train_s / (samples_s + self.train_s)
 
     def seconds(self, train: int, rollout: int, alpha: float) -> float:
-        """Return the upper bound on the seconds of a step with this split."""
+        """Return the upper bound on the seconds of a step with `train` and `rollout` ranks."""
         running = self.requests(rollout, alpha)
         decode_s = self.decode_s(running)
         samples = self.tokens / (rollout / self.tp * running) * decode_s
@@ -88,9 +86,8 @@ class Rates:
 def measured(
     row: Mapping[str, float], *, train: int, tp: int, samples: int, places: float, load: float
 ) -> Rates | None:
-    """Compute rates from the metrics of a step in which `train` ranks trained `samples` samples and
-    engines had `tp` ranks. If the metrics lack them (an evaluation, a replayed step), return
-    None."""
+    """Compute rates from the metrics of a step in which `train` ranks trained on `samples` samples
+    and engines had `tp` ranks. Return None for a step without such metrics (evaluation, replay)."""
     names = ("timing_s/step", "sched/trainer_idle", "sched/decode_tokens", "response_length/max")
     if any(name not in row for name in names) or not row["sched/decode_tokens"]:
         return None
@@ -113,21 +110,21 @@ def measured(
 
 
 def mean(rates: Sequence[Rates]) -> Rates:
-    """Average one or more rates that differ only in what was measured."""
+    """Average one or more rates of the same run, which differ only in measured fields."""
     names = ("tokens", "longest", "step_s", "running", "train_s", "sync_s")
     means = {name: sum(getattr(r, name) for r in rates) / len(rates) for name in names}
     return replace(rates[-1], **means)
 
 
 def best(rates: Rates, ranks: int, alpha: float, possible: Iterable[int]) -> int:
-    """Return the number of ranks that should sample, out of `possible`. Of all choices within WORTH
-    of the fastest, it is the smallest: with a long tail many are nearly equal."""
+    """Choose from `possible` how many ranks should sample: the smallest number whose step time is
+    at most `WORTH` times the best. With a long tail, many numbers are nearly equal."""
     seconds = {r: rates.seconds(ranks - r, r, alpha) for r in possible}
     return min(r for r, s in seconds.items() if s <= WORTH * min(seconds.values()))
 
 
 class Balance:
-    """Proposal of a split for a run, from its last steps."""
+    """Proposes a split of a run's ranks, from the rates of its most recent steps."""
 
     def __init__(
         self,
@@ -153,14 +150,15 @@ class Balance:
         self._possible = tuple(possible)
         self._rates: deque[Rates] = deque(maxlen=WINDOW)
         self.load = math.inf
-        """Cost of a request in a decode step, as in `Rates`."""
+        """Time that one request adds to a decode step, as in `Rates.load`."""
 
     def learn_load(self, load: float) -> None:
-        """Set the cost of a request in a decode step, if it is known from a data sheet."""
+        """Set `load`, if it can be computed from a data sheet of the hardware."""
         self.load = load
 
     def metrics(self, row: Mapping[str, float]) -> dict[str, float]:
-        """Return `balance/*` after a step with these metrics; empty if nothing is known yet."""
+        """Return the `balance/*` metrics after a step with the metrics `row`; empty if no step has
+        had rates yet."""
         found = measured(
             row,
             train=self._ranks - self._rollout,
@@ -183,15 +181,15 @@ class Balance:
         }
 
     def sentence(self, rows: Iterable[Mapping[str, float]], source: str) -> str:
-        """Return a sentence on the current split from the rows of an earlier run, or "" if they
-        lack rates."""
+        """Describe the current split by the metrics of an earlier run's steps; return "" if these
+        have no rates."""
         found: dict[str, float] = {}
         for row in rows:
             found = self.metrics(row) or found
         return self.say(mean(self._rates), source) if found else ""
 
     def say(self, rates: Rates, source: str) -> str:
-        """Return one sentence on the current split by these rates; `source` names their origin."""
+        """Describe the current split and its proposal for these rates, which come from `source`."""
         proposed, now, then = self._compare(rates)
         share = rates.train_share(self._rollout, self._alpha) * self._ranks
         said = (
@@ -203,8 +201,8 @@ class Balance:
         return said + f"; --cluster.rollout_ranks {proposed} would take {then:.3g} s"
 
     def _compare(self, rates: Rates) -> tuple[int, float, float]:
-        """Return the proposed number of sampling ranks, the seconds of a step now, and the seconds
-        with the proposal."""
+        """Return the proposed number of sampling ranks, and the seconds of a step with the current
+        split and with the proposed split."""
         proposed = best(rates, self._ranks, self._alpha, self._possible)
         now = rates.seconds(self._ranks - self._rollout, self._rollout, self._alpha)
         return proposed, now, rates.seconds(self._ranks - proposed, proposed, self._alpha)

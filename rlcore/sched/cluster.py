@@ -1,46 +1,43 @@
-"""Placement of jobs that share nodes: RollMux's inter-group scheduler, arXiv 2512.11306, Algorithm
-1.
+"""Place jobs on shared nodes: RollMux's inter-group scheduler (arXiv 2512.11306, Algorithm 1).
 
-A job samples on rollout nodes and trains on train nodes; while it does one, its other nodes are
-idle. Jobs of a group alternate. Each is pinned to some of the group's rollout nodes, where its
-state stays in host memory. It trains on all of the group's train nodes. With all jobs in one cyclic
-order (`phase_mux.py`), an iteration of every job takes
+A job samples on rollout nodes and trains on train nodes, and leaves its other nodes idle meanwhile.
+So the jobs of a group alternate on the group's nodes. Each job is pinned to some of the group's
+rollout nodes, where its state stays in host memory. It trains on all of the group's train nodes. If
+all jobs run in one cyclic order (`phase_mux.py`), an iteration of every job takes
 
     period = max(T_cycle, T_load)
     T_cycle = max over jobs of rollout + train + sync
     T_load  = max over nodes of the phases that run there
 
-If the group has more than one job, every phase includes the switch to it. The formula is a lower
-bound. If several nodes and jobs are nearly as busy as the busiest, a job may wait for another in
-every second round. This occurs in one of a hundred random groups of whole seconds, by up to a
-fifth. So offers use these sums, and an offer is taken only after the full order is checked
-(`_period`). Profiles are worst cases, and starts in a fixed order never come later when a phase is
-shorter. So
+In a group of several jobs, every phase includes the switch to its job. The formula is a lower
+bound. If several nodes and jobs are nearly as busy as the busiest, a job may wait for another job
+in every second round. This occurs in one of a hundred random groups (phases in whole seconds) and
+adds up to a fifth to the period. So offers use the formula, but `_period` checks the full order
+before an offer is taken. Profiles are worst cases, and in a fixed order a shorter phase never makes
+another phase start later. So
 
     period <= slo x T_solo    for every job of the group
 
-is a guarantee, not an estimate. A job goes where it adds least to the cost: onto nodes of a group,
-into a group that rents further nodes for it, or into a new group. Groups without slack, T_load >=
-T_cycle, are skipped.
+is a guarantee, not an estimate. A job is placed where it adds least to the cost: on nodes of a
+group, in a group that rents more nodes for it, or in a new group. Groups without slack (T_load >=
+T_cycle) are skipped.
 
-A colocated job samples and trains on all of its nodes, so it leaves no gap for others. It holds the
-nodes of both pools for a whole iteration. In a group with colocated jobs, the other jobs run first
-in a round, each one rollout and one training from an empty start. The colocated jobs follow one
-after the other. The period is then at most
+A colocated job samples and trains on all of its nodes, so no node idles for other jobs. It holds
+its nodes in both pools for a whole iteration. In a group with colocated jobs, a round starts with
+all nodes free. First each other job does one rollout and one training. Then the colocated jobs run,
+one after the other. The period is then at most
 
     period = makespan(others, in the cyclic order) + sum over colocated jobs of T_solo
 
-each with its switches. A job that does not have to wait in this order only starts earlier, so this
-is a guarantee as well. Such jobs fill no gaps but share time: T_load is the period, and every group
-with one is saturated. These groups are not skipped, since the SLO determines how much time there is
-to share.
+with all switches included. This is a guarantee, too: a job that need not wait in this order only
+starts earlier. Colocated jobs fill no idle time, so T_load is the period, and every group with a
+colocated job is saturated. These groups are not skipped; the SLO limits how much time jobs share.
 
-Differs from the paper, which takes the closed form for the period and has no colocated jobs in a
-group: a group that has too few train nodes for a job may rent them, too. Node sets of a group are
-nested or disjoint, since a cyclic order across overlapping ones can take far longer than the
-busiest node. `tests/unit/test_sched_phase_mux.py` has examples of all. Sampling and training are
-taken to be faster on more nodes only if the profile says so. `repack` may move jobs, which the
-paper never does.
+Differences from the paper: it uses the closed form for the period, has no colocated jobs in groups,
+and never moves a job, as `repack` does. Here a group with too few train nodes for a job may rent
+more. Rollout node sets of a group's jobs are nested or disjoint. Otherwise a cyclic order can take
+far longer than the busiest node (examples: `tests/unit/test_sched_phase_mux.py`). More nodes speed
+up a phase only if the profile says so.
 """
 
 import heapq
@@ -55,16 +52,16 @@ from rlcore.sched.partition import MOST_JOBS, cheapest_partition
 
 Kind = Literal["packed", "scaled", "isolated", "queued", "refused"]
 MOST_PLACEMENTS = 256
-"""Maximum number of node sets that are tried in one group for a job of several nodes."""
+"""Maximum number of node sets to try in one group for a job that needs several nodes."""
 ROUNDING = 1 + 1e-12
 TO_BE_TAKEN = 10**9
-"""First of the placeholder numbers for nodes that are not chosen yet."""
+"""First placeholder number for nodes that are not chosen yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MuxJob:
-    """Profile of a job for admission: the worst case, with every response at its limit, on its own
-    nodes."""
+    """Profile of a job for admission: worst-case times on its own nodes, with every response at its
+    length limit."""
 
     id: str
     rollout_nodes: int
@@ -72,17 +69,17 @@ class MuxJob:
     rollout_s: float
     train_s: float
     sync_s: float = 0.0
-    """Seconds of the weight update to the engines; the job waits, but no node is busy."""
+    """Seconds of the weight update, while the job waits and its nodes are free for other jobs."""
     slo: float = 2.0
-    """Maximum iteration time, as a multiple of the job's time alone."""
+    """Maximum iteration time, as a multiple of the job's iteration time without other jobs."""
     rollout_gb: float = 0.0
-    """Host memory on each of its rollout nodes, for as long as the job runs."""
+    """Host memory that the job occupies on each of its rollout nodes while it runs."""
     train_gb: float = 0.0
     train_scaling: float = 0.0
-    """Exponent of the training speed-up: on n times its train nodes, training takes n**-this of the
-    time. 0: no speed-up; 1: linear."""
+    """Exponent e of the training speed-up: n times as many train nodes take n**-e of the time. 0:
+    no speed-up; 1: linear."""
     colocated: bool = False
-    """Whether the job samples and trains on all of its nodes, exclusively for a whole iteration."""
+    """Whether the job samples and trains on all its nodes and holds them for whole iterations."""
 
     def __post_init__(self) -> None:
         def check(is_good: bool, name: str, allowed: str) -> None:
@@ -103,21 +100,21 @@ class MuxJob:
 
     @property
     def solo_s(self) -> float:
-        """Seconds of an iteration of the job alone."""
+        """Seconds of an iteration when the job shares nodes with no other job."""
         return self.rollout_s + self.train_s + self.sync_s
 
     @property
     def limit_s(self) -> float:
-        """Maximum seconds of an iteration under the SLO."""
+        """Maximum seconds of an iteration that the SLO allows."""
         return self.slo * self.solo_s
 
     @property
     def busy_s(self) -> tuple[float, float]:
-        """Seconds of an iteration in which the job holds its rollout nodes, and its train nodes."""
+        """Seconds per iteration in which the job holds its rollout nodes, then its train nodes."""
         return (self.solo_s, self.solo_s) if self.colocated else (self.rollout_s, self.train_s)
 
     def train_on(self, nodes: int) -> float:
-        """Return the seconds of the job's training on this many nodes."""
+        """Return the seconds that the job's training takes on `nodes` nodes."""
         if nodes == self.train_nodes or not self.train_scaling:
             return self.train_s
         return self.train_s * (self.train_nodes / nodes) ** self.train_scaling
@@ -132,14 +129,14 @@ class NodePool:
     price: float = 1.0
     """Price of a node per hour."""
     memory_gb: float = math.inf
-    """Host memory of a node for the states of the jobs that are pinned there."""
+    """Host memory of a node, available for the states of the jobs pinned to it."""
     switch_s: float = 0.0
-    """Seconds to switch to the phase of another job whose state is in host memory."""
+    """Seconds to switch a node to the phase of another job whose state is in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nodes:
-    """Fixed nodes of a job whose processes already run there."""
+    """Nodes on which a job's processes already run, so the job cannot be placed elsewhere."""
 
     rollout: tuple[int, ...]
     train: tuple[int, ...]
@@ -151,8 +148,8 @@ class Decision:
 
     job: str
     kind: Kind
-    """`packed`: the job uses nodes of a group. `scaled`: the group rents more. `isolated`: the job
-    gets a new group. `queued`: there is no room now. `refused`: there can never be room."""
+    """`packed`: the job uses existing nodes of a group. `scaled`: the group rents more nodes.
+    `isolated`: the job gets a new group. `queued`: no room now. `refused`: never any room."""
     group: int | None
     rollout: tuple[int, ...]
     """Rollout nodes to which the job is pinned."""
@@ -160,11 +157,11 @@ class Decision:
     added: float
     """Additional cost per hour."""
     period_s: float
-    """Worst-case seconds of an iteration of each job of the group."""
+    """Worst-case seconds of an iteration, equal for all jobs of the group."""
     slowdown: float
-    """Ratio of `period_s` to an iteration of the job alone."""
+    """Ratio of `period_s` to an iteration of the job without other jobs."""
     passed: Mapping[str, int]
-    """Number of groups that were not taken, by reason."""
+    """Number of groups that could not take the job, by reason."""
     why: str = ""
 
     @classmethod
@@ -217,12 +214,12 @@ class _NodeUse(NamedTuple):
 
 
 def _repeats(uses: Sequence[_NodeUse], period: float) -> bool:
-    """Return whether a round can begin every `period` seconds without end. Times are relative to
-    the start of a round; if the period is long enough, they soon stop growing."""
+    """Return whether a new round can begin every `period` seconds forever. Times are relative to
+    the start of a round. If the period is long enough, the waits soon stop growing."""
     nodes = {n for use in uses for n in use.nodes}
     free, back, trained = dict.fromkeys(nodes, 0.0), [0.0] * len(uses), 0.0
     tiny = 1e-12 * period
-    for _ in range(2 * len(uses) + len(nodes) + 2):  # no chain of waits is longer
+    for _ in range(2 * len(uses) + len(nodes) + 2):  # no chain of waits spans more rounds
         before = [*free.values(), *back, trained]
         for at, use in enumerate(uses):
             sampled = max(0.0, back[at], *(free[n] for n in use.nodes)) + use.rollout_s
@@ -239,8 +236,8 @@ def _repeats(uses: Sequence[_NodeUse], period: float) -> bool:
 
 
 def _period(uses: Sequence[_NodeUse], least: float) -> float:
-    """Return the shortest sustainable period, at least `least`, by bisection. It is never too
-    short, and too long by at most 1e-12."""
+    """Find the shortest sustainable period that is at least `least`, by bisection. The result is
+    never too short, and too long by a factor of at most 1 + 1e-12."""
     if _repeats(uses, least):
         return least
     low, high = least, sum(use.rollout_s + use.train_s + use.sync_s for use in uses)
@@ -280,15 +277,15 @@ class JobGroup:
         pinned: Mapping[str, tuple[int, ...]] | None = None,
         train: tuple[int, ...] = (),
     ) -> None:
-        """`id` is negative for a group that does not exist yet. `pinned` has the rollout nodes by
-        job, in ascending order; `train` the train nodes that all jobs use."""
+        """Make a group. `id` is negative if the group does not exist yet. `pinned`: rollout nodes
+        by job, in ascending order. `train`: train nodes, used by all jobs."""
         self.id = id
         self.pools = pools
         self.jobs = dict(jobs or {})
         self.pinned = dict(pinned or {})
         """Rollout nodes of each job."""
         self.load: dict[int, tuple[float, int, float]] = {}
-        """Seconds of rollouts, number of jobs and host memory, by rollout node."""
+        """Seconds of rollouts per round, number of jobs and host memory (GB), by rollout node."""
         self.train = train
         self._refresh()
 
@@ -307,18 +304,18 @@ class JobGroup:
         self.load = load
         to_rollout, to_train = self.switches(len(self.jobs))
         self.cycle_s = self._chain + to_rollout + to_train
-        """Seconds of the longest iteration of a job that never waits: T_cycle."""
+        """T_cycle: seconds of the longest iteration of any job if no job ever waits."""
         self.load_s = max(
             self._train_sum + len(self.jobs) * to_train,
             max((s + n * to_rollout for s, n, _ in load.values()), default=0.0),
         )
-        """Seconds that all jobs' phases take on the busiest node in an iteration: T_load."""
+        """T_load: seconds per iteration in which the busiest node is in use."""
         self.has_colocated = any(j.colocated for j in self.jobs.values())
         if self.has_colocated:
             self.load_s = self._round_s()
 
     def _round_s(self) -> float:
-        """Return the seconds of a round in which no job runs beside a colocated one."""
+        """Return the seconds of a round in which each colocated job runs without other jobs."""
         to_rollout, to_train = self.switches(len(self.jobs))
         free = dict.fromkeys(self.load, 0.0)
         trained = ended = shared = 0.0
@@ -334,8 +331,8 @@ class JobGroup:
         return ended + shared
 
     def training(self, nodes: int) -> tuple[float, float]:
-        """Return the seconds of all trainings on this many train nodes, and the longest iteration
-        of a job."""
+        """Compute two times for `nodes` train nodes: the sum of all jobs' trainings, and the
+        longest iteration of a job. In seconds, without switches."""
         total = chain = 0.0
         for job in self.jobs.values():
             took = job.train_on(nodes)
@@ -344,14 +341,13 @@ class JobGroup:
         return total, chain
 
     def switches(self, jobs: int) -> tuple[float, float]:
-        """Return the seconds of a switch on a rollout and on a train node, with this many jobs."""
+        """Return the seconds to switch a rollout and a train node in a group of `jobs` jobs."""
         return (self.pools[0].switch_s, self.pools[1].switch_s) if jobs > 1 else (0.0, 0.0)
 
     @property
     def period_s(self) -> float:
-        """Seconds of an iteration of every job. Usually it is the larger of cycle and load; if
-        several nodes and jobs are close to that, jobs may wait for each other in every second
-        round."""
+        """Seconds of an iteration of every job: usually the larger of `cycle_s` and `load_s`. The
+        period is longer if jobs have to wait for each other in every second round (see module)."""
         if not self._period_s:
             least = max(self.cycle_s, self.load_s)
             is_simple = len(self.jobs) < 3 or self.has_colocated
@@ -359,7 +355,7 @@ class JobGroup:
         return self._period_s
 
     def _node_uses(self) -> "list[_NodeUse]":
-        """Return the phases of all jobs in the cyclic order, with switches."""
+        """Return the nodes and phase times of all jobs in the cyclic order, switches included."""
         to_rollout, to_train = self.switches(len(self.jobs))
         nodes = max(len(self.train), 1)
         return [
@@ -374,40 +370,40 @@ class JobGroup:
 
     @property
     def is_saturated(self) -> bool:
-        """Whether any additional job makes an iteration longer."""
+        """Whether every additional job would make the iterations longer."""
         return self.load_s >= self.cycle_s
 
     @property
     def host_gb(self) -> tuple[float, float]:
-        """Host memory that jobs use on the fullest rollout node and on the fullest train node."""
+        """Host memory (GB) used by jobs on the fullest rollout node and on every train node."""
         return max((gb for _, _, gb in self.load.values()), default=0.0), self._train_gb
 
     @property
     def cost(self) -> float:
-        """Cost per hour."""
+        """Price of the group's nodes per hour."""
         return len(self.load) * self.pools[0].price + len(self.train) * self.pools[1].price
 
     def order(self) -> list[str]:
-        """Return the jobs in the cyclic order: those on more nodes first, then by admission. With
-        nested node sets the period is then the closed form's. Colocated jobs are last."""
+        """Return the jobs in the cyclic order: jobs on more rollout nodes first, ties by admission,
+        colocated jobs last. For nested node sets the closed form then gives the period."""
         return sorted(self.jobs, key=lambda n: (self.jobs[n].colocated, -len(self.pinned[n])))
 
     def with_one(self, job: MuxJob, rollout: Collection[int], train: tuple[int, ...]) -> "JobGroup":
-        """Return a copy of the group with one more job."""
+        """Return a copy of the group with `job` added on these nodes."""
         jobs = self.jobs | {job.id: job}
         pinned = self.pinned | {job.id: tuple(sorted(rollout))}
         return JobGroup(self.id, self.pools, jobs, pinned, train)
 
     def add(self, job: MuxJob, rollout: Collection[int], train: tuple[int, ...]) -> None:
-        """Pin a job; `train` becomes the group's train nodes."""
+        """Pin a job to `rollout`, and make `train` the train nodes of the group."""
         self.jobs[job.id] = job
         self.pinned[job.id] = tuple(sorted(rollout))
         self.train = train
         self._refresh()
 
     def remove(self, name: str) -> tuple[list[int], list[int]]:
-        """Remove a job and return the rollout and train nodes that are no longer needed. Keep train
-        nodes without which another job would miss its SLO."""
+        """Remove a job and return the rollout and train nodes that are no longer needed. Train
+        nodes stay if another job would miss its SLO without them."""
         del self.jobs[name]
         free = [n for n in self.pinned.pop(name) if not any(n in p for p in self.pinned.values())]
         keep = max((j.train_nodes for j in self.jobs.values()), default=0)
@@ -422,22 +418,22 @@ class JobGroup:
 
 @dataclass(slots=True)
 class _Offer:
-    """Offer of a group, or of a new one, to a job."""
+    """Possible placement of a job in an existing group or, if `group` is None, in a new group."""
 
     group: JobGroup | None
     keep: tuple[int, ...]
-    """Existing rollout nodes of the group to which the job is pinned."""
+    """Rollout nodes that the group already has and to which the job would be pinned."""
     more_rollout: int
     more_train: int
     added: float
     period_s: float
     utilization: float
     on: Nodes | None = None
-    """For a job that already runs: all its rollout nodes, and all train nodes of the group."""
+    """For a job that already runs: all rollout nodes of the job, all train nodes of the group."""
 
 
 class _Nodes:
-    """Allocator of node numbers; the lowest free one is next."""
+    """Allocator of node numbers; it allocates the lowest free number first."""
 
     def __init__(self, limit: int | None, first: int = 0) -> None:
         self.limit, self.used = limit, 0
@@ -465,7 +461,7 @@ class _Nodes:
             heapq.heappush(self._free, node)
 
     def claim(self, nodes: Collection[int]) -> None:
-        """Take these nodes, which are free."""
+        """Allocate exactly these nodes, which must be free."""
         self.used += len(nodes)
         top = max(nodes, default=-1) + 1
         self._free += range(self._next, top)
@@ -474,14 +470,14 @@ class _Nodes:
         heapq.heapify(self._free)
 
     def mark(self, nodes: Collection[int]) -> None:
-        """Mark exactly these nodes as in use, from a saved state."""
+        """Mark exactly these nodes of a saved state as in use, and all others as free."""
         self.used = len(nodes)
         self._next = max(nodes, default=-1) + 1
         self._free = sorted(set(range(self._next)) - set(nodes))
 
 
 class Cluster:
-    """The rollout pool, the train pool and their groups."""
+    """Rollout pool, train pool, and the groups of jobs that share the nodes of these pools."""
 
     def __init__(self, rollout: NodePool, train: NodePool, *, most_jobs: int | None = None) -> None:
         """`most_jobs` is the maximum number of jobs in a group; None: no limit."""
@@ -503,7 +499,8 @@ class Cluster:
         return self._rollout.used, self._train.used
 
     def free(self, is_rollout: bool) -> list[int]:
-        """Return the nodes of a pool that no group uses. The pool must have a fixed size."""
+        """Return the unused nodes of the rollout pool (`is_rollout`) or of the train pool. The pool
+        must not be unlimited."""
         nodes = self._rollout if is_rollout else self._train
         assert nodes.limit is not None
         used = {n for g in self for n in (g.load if is_rollout else g.train)}
@@ -517,12 +514,12 @@ class Cluster:
         return iter(self.groups.values())
 
     def admit(self, job: MuxJob, on: Nodes | None = None) -> Decision:
-        """Place a job where it adds least to the cost and no job misses its SLO. Ties go to the
-        highest utilization, then to the oldest group. If the job already runs `on` certain nodes,
-        it is placed there or not at all. `queued` and `refused` change nothing.
+        """Place a job where it adds least to the cost and no job misses its SLO. Among equal costs,
+        prefer the highest utilization, then the oldest group. If the job already runs `on` some
+        nodes, place it there or not at all. `queued` and `refused` decisions change nothing.
 
         Raises:
-            ValueError: a job of this name exists.
+            ValueError: a job with this name exists.
         """
         if job.id in self._group_of:
             raise ValueError(f"job {job.id}: the name is in use; choose another")
@@ -554,8 +551,8 @@ class Cluster:
         return self._place(job, best, passed)
 
     def leave(self, name: str) -> JobGroup | None:
-        """Remove a job and free the nodes that are no longer needed. Return its group, or None if
-        the group is now empty. If the job is unknown, raise KeyError."""
+        """Remove a job and free the nodes that are no longer needed. Return the job's group, or
+        None if the group is now empty. If the job is unknown, raise KeyError."""
         group = self._group_of.pop(name)
         rollout, train = group.remove(name)
         self._rollout.give(rollout)
@@ -566,8 +563,8 @@ class Cluster:
         return None
 
     def reprofile(self, job: MuxJob) -> bool:
-        """Replace the profile of a job and return True. If another job of the group would miss its
-        SLO, or a node lacks the memory, change nothing and return False. If the job is unknown,
+        """Replace the profile of a job and return True. If any job of the group would then miss its
+        SLO, or a node would lack memory, change nothing and return False. If the job is unknown,
         raise KeyError."""
         group = self._group_of[job.id]
         old = group.jobs[job.id]
@@ -580,18 +577,17 @@ class Cluster:
         return False
 
     def _has_memory(self, group: JobGroup) -> bool:
-        """Return whether all jobs pinned to the group's nodes fit into host memory."""
+        """Return whether the states of the group's jobs fit into the host memory of its nodes."""
         rollout_gb, train_gb = group.host_gb
         return rollout_gb <= self.pools[0].memory_gb and train_gb <= self.pools[1].memory_gb
 
     def repack(self, name: str, fixed: Collection[str] = ()) -> list[JobMove]:
-        """Reduce the cost around a job. Its group is combined with the groups that cost most per
-        job, up to 12 jobs in all. Each must have a job that could share nodes with it. The cheapest
-        partition is searched for and taken. The caller must notify jobs whose nodes change. Groups
-        with a job in `fixed` stay as they are.
+        """Regroup the jobs around the job `name` to reduce the cost; return the moves.
 
-        Not in the paper, which never moves a job. If the job is unknown, raise KeyError.
-        """
+        Candidates are the job's group and the groups that cost most per job, up to 12 jobs in all.
+        Each must have a job that could share nodes with one of the job's group. Their jobs are
+        regrouped by the cheapest partition. The caller must notify the jobs that move. Groups with
+        a job in `fixed` do not change. Not in the paper. If the job is unknown, raise KeyError."""
         before = self._around(self._group_of[name], set(fixed))
         jobs = [j for g in before for j in g.jobs.values()]
         if not before:
@@ -610,7 +606,7 @@ class Cluster:
         return self._exchange(before, after)
 
     def _around(self, group: JobGroup, fixed: Collection[str]) -> list[JobGroup]:
-        """Return a group, and the other groups with jobs that could share nodes with it."""
+        """Return `group` and the groups to regroup with it; empty if `group` must not change."""
         mine = list(group.jobs.values())
         if group.jobs.keys() & fixed or len(mine) > MOST_JOBS:
             return []
@@ -633,8 +629,8 @@ class Cluster:
         return out
 
     def _could_share(self, a: MuxJob, b: MuxJob) -> bool:
-        """Return whether two jobs meet their SLOs in one group, at least with separate rollout
-        nodes."""
+        """Return whether two jobs would meet their SLOs in one group, on separate rollout nodes if
+        necessary."""
         switches = self.pools[0].switch_s + self.pools[1].switch_s
         if a.colocated or b.colocated:
             return a.solo_s + b.solo_s + 2 * switches <= min(a.limit_s, b.limit_s)
@@ -642,7 +638,8 @@ class Cluster:
         return max(a.solo_s + switches, b.solo_s + switches, train) <= min(a.limit_s, b.limit_s)
 
     def _exchange(self, before: Sequence[JobGroup], after: Sequence[JobGroup]) -> list[JobMove]:
-        """Replace groups by others. Placeholder nodes (from 10**9) are allocated here."""
+        """Replace the groups `before` by `after` and return the moves; none if nodes are lacking.
+        Real nodes replace the placeholder numbers (from `TO_BE_TAKEN`)."""
         nodes = [n for g in after for n in g.load], [n for g in after for n in g.train]
         old = sum(len(g.load) for g in before), sum(len(g.train) for g in before)
         pools = self._rollout, self._train
@@ -691,7 +688,7 @@ class Cluster:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Replace the current state by one from `state`."""
+        """Replace the current state by a state that `state` returned."""
         self.groups.clear()
         self._group_of.clear()
         self._next_group = state["next"]
@@ -707,8 +704,8 @@ class Cluster:
     # ---- offers
 
     def never(self, job: MuxJob, runs_on: tuple[int, int] | None = None) -> str:
-        """Return why the cluster can never run a job, or "" if it may. `runs_on` is the number of
-        rollout and train nodes on which it already runs."""
+        """Return why the cluster can never run a job, or "" if it might. `runs_on`: numbers of
+        rollout and train nodes on which the job already runs."""
         for pool, what, nodes, gb in (
             (self.pools[0], "rollout", job.rollout_nodes, job.rollout_gb),
             (self.pools[1], "train", job.train_nodes, job.train_gb),
@@ -728,8 +725,8 @@ class Cluster:
         )
 
     def _keeps(self, offer: _Offer, job: MuxJob) -> bool:
-        """Return whether an offer meets all SLOs with the full order laid out; offers are made from
-        sums."""
+        """Return whether all jobs meet their SLOs if the job takes the offer. The offer's period is
+        a lower bound; this checks the full order."""
         group = offer.group
         assert group is not None
         rollout = (*offer.keep, *range(-offer.more_rollout, 0))
@@ -744,7 +741,8 @@ class Cluster:
         return _Offer(None, (), job.rollout_nodes, job.train_nodes, added, job.solo_s, busiest)
 
     def _offers(self, job: MuxJob, passed: Counter[str]) -> Iterator[_Offer]:
-        """Yield the offers of all groups, the oldest first; count groups without one by reason."""
+        """Yield the offers of all groups, oldest group first. `passed` counts the other groups by
+        reason."""
         for group in self.groups.values():
             offer = self._ask(group, job)
             if isinstance(offer, str):
@@ -753,14 +751,14 @@ class Cluster:
                 yield offer
 
     def _limit(self, group: JobGroup, job: MuxJob) -> float:
-        """Return the maximum seconds of an iteration of the group with this job; 0: skip the
+        """Return the maximum seconds of an iteration if this job joins the group; 0: skip the
         group."""
         if group.is_saturated and not (group.has_colocated or job.colocated):
             return 0.0
         return min(group.limit_s, job.limit_s) * ROUNDING
 
     def _ask(self, group: JobGroup, job: MuxJob) -> _Offer | str:
-        """Return the cheapest offer of a group, or the reason why it has none."""
+        """Return the cheapest offer of a group, or the reason why the group has no offer."""
         limit = self._limit(group, job)
         if limit == 0.0:
             return "saturated"
@@ -804,8 +802,8 @@ class Cluster:
         return _Offer(group, keep, more, more_train, added, max(cycle, load), load / cycle)
 
     def _ask_round(self, group: JobGroup, job: MuxJob, limit: float) -> _Offer | str:
-        """Return the offer of a group with colocated jobs, as `_ask`. The full round is laid out,
-        with the job on nodes of the group or else on new ones."""
+        """Return the offer, like `_ask`, if the group or the job is colocated. Compute the full
+        round with the job on existing nodes of the group, or else on new nodes."""
         more_train = max(0, job.train_nodes - len(group.train))
         if not self._train.has(more_train):
             return "without free nodes"
@@ -829,15 +827,15 @@ class Cluster:
         return why
 
     def _offer_on(self, job: MuxJob, on: Nodes) -> _Offer | str:
-        """Return the offer for a job that already runs, or the reason why it has to wait. The offer
-        is of the group with some of its nodes, or of a new group if no group uses them."""
+        """Return the offer for a job that already runs, or the reason why it has to wait. The job
+        joins the group that uses some of its nodes, or a new group if none does."""
         here = f"it runs on rollout {_names(on.rollout)} and train {_names(on.train)}"
         later = "it is tried again when a job leaves"
         mine = set(on.rollout), set(on.train)
         owners = [g for g in self if mine[0] & g.load.keys() or mine[1].intersection(g.train)]
         if not owners:
             alone = self._isolated(job)
-            if alone is None:  # the pools were made smaller, and jobs run on nodes beyond
+            if alone is None:  # the pools have become smaller than the set of nodes in use
                 used = f"{self._rollout.used} rollout and {self._train.used} train nodes"
                 return f"{here}, but all nodes are in use ({used}); {later}"
             return replace(alone, on=on)
@@ -871,7 +869,7 @@ class Cluster:
         found = group.with_one(job, on.rollout, train)
         if not self._has_memory(found):
             return f"{here}, but these hosts lack memory for another job; {later}"
-        if found.period_s > found.limit_s * ROUNDING:  # even if saturated
+        if found.period_s > found.limit_s * ROUNDING:  # saturated groups are not skipped here
             return f"{here}, but a job of group {who} would miss its SLO; {later}"
         keep = tuple(n for n in on.rollout if n in group.load)
         more, more_train = len(on.rollout) - len(keep), len(train) - len(group.train)
@@ -883,8 +881,8 @@ class Cluster:
     def _placement(
         self, group: JobGroup, nodes: int, fits: Sequence[tuple[float, int]]
     ) -> tuple[int, ...] | None:
-        """Choose as many of the group's least loaded nodes as possible, nested with or disjoint
-        from those of other jobs. If the pool lacks the additional nodes, return None."""
+        """Choose as many of the group's least loaded nodes as possible. The job's node set must be
+        nested with or disjoint from every other job's. If the pool lacks new nodes, return None."""
         names = [node for _, node in fits]
         sets = {frozenset(p) for p in group.pinned.values()}
         for more in range(nodes + 1):
@@ -915,7 +913,7 @@ class Cluster:
         )
 
     def _pin(self, job: MuxJob, offer: _Offer) -> JobGroup:
-        """Take the nodes of an offer and return the group."""
+        """Allocate the nodes of an offer, add the job to its group, and return the group."""
         group = offer.group
         if group is None:
             group = self._new_group()
@@ -937,7 +935,7 @@ class Cluster:
 
 
 def _is_nested(other: frozenset[int], chosen: Collection[int], more: int) -> bool:
-    """Return whether `other` and a set of `chosen` plus `more` new nodes are nested or disjoint."""
+    """Return whether `other` is nested with or disjoint from `chosen` plus `more` new nodes."""
     common = len(other.intersection(chosen))
     return common in (0, len(other)) or (not more and common == len(chosen))
 
@@ -951,15 +949,15 @@ def _best(alone: _Offer | None, offers: Sequence[_Offer]) -> _Offer | None:
 
 
 def _is_better(a: _Offer, b: _Offer) -> bool:
-    """Return whether offer `a` is strictly better. Groups are visited from the oldest on, so ties
-    keep the older one."""
+    """Return whether offer `a` is strictly better than `b`. Groups are visited oldest first, so on
+    a tie the older group wins."""
     if not math.isclose(a.added, b.added, rel_tol=1e-9, abs_tol=1e-9):
         return a.added < b.added
     return a.utilization > b.utilization * ROUNDING
 
 
 class _Builder(Cluster):
-    """Builder of groups that do not exist yet, with unlimited nodes."""
+    """Cluster with unlimited nodes in which `repack` builds candidate groups."""
 
     def __init__(self, of: Cluster) -> None:
         rollout, train = (replace(p, nodes=None) for p in of.pools)
@@ -973,8 +971,8 @@ class _Builder(Cluster):
         return min(group.limit_s, job.limit_s) * ROUNDING
 
     def build(self, jobs: Sequence[MuxJob], start: JobGroup | None = None) -> JobGroup | None:
-        """Build one group of all jobs, in addition to those in `start`; None if that is
-        impossible."""
+        """Build one group of `jobs`, added to those in `start`. Return None if SLOs, memory or the
+        limit of jobs make the group impossible."""
         self._group_of.clear()
         group = start
         for job in jobs:
@@ -992,7 +990,7 @@ class _Builder(Cluster):
     def settle(
         self, parts: Sequence[Sequence[MuxJob]], before: Sequence[JobGroup]
     ) -> list[JobGroup]:
-        """Build a group for every part. Jobs stay on their nodes if that costs no more."""
+        """Build a group for every part; jobs stay on their nodes if that costs no more."""
         left = list(before)
         out = []
         for jobs in sorted(parts, key=len, reverse=True):
@@ -1009,7 +1007,7 @@ class _Builder(Cluster):
         return out
 
     def _kept(self, old: JobGroup, jobs: Sequence[MuxJob]) -> JobGroup | None:
-        """Build a group from the remaining jobs of an old one and the further jobs."""
+        """Build a group of `jobs` in which the jobs of the old group stay on their nodes."""
         kept = {name: job for name, job in old.jobs.items() if job in jobs}
         pinned = {name: old.pinned[name] for name in kept}
         need = max(j.train_nodes for j in jobs)

@@ -1,4 +1,4 @@
-"""Completion order: the order in which responses count towards their groups."""
+"""Define the completion order: the order in which responses count towards their groups."""
 
 import heapq
 from collections import deque
@@ -12,28 +12,28 @@ from rlcore.sched.roles import RequestState
 
 
 class CompletionOrder(Protocol):
-    """Order in which responses count. Without one they count as their rewards arrive, which depends
-    on timing."""
+    """Order in which responses count. Without a `CompletionOrder`, responses count in the order in
+    which their rewards arrive, which depends on timing."""
 
     def arrive(self, request: RequestState) -> None:
-        """Add a response that has its reward."""
+        """Add a finished and rewarded response."""
 
     def next(self, is_open: Callable[[RequestState], bool]) -> RequestState | None:
-        """Return the next response to count, once each; None while an earlier one may still arrive.
-        Responses of closed groups need not arrive first."""
+        """Return the next response to count, each only once; None while an earlier response may
+        still arrive. Do not wait for responses of closed groups."""
 
 
 class ByTokens:
-    """Order by response length, as if all requests had started together at one decode speed. Ties
-    go to the earlier request.
+    """Order by response length, as if all requests started together and decoded at equal speed. On
+    a tie the earlier request is first.
 
-    A response counts only once every started request of an open group has its reward, so nothing is
-    aborted before. Neither the order nor the batch composition (which changes the last bits of the
-    log-probs) then depends on timing. Runs are repeatable: `--debug.deterministic_order`.
+    No response counts before every started request of an open group has its reward, so no request
+    is aborted earlier. Then neither the order nor the batch composition (which changes the last
+    bits of log-probs) depends on timing, and runs are repeatable: `--debug.deterministic_order`.
     """
 
     def __init__(self, requests: Callable[[], Iterable[RequestState]]) -> None:
-        """`requests` returns all requests of the round."""
+        """Make the order of a round; `requests` returns all requests of the round."""
         self._requests = requests
         self._held: list[tuple[int, int, RequestState]] = []
 
@@ -47,7 +47,7 @@ class ByTokens:
 
 
 class Counted(Struct, frozen=True, array_like=True):
-    """A response that counted in a logged round."""
+    """Response that counted in a logged round."""
 
     id: RequestId
     num_tokens: int
@@ -61,11 +61,11 @@ class ReplayMismatch(ValueError):
 
 
 class ByLog:
-    """Order of a log, independent of timing: `--debug.replay`. Responses that the log does not have
-    never count, since they were late in the logged round.
+    """Order of a logged round, independent of timing: `--debug.replay`. Responses that are not in
+    the log never count, because they were late in the logged round.
 
-    A response counts only once every started request that the log has is rewarded. Nothing is
-    aborted before, so two replays decode with the same batch composition.
+    No response counts before every started request in the log has its reward. No request is aborted
+    earlier, so two replays decode with the same batch composition.
     """
 
     def __init__(
@@ -74,20 +74,20 @@ class ByLog:
         requests: Callable[[], Iterable[RequestState]],
         misfit: Callable[[str], ReplayMismatch] = ReplayMismatch,
     ) -> None:
-        """`requests` returns all requests of the round. `misfit` makes the error from a clause
-        about the logged round."""
+        """Make the order of a round; `requests` returns all requests of the round. `misfit` makes
+        the error from a clause whose subject is the logged round."""
         self._misfit = misfit
         self._known = {c.id: c for c in counted}
         self._order = deque(counted)
         self._requests = requests
         self._arrived: dict[RequestId, RequestState] = {}
         self.others: list[RequestId] = []
-        """Responses whose length or score differs from the log: the weights differ, or this machine
-        rounds differently."""
+        """Responses whose length or score differs from the log, because the weights differ or this
+        machine rounds differently."""
 
     def arrive(self, request: RequestState) -> None:
-        """Add a rewarded response. If its score or the logged score is a substitute for a failed
-        reward, use the logged score, since reward timeouts depend on timing."""
+        """Add a rewarded response. If the reward failed now or in the logged round, use the logged
+        score and error, because reward timeouts depend on timing."""
         logged, result = self._known.get(request.id), request.result
         assert result is not None, request.id
         if logged is None:
@@ -101,8 +101,8 @@ class ByLog:
             self.others.append(request.id)
 
     def next(self, is_open: Callable[[RequestState], bool]) -> RequestState | None:
-        """Return the next response of the log. Raises ReplayMismatch if it was not started here,
-        its group is closed here, or the log has no more."""
+        """Return the next response of the log. Raise ReplayMismatch if this run did not start the
+        response, its group is closed in this run, or the log has no more responses."""
         if any(r.result is None and r.id in self._known and is_open(r) for r in self._requests()):
             return None
         if not self._order:

@@ -1,19 +1,18 @@
-"""HistoPipe: each worker alternates between long and short responses, so that pairs of steps
-balance.
+"""HistoPipe of RhymeRL (arXiv:2508.18588): each rollout worker alternates between steps of long and
+short responses, so that two steps together take equally long on all workers.
 
-RhymeRL, arXiv:2508.18588. One step off-policy: a worker that has finished its share of step k
-starts that of step k + 1 with the newest weights, without waiting for other workers.
+Rollout is one step off-policy. A worker that has finished its share of step k starts its share of
+step k + 1 with the newest weights. It does not wait for other workers.
 
-    rank        Prompts of a step are sorted by predicted length (the longest response in the epoch
-                before) and cut into ranking groups of equal size, the shortest first.
-    alternate   Worker w has group w in odd steps and group W - 1 - w in even ones: the worker with
-                the longest group has the shortest next.
-    shares      Tier 2: GPUs are divided so that the times of the groups lie on a line. Then
-                t_w + t_(W-1-w) is the same for all workers and bounds the time of two steps.
+    rank        The prompts of a step are sorted by predicted length (longest response in the
+                previous epoch) and cut into ranking groups of equal size, shortest first.
+    alternate   Of W workers, worker w has group w in odd steps and group W - 1 - w in even steps.
+                So the worker with the longest group has the shortest group next.
+    shares      Tier 2: GPUs are divided so that the groups' times t_0, t_1, ... are linear. Then
+                t_w + t_(W-1-w) is equal for all workers and bounds the time of two steps.
     threshold   A response beyond the P98 of its group's history migrates to another worker.
 
-Workers and groups are numbered from 0, steps from 1.
-"""
+Workers and groups are numbered from 0, steps from 1."""
 
 import itertools
 import math
@@ -31,27 +30,27 @@ QUANTILE = 0.98
 
 
 class LengthHistory:
-    """Response lengths of the last epoch, by prompt."""
+    """Response lengths in the most recent epoch, by prompt."""
 
     def __init__(self) -> None:
         self._longest: dict[Hashable, int] = {}
         self._lengths: dict[Hashable, tuple[int, ...]] = {}
 
     def note(self, prompt: Hashable, lengths: Collection[int]) -> None:
-        """Record the lengths (in tokens) of one epoch's responses to a prompt; at least one."""
+        """Record the lengths (in tokens) of the responses to a prompt in one epoch; not empty."""
         self._longest[prompt] = max(lengths)
         self._lengths[prompt] = tuple(lengths)
 
     def predict(self, prompt: Hashable, otherwise: int) -> int:
-        """Return the predicted longest response, or `otherwise` if the prompt has no history."""
+        """Return the predicted length of the longest response; without history, `otherwise`."""
         return self._longest.get(prompt, otherwise)
 
     def lengths(self, prompts: Collection[Hashable]) -> list[int]:
-        """Return the lengths of all responses to these prompts in the last epoch."""
+        """Return the lengths of all responses to these prompts in the most recent epoch."""
         return [n for prompt in prompts for n in self._lengths.get(prompt, ())]
 
     def state(self) -> dict[Any, list[int]]:
-        """Return what `restore` needs; plain JSON if the keys of prompts are strings."""
+        """Return the state for `restore`; it is plain JSON if prompts are strings."""
         return {prompt: list(lengths) for prompt, lengths in self._lengths.items()}
 
     def restore(self, state: Mapping[Any, Sequence[int]]) -> None:
@@ -61,8 +60,8 @@ class LengthHistory:
 
 
 def rank(prompts: Sequence[Key], predicted: Mapping[Key, int], groups: int) -> list[list[Key]]:
-    """Divide prompts into ranking groups, the shortest first, whose sizes differ by at most one.
-    Equal predictions keep their order. If there are fewer prompts than groups, raise ValueError."""
+    """Divide prompts into ranking groups, shortest first; sizes differ by at most one. Prompts of
+    equal prediction keep their order. Fewer prompts than groups raise ValueError."""
     if not 1 <= groups <= len(prompts):
         raise ValueError(
             f"{groups} ranking groups of {len(prompts)} prompts: must be from 1 to the number of "
@@ -74,25 +73,25 @@ def rank(prompts: Sequence[Key], predicted: Mapping[Key, int], groups: int) -> l
 
 
 def group_of_worker(worker: int, step: int, groups: int) -> int:
-    """Return the ranking group that a worker has in a step."""
+    """Return the ranking group of a worker in a step."""
     return worker if step % 2 else groups - 1 - worker
 
 
 def two_steps(seconds: Sequence[float]) -> tuple[float, float]:
-    """Return the seconds of two steps whose groups take `seconds` each: with a barrier between the
-    steps, and with workers that alternate groups."""
+    """Return the total seconds of two steps, given the seconds of each ranking group. The first
+    value is with a barrier between the steps, the second with workers that alternate groups."""
     pairs = [a + b for a, b in zip(seconds, reversed(seconds), strict=True)]
     return 2 * max(seconds), max(pairs)
 
 
 def off_line(seconds: Sequence[float]) -> float:
-    """Return the maximum distance of the values from their best-fitting line (in the Chebyshev
-    sense)."""
+    """Return how far the values are from a line: the maximum distance from the line that minimizes
+    the maximum distance (Chebyshev fit)."""
     count = len(seconds)
     if count < 3:
         return 0.0
     best = math.inf
-    for i in range(count):  # the best line is parallel to one through two of the points
+    for i in range(count):  # the best line is parallel to a line through two of the points
         for j in range(i + 1, count):
             slope = (seconds[j] - seconds[i]) / (j - i)
             rest = [t - slope * k for k, t in enumerate(seconds)]
@@ -103,11 +102,11 @@ def off_line(seconds: Sequence[float]) -> float:
 def shares(
     seconds: Callable[[int, int], float], groups: int, units: int, least: int = 1
 ) -> list[int]:
-    """Return how many of `units` (GPUs or engines) each ranking group gets, at least `least`.
+    """Divide `units` (GPUs or engines) among ranking groups; each gets at least `least`.
 
-    `seconds(g, n)` is the time of group g over n units; it does not rise with n. The search starts
-    from equal shares and moves one unit at a time. A move must make two paired steps shorter, or
-    keep them equal and bring the times nearer to a line.
+    `seconds(g, n)` is the time of group g on n units and must not rise with n. The search starts
+    from equal shares and moves one unit at a time. A move must shorten the time of two steps, or
+    keep it and bring the groups' times nearer to a line.
 
     Raises:
         ValueError: there are too few units.
@@ -139,8 +138,8 @@ def shares(
 
 
 def threshold(lengths: Collection[int], quantile: float = QUANTILE) -> int:
-    """Return the length beyond which a response migrates, such that by rank `quantile` of the
-    history does not. If the history is empty, raise ValueError."""
+    """Return the length beyond which a response migrates: this quantile (nearest rank) of the
+    history `lengths`. If the history is empty, raise ValueError."""
     if not lengths:
         raise ValueError("threshold needs lengths, and the first epoch has none")
     order = sorted(lengths)
@@ -148,8 +147,8 @@ def threshold(lengths: Collection[int], quantile: float = QUANTILE) -> int:
 
 
 def jumps(before: Sequence[Sequence[Key]], after: Sequence[Sequence[Key]]) -> tuple[float, float]:
-    """Return the share of prompts that moved to a higher ranking group, and which share of these
-    moved by exactly one group."""
+    """Return the share of prompts that moved to a higher ranking group, and the share that moved
+    up by exactly one group. If the two rankings share no prompt, raise ValueError."""
     old = {p: g for g, group in enumerate(before) for p in group}
     steps = [g - old[p] for g, group in enumerate(after) for p in group if p in old]
     if not steps:
@@ -166,24 +165,23 @@ class _Home:
     """Ranking group of the prompt in this step."""
     engine: int
     limit: int
-    """Length beyond which a response migrates; 0: it never does."""
+    """Length in tokens beyond which a response migrates; 0: responses never migrate."""
 
 
 class HistoPipe:
     """Router and migration policy of HistoPipe in `--mode async`.
 
-    Every `batch` started prompts form a step. Its ranking groups are assigned to the engines by
-    their shares, in ascending order in odd steps and descending order in even ones. With equal
-    shares, the engine with the longest group has the shortest next. An engine begins a step as soon
-    as it has room, independent of the others.
+    Every `batch` prompts started form a step. The step's ranking groups are assigned to engines
+    according to `shares`, in ascending order in odd steps and descending order in even steps. With
+    equal shares, the engine with the longest group has the shortest group next. An engine begins a
+    step as soon as it has room, independent of other engines.
 
     A response beyond its group's threshold continues on an engine of a higher ranking group, from
-    the tokens decoded so far. Responses of the highest group stay; their engine has the lowest
-    group next.
+    the tokens decoded so far. Responses of the highest group stay on their engine, which has the
+    lowest group next.
 
-    A group over n engines of `rows` slots each is estimated to take max(its longest response, all
-    of its tokens / (n rows)) decode steps, a lower bound.
-    """
+    Estimated decode steps of a group on n engines with `rows` slots each, a lower bound:
+    max(longest response, all tokens of the group / (n rows))."""
 
     def __init__(
         self,
@@ -198,16 +196,16 @@ class HistoPipe:
         Args:
             engines: leader ranks of the engines.
             batch: number of prompts in a step.
-            longest: maximum response length; the prediction for prompts without history.
-            rows: number of requests that an engine decodes at a time.
-            groups: maximum number of ranking groups, capped by the engines and the prompts.
+            longest: maximum response length; also the prediction for prompts without history.
+            rows: maximum number of requests that an engine decodes at a time.
+            groups: number of ranking groups; at most the number of engines and of prompts are used.
         """
         self._engines, self._batch = tuple(engines), batch
         self._longest, self._rows = longest, rows
         self._groups = min(groups, len(engines), batch)
         self._history = LengthHistory()
         self._ranks: dict[str, int] = {}
-        """Last ranking group of each prompt."""
+        """Most recent ranking group of each prompt."""
         self._step = 0
         self._homes: dict[GroupId, _Home] = {}
         self._workers: dict[tuple[int, int], tuple[int, ...]] = {}  # step, rank -> engines
@@ -216,7 +214,7 @@ class HistoPipe:
         self._stats: dict[str, float] = {}
 
     def order(self, work: Sequence[Work]) -> None:
-        """Assign engines to prompts that start now."""
+        """Assign engines to the prompts of `work`, which start now."""
         for at in range(0, len(work), self._batch):
             part = work[at : at + self._batch]
             if len(part) == self._batch:  # an incomplete step is routed by load
@@ -253,12 +251,13 @@ class HistoPipe:
         }
 
     def learn(self, prompt: Prompt, lengths: Collection[int]) -> None:
-        """Record the lengths of a prompt's complete responses, for the prediction in the next
+        """Record the lengths of the finished responses to a prompt, for predictions in the next
         epoch."""
         self._history.note(key_of(prompt), lengths)
 
     def leave(self, lengths: Mapping[RequestId, int]) -> list[RequestId]:
-        """Return the running requests that should migrate now; each migrates once."""
+        """Return the running requests that should migrate now, given the current lengths of
+        responses; each migrates at most once."""
         found = []
         for request, length in lengths.items():
             home = self._homes.get(group_of(request))
@@ -271,13 +270,13 @@ class HistoPipe:
         return found
 
     def _higher(self, home: _Home) -> list[int]:
-        """Return the engines of higher ranking groups of the same step."""
+        """Return the other engines, which serve higher ranking groups of the same step."""
         ranks = range(home.rank + 1, self._groups)
         return [r for k in ranks for r in self._workers.get((home.step, k), ()) if r != home.engine]
 
     def choose(self, request: RequestId, load: Mapping[int, int]) -> int | None:
-        """Route a request, as in `sched.roles.Place`. A request without an assigned engine goes to
-        the least loaded."""
+        """Route a request, as `sched.roles.Router`. A request without assigned engine goes to the
+        least loaded engine."""
         home = self._homes.get(group_of(request))
         if home is not None and request not in self._away and home.engine in load:
             return home.engine
@@ -293,21 +292,21 @@ class HistoPipe:
         self._workers = {at: w for at, w in self._workers.items() if at[0] in steps}
 
     def clear(self) -> None:
-        """Keep the assignments after all engines have restarted with no requests."""
+        """Do nothing: assignments stay valid after all engines have restarted with no requests."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last step that began, and the share of responses that migrated
-        since the last call."""
+        """Return the metrics of the step that began most recently, and the share of responses that
+        migrated since the previous call."""
         moved = self._moved / self._started if self._started else 0.0
         self._started = self._moved = 0
         return self._stats | {"pipe/moved": moved}
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON. Requests in flight are not included."""
+        """Return the state for `restore`, as plain JSON, without requests in flight."""
         return {"step": self._step, "history": self._history.state(), "ranks": self._ranks}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, with the engines that there are now."""
+        """Continue from `state`; the number of engines may have changed."""
         self._step = state["step"]
         self._history.restore(state["history"])
         self._ranks = dict(state["ranks"])

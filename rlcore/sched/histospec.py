@@ -1,51 +1,49 @@
-"""Decision whether drafts pay off: HistoSpec's two limits on them, from measured decode steps.
+"""Decide whether and how long to draft: cap and gate of HistoSpec, from measured decode steps.
 
-A decode step over n tokens takes about a + b n seconds, plus c if it makes and verifies drafts: `a`
-to read the weights, `b` for the arithmetic of a token. These three numbers are fitted to all steps
-of an engine, with decaying weight of older steps. At the knee, n = a / b tokens, a step takes twice
-as long as an empty one.
+A decode step over n tokens takes about a + b n seconds, plus c if drafts are made and verified: `a`
+to read the weights, `b` for the arithmetic of a token. These are fitted to an engine's steps, with
+decaying weight. At the knee, n = a / b tokens, a step takes twice as long as an empty step.
 
     cap     Drafts in a batch of `running` requests have at most knee // running - 1 tokens (from 1
             to the window), so that a forward stays below the knee: RhymeRL, arXiv:2508.18588.
-    gate    If drafts of d tokens gain a request e tokens in a step, they are on while
+    gate    Suppose that drafts have d tokens per request and yield e tokens per request and step.
+            Drafting is on while it raises the throughput:
 
                 e (a + b running) > a + b running (1 + d) + c
 
-            Batches of 1, 2 to 3, 4 to 7, ... requests have separate d and e. After drafts have
-            lost, they are tried again for a few steps, after 32 steps, 64, ... up to 1,024, for as
-            long as they keep losing.
+            Batches of 1, 2 to 3, 4 to 7, ... requests have separate d and e. While drafting is off,
+            a few steps retry it after 32 steps; each failed retry doubles the pause, up to 1,024.
 
-Drafts never change what is sampled: they decide how many tokens a forward yields, not which.
-"""
+Drafting does not change which tokens are sampled, only how many a forward yields."""
 
 from dataclasses import dataclass, field
 
 _WARM = 6
-"""Minimum number of steps with drafts before they are judged, also in a retry."""
+"""Minimum number of steps with drafts before drafting may be switched off, also in a retry."""
 _FORGET = 0.1
-"""Minimum weight of a new step in the running means of a batch size."""
+"""Minimum weight of a new step in the running means for a batch size."""
 _WAIT = 32
 _LONGEST_WAIT = 1024
 _PLAIN_EVERY = 64
-"""While drafts are on, one step in this many runs without them, to measure its cost."""
+"""While drafting is on, one step in this many runs without drafts, to measure its time."""
 _FIT_FORGET = 0.01
 _FIT_STEPS = 24
-"""Minimum number of steps before the fit is used; it also needs _WARM steps of either kind."""
+"""Minimum number of steps for a fit; it also needs `_WARM` steps each with and without drafts."""
 LARGEST_KNEE = 1 << 16
 
 
 class DraftCost:
-    """Cost model: seconds of a step = a + b tokens + c (with drafts), by least squares of relative
-    errors."""
+    """Cost model: a step takes a + b * tokens seconds, plus c with drafts. The fit minimizes the
+    squares of relative errors."""
 
     def __init__(self) -> None:
         self._sums = [[0.0] * 3 for _ in range(3)]
         self._right = [0.0] * 3
-        self._steps = [0, 0]  # without drafts, with
+        self._steps = [0, 0]  # without drafts, with drafts
 
     def note(self, tokens: int, drafts: bool, seconds: float) -> None:
-        """Add one step. Errors are relative to the measured time, so a slow outlier has little
-        weight."""
+        """Add one step to the fit. Errors are relative to the measured time, so a slow outlier has
+        little weight."""
         self._steps[drafts] += 1
         weight, x = 1 / max(seconds, 1e-9) ** 2, (1.0, float(tokens), float(drafts))
         for i in range(3):
@@ -54,7 +52,7 @@ class DraftCost:
                 self._sums[i][j] = (1 - _FIT_FORGET) * self._sums[i][j] + weight * x[i] * x[j]
 
     def fit(self) -> tuple[float, float, float] | None:
-        """Return a, b and c, all at least 0; None while steps are too few or too similar for a
+        """Return (a, b, c), each at least 0, or None while the steps are too few or too similar to
         fit."""
         if sum(self._steps) < _FIT_STEPS or min(self._steps) < _WARM:
             return None
@@ -63,8 +61,8 @@ class DraftCost:
         variance = s[1][1] / s[0][0] - mean * mean
         if variance < (0.2 * mean) ** 2:
             return None
-        # If all steps of a kind have the same number of tokens, b and c are not identifiable: set c
-        # to 0.
+        # If token counts hardly vary among steps with drafts and among steps without drafts, b and
+        # c are not identifiable, so c is 0.
         along = (s[1][2] / s[0][0] - mean * share) ** 2 / max(share * (1 - share), 1e-9)
         is_told = variance - along > (0.05 * mean) ** 2
         found = _solve(s, r, (0, 1, 2) if is_told else (0, 1))
@@ -79,7 +77,7 @@ class DraftCost:
 
 
 def _solve(sums: list[list[float]], right: list[float], used: tuple[int, ...]) -> list[float]:
-    """Solve the normal equations of the columns in `used` by elimination; the others are 0."""
+    """Solve the normal equations for the columns `used` by elimination; other columns get 0."""
     rows = [[sums[i][j] for j in used] + [right[i]] for i in used]
     for k in range(len(rows)):
         pivot = max(range(k, len(rows)), key=lambda i: abs(rows[i][k]))
@@ -98,18 +96,18 @@ def _solve(sums: list[list[float]], right: list[float], used: tuple[int, ...]) -
 
 @dataclass(slots=True)
 class _BatchStats:
-    """Statistics of drafts in batches of about one size."""
+    """Statistics of drafts in batches of similar size."""
 
     steps: int = 0
     gained: float = 1.0
-    """Mean number of tokens that a request gains in one step."""
+    """Mean number of tokens generated per request in a step with drafts."""
     drafted: float = 0.0
-    """Mean number of drafted tokens of a request in one step."""
+    """Mean number of drafted tokens per request in a step with drafts."""
     is_on: bool = True
     wait: int = _WAIT
-    """Number of steps until drafts are tried again."""
+    """Number of steps without drafts before a retry."""
     since: int = 0
-    """Steps of the current kind (with or without drafts) since the last of the other kind."""
+    """Number of steps towards the next switch between steps with and without drafts."""
 
     def note(self, drafted: float, gained: float) -> None:
         self.steps += 1
@@ -118,8 +116,8 @@ class _BatchStats:
         self.gained += weight * (gained - self.gained)
 
     def judge(self, drafts: bool, gain: float | None) -> bool:
-        """Decide after a step whether drafts are on from now on, and return whether that has
-        changed. `gain` is the throughput ratio of drafts; None while unknown."""
+        """Decide after a step whether drafting is on, and return whether the decision has changed.
+        `gain`: throughput with drafts relative to without; None while unknown."""
         if gain is None:
             self.since = 0 if self.since >= 2 * _WARM else self.since + (not drafts)
             return False
@@ -145,8 +143,8 @@ class _BatchStats:
 
 @dataclass(slots=True)
 class DraftGate:
-    """Gate and cap of drafts for one engine. Without `switches`, drafts are always on and never
-    capped, so that nothing depends on timing."""
+    """Gate and cap of drafts for one engine. Without `switches`, drafting is always on and only the
+    window limits drafts, so that nothing depends on timing."""
 
     window: int
     """Maximum number of tokens in a draft."""
@@ -154,7 +152,7 @@ class DraftGate:
     """Maximum number of tokens in a draft until the knee is known."""
     switches: bool = True
     flips: int = 0
-    """Number of times that drafts were switched on or off for some batch size."""
+    """Number of times that drafting was switched on or off, over all batch sizes."""
     _cost: DraftCost = field(default_factory=DraftCost)
     _fit: tuple[float, float, float] | None = None
     _batches: dict[int, _BatchStats] = field(default_factory=dict)
@@ -167,7 +165,7 @@ class DraftGate:
         if batch.steps < _WARM:
             return True
         if self._fit is None:
-            return batch.since >= _WARM  # sample a few steps of either kind
+            return batch.since >= _WARM  # the fit needs steps with and without drafts
         return batch.is_on and batch.since < _PLAIN_EVERY
 
     def cap(self, running: int) -> int:
@@ -180,8 +178,8 @@ class DraftGate:
         return max(1, min(int(knee) // running - 1, self.window))
 
     def note(self, running: int, *, drafts: bool, tokens: int, gained: int, seconds: float) -> None:
-        """Record a step of `running` requests: a forward over `tokens` tokens took `seconds` and
-        yielded `gained` tokens."""
+        """Record a decode step of `running` requests. Its forward over `tokens` tokens took
+        `seconds` and yielded `gained` tokens."""
         if not self.switches:
             return
         self._cost.note(tokens, drafts, seconds)
@@ -192,13 +190,13 @@ class DraftGate:
         self.flips += batch.judge(drafts, self.gain(running))
 
     def renew(self) -> None:
-        """Reset the statistics of drafts when histories become available: earlier gains no longer
-        apply."""
+        """Reset the draft statistics. Call this when histories become available, since drafts are
+        then better."""
         self._batches.clear()
 
     @property
     def knee(self) -> float | None:
-        """Number of tokens at which a forward takes twice as long as an empty one; None while
+        """Number of tokens at which a forward takes twice as long as an empty forward; None while
         unknown."""
         if self._fit is None:
             return None
@@ -206,8 +204,8 @@ class DraftGate:
         return min(max(a / b, 1.0), LARGEST_KNEE) if b > 0 else float(LARGEST_KNEE)
 
     def gain(self, running: int) -> float | None:
-        """Return the ratio of tokens per second with drafts to those without; None while either is
-        unknown."""
+        """Return the ratio of tokens per second with drafts to tokens per second without; None
+        while unknown."""
         batch = self._batch(running)
         if self._fit is None or batch.steps < _WARM:
             return None

@@ -1,19 +1,19 @@
-"""The cheapest way to split a few jobs into groups: subset dynamic programming."""
+"""Find the cheapest split of a few jobs into groups, by dynamic programming over subsets."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
 
 MOST_JOBS = 12
-"""Maximum number of jobs: 12 usually take some 0.01 s; the worst case triples with each."""
+"""Maximum number of jobs. 12 jobs usually take 0.01 s; each job triples the worst-case time."""
 
 
 def cheapest_partition(
     count: int, cost_of: Callable[[tuple[int, ...]], float | None]
 ) -> tuple[float, list[tuple[int, ...]]]:
-    """Return the cost and the parts of the cheapest partition of 0 .. count - 1.
+    """Return the cost and the parts of the cheapest partition of the numbers 0 to count - 1.
 
-    `cost_of` is called for sets of increasing size and returns None if such a part is impossible.
-    It must then be None for all supersets. A part of one always has a cost.
+    `cost_of` returns the cost of a part, or None if the part is impossible; then all supersets must
+    be impossible, too. Parts are tried in order of size. A part of one number must be possible.
 
     Raises:
         ValueError: `count` is more than 12.
@@ -34,7 +34,7 @@ def cheapest_partition(
 
     @cache
     def best(mask: int) -> tuple[float, int]:
-        """Return the cost of a set, and the part with its lowest member."""
+        """Return the least cost of the set `mask`, and the part that has its lowest member."""
         if not mask:
             return 0.0, 0
         lowest = (mask & -mask).bit_length() - 1

@@ -1,26 +1,26 @@
-"""Order of the phases of jobs that share nodes: RollMux's intra-group scheduler, arXiv 2512.11306.
+"""Order the phases of jobs that share nodes: RollMux's intra-group scheduler, arXiv 2512.11306.
 
 In every round, each job of a group does one rollout and one training. On every node (a slot), the
-jobs' permits come in one cyclic order. A job requests a phase and reports when it is done. It gets
-a grant once it is first in the order on all slots of the phase and they are free. The order is kept
-even if a later job could start at once. With a fixed order, no job starts later because another was
-faster, so the period of the worst case (`cluster.py`) is a bound. Granting in order of requests has
-no such bound.
+jobs get their permits in one cyclic order. A job requests a phase and reports its end. The phase is
+granted once the job is next in the order on all slots of the phase and these slots are free. The
+order is kept even if a later job could start at once. In a fixed order, a faster job never delays
+another job, so the worst-case period (`cluster.py`) is a bound. Grants in order of requests would
+have no such bound.
 
 The following rules keep one job from blocking the others:
 
-- a job takes part from its first request on;
-- a job that requests the same phase again (such as for an evaluation) gives up the permits between
-  the two;
-- a job that neither holds nor requests a phase for longer than its `patience_s` is passed over, and
-  comes back with its next request;
-- a failed job leaves, reported by the process that watches its lease.
+- A job takes part in the order from its first request on.
+- A job that requests the same phase again (such as for an evaluation) gives up its permits between
+  the two requests.
+- A job that neither holds nor requests a phase for longer than its `patience_s` is skipped until
+  its next request.
+- A failed job is removed (`leave`) by the process that watches the job's lease.
 
-Towards the end of a rollout few responses are left. When a share `tail` of them is done and another
-job waits for the nodes, the rollout must continue on `keep` slots and free the others. The next job
-starts there, if its minimum (`least`) allows it, and gets the other slots when they are free.
+Towards the end of a rollout few responses are unfinished. Once a share `tail` of the responses is
+done and another job waits, the rollout must continue on `keep` slots and free its other slots. The
+next job starts on the freed slots, if its minimum (`least`) allows, and gets other slots later.
 
-No I/O and no clock: every call is given the time and returns the actions to take.
+This module has no I/O and no clock: calls get the time as argument and return the actions to take.
 """
 
 import math
@@ -29,28 +29,28 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 TAIL = 0.8
-"""Share of the responses after which the rest of a rollout may move to fewer slots."""
+"""Share of finished responses from which a rollout may continue on fewer slots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A job of the group."""
+    """Settings of a job that is in the group."""
 
     job: str
     slots: Mapping[str, tuple[str, ...]]
-    """Slots to which the job is pinned, by pool, in the order of its phases (`rollout`,
-    `train`)."""
+    """Slots to which the job is pinned, by pool. Pools are in the order of the job's phases
+    (`rollout`, `train`)."""
     least: Mapping[str, int] = field(default_factory=dict)
-    """Minimum number of free slots with which a phase may start, by pool; all by default."""
+    """Minimum number of free slots with which a phase may start, by pool; default: all slots."""
     keep: int = 0
-    """Number of slots on which the tail of a rollout can continue; 0: it cannot move."""
+    """Number of slots on which the tail of a rollout can continue; 0: the rollout keeps all."""
     patience_s: float = math.inf
-    """Maximum seconds between two phases before the job is passed over."""
+    """Maximum seconds between two phases before the scheduler skips the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Permit to start a phase; with `is_more`, further slots for a running phase."""
+    """Permit to start a phase on `slots`. With `is_more`, the slots are for a running phase."""
 
     job: str
     slots: tuple[str, ...]
@@ -59,8 +59,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Order to continue the rollout on `keep`, and to call `freed` once the slots `free` are
-    free."""
+    """Order to continue a rollout on the slots `keep`, and to call `freed` once it no longer uses
+    the slots `free`."""
 
     job: str
     keep: tuple[str, ...]
@@ -77,57 +77,57 @@ class _State:
     turn: dict[str, int]
     """Number of rounds in which the job used or gave up its permit, by pool."""
     wants: tuple[str, ...] = ()
-    """Pools of the phase that the job waits for."""
+    """Pools of the phase that the job waits for; empty if it waits for none."""
     holds: tuple[str, ...] = ()
-    """Pools of the running phase."""
+    """Pools of the running phase; empty if no phase runs."""
     slots: list[str] = field(default_factory=list)
     """Slots that the job holds."""
     more: list[str] = field(default_factory=list)
-    """Slots that the running phase gets when they are free."""
+    """Slots that the running phase will get as soon as they are free."""
     since: float = 0.0
-    """Time of the last request or of the end of the last phase."""
+    """Time of the most recent request or end of a phase."""
     is_here: bool = False
     """Whether the job takes part in the order."""
     is_tail: bool = False
-    """Whether enough responses of the rollout are done."""
+    """Whether the running rollout has reached its tail, so that it may move to fewer slots."""
     is_moving: bool = False
     """Whether a `Migrate` was issued for the running rollout."""
 
     def take_place(self, order: int) -> None:
-        """Set the position in the order of permits."""
+        """Set the job's position in the order of permits."""
         self.order = order
 
     def enter(self) -> None:
-        """Take part in the order from now on."""
+        """Let the job take part in the order from now on."""
         self.is_here = True
 
     def pass_over(self) -> None:
-        """Stop taking part in the order until the next request."""
+        """Exclude the job from the order until its next request."""
         self.is_here = False
 
     def ask(self, pools: tuple[str, ...], now: float) -> None:
-        """Wait for a phase in these pools."""
+        """Record that the job waits for a phase in these pools."""
         self.wants, self.since = pools, now
 
     def start(self, free: list[str], later: list[str]) -> None:
-        """Start the phase that the job waits for on the slots in `free`; it gets those in `later`
-        when they are free."""
+        """Start the phase that the job waits for, on the slots `free`. The phase gets the slots
+        `later` when these are free."""
         for pool in self.wants:
             self.turn[pool] += 1
         self.holds, self.wants = self.wants, ()
         self.slots, self.more = free, later
 
     def extend(self, slots: list[str]) -> None:
-        """Give the running phase some of the slots that it waits for."""
+        """Give the running phase `slots`, which it has waited for."""
         self.more = [s for s in self.more if s not in slots]
         self.slots += slots
 
     def reach_tail(self) -> None:
-        """Record that enough responses of the rollout are done."""
+        """Record that the rollout has reached its tail."""
         self.is_tail = True
 
     def move(self) -> None:
-        """Start freeing slots of the running phase, which then gets no others."""
+        """Record that the running phase is freeing slots; it gets no further slots."""
         self.is_moving = True
         self.more = []
 
@@ -142,21 +142,21 @@ class PhaseMux:
     """Scheduler of phases for the jobs of one group."""
 
     def __init__(self, *, tail: float = TAIL) -> None:
-        """`tail` is the share of responses after which a rollout may move; above 1, it never
-        does."""
+        """Make a scheduler without jobs. `tail` is the share of finished responses from which a
+        rollout may move; above 1: never."""
         self._tail = tail
         self._jobs: dict[str, _State] = {}
         self._users: dict[str, list[tuple[str, str]]] = {}
-        """Users of each slot, as (pool, job)."""
+        """Jobs pinned to each slot, as (pool, job)."""
         self._holder: dict[str, str] = {}
 
     # ---- membership
 
     def join(self, member: Member, now: float, order: Collection[str] = ()) -> None:
-        """Add a job. `order` has all jobs in the order of their permits; by default it is the last.
+        """Add a job. `order` has all jobs in the order of permits; by default the new job is last.
 
         Raises:
-            ValueError: the job is in the group already, or has no slots in some pool.
+            ValueError: the job is already in the group, or a pool has no slots for the job.
         """
         if member.job in self._jobs:
             raise ValueError(f"job {member.job}: is already in the group")
@@ -209,7 +209,7 @@ class PhaseMux:
         turn = max(state.turn[p] for p in wants)
         pools = list(state.member.slots)
         first = min(pools.index(p) for p in wants)
-        for at, pool in enumerate(pools):  # permits before this phase are used or given up
+        for at, pool in enumerate(pools):  # give up permits before this phase
             state.turn[pool] = max(state.turn[pool], turn + 1 if at < first else turn)
         state.ask(wants, now)
         return self._go(now)
@@ -225,14 +225,14 @@ class PhaseMux:
         return self._go(now)
 
     def progress(self, job: str, done: int, wanted: int, now: float) -> list[Todo]:
-        """Record that `done` of the `wanted` responses of a running rollout are done."""
+        """Record that `done` of the `wanted` responses of a running rollout are finished."""
         state = self._state(job)
         if state.holds and done >= self._tail * wanted:
             state.reach_tail()
         return self._go(now)
 
     def freed(self, job: str, slots: Collection[str], now: float) -> list[Todo]:
-        """Record that a moving rollout has freed these slots."""
+        """Record that a rollout has freed these slots after a `Migrate`."""
         state = self._state(job)
         for slot in slots:
             if slot in state.slots:
@@ -241,11 +241,11 @@ class PhaseMux:
         return self._go(now)
 
     def tick(self, now: float) -> list[Todo]:
-        """Advance the time: pass over jobs whose patience has run out."""
+        """Advance the time: skip jobs that have been idle for longer than their `patience_s`."""
         return self._go(now)
 
     def next_tick(self, now: float) -> float:
-        """Return the next time at which `tick` may change something; inf: never."""
+        """Return the next time at which `tick` may have an effect; inf: never."""
         return min(
             (s.since + s.member.patience_s for s in self._jobs.values() if self._is_idle(s)),
             default=math.inf,
@@ -254,19 +254,19 @@ class PhaseMux:
     # ---- queries
 
     def holders(self) -> dict[str, str]:
-        """Return the job that holds each slot in use."""
+        """Return the holding job by slot, for all slots in use."""
         return dict(self._holder)
 
     def waiting(self) -> dict[str, float]:
-        """Return the jobs that wait for a phase, with the time of their request."""
+        """Return the time of the request by job, for all jobs that wait for a phase."""
         return {name: s.since for name, s in self._jobs.items() if s.wants}
 
     def held(self, job: str) -> tuple[str, ...]:
-        """Return the slots of a job's running phase; empty if it runs none."""
+        """Return the slots of a job's running phase; empty if no phase runs."""
         return tuple(self._jobs[job].slots) if job in self._jobs else ()
 
     def blockers(self, job: str) -> list[str]:
-        """Return the jobs for which a waiting job waits."""
+        """Return the jobs that keep a waiting job from starting its phase."""
         state = self._state(job)
         found = dict.fromkeys(
             name
@@ -281,7 +281,7 @@ class PhaseMux:
         return [asdict(s) for s in self._jobs.values()]
 
     def restore(self, saved: Iterable[Mapping[str, Any]], now: float) -> None:
-        """Replace the current state by one from `state`."""
+        """Replace the current state by a state that `state` returned."""
         self._jobs.clear()
         self._users.clear()
         self._holder.clear()
@@ -304,7 +304,7 @@ class PhaseMux:
         return self._jobs[job]
 
     def _enter(self, state: _State) -> None:
-        """Enter the current round of the other jobs, or the next one if its position has passed."""
+        """Let a job enter the other jobs' current round, or the next if its position has passed."""
         state.enter()
         for pool in state.member.slots:
             others = [
@@ -322,7 +322,7 @@ class PhaseMux:
         return state.is_here and not state.wants and not state.holds
 
     def _first(self, slot: str) -> str | None:
-        """Return the job that gets the next permit on a slot."""
+        """Return the job with the next permit on a slot, or None."""
         best, first = None, None
         for pool, job in self._users[slot]:
             state = self._jobs[job]
@@ -336,7 +336,7 @@ class PhaseMux:
                 state.pass_over()
         order = sorted(self._jobs.items(), key=lambda item: item[1].order)
         out: list[Todo] = []
-        for name, state in order:  # a running phase gets slots before a new one starts
+        for name, state in order:  # running phases have precedence over new phases
             if todo := self._extend(name, state):
                 out.append(todo)
         for name, state in order:
@@ -368,7 +368,7 @@ class PhaseMux:
         return Grant(name, tuple(here), is_more=True)
 
     def _moves(self) -> list[Todo]:
-        """Ask rollouts in their tail to free slots that another job could use at once."""
+        """Order rollouts in their tail to free slots that another job could use at once."""
         out: list[Todo] = []
         for name, state in self._jobs.items():
             keep = state.member.keep
@@ -383,7 +383,7 @@ class PhaseMux:
         return out
 
     def _could_use(self, state: _State, free: Collection[str]) -> bool:
-        """Return whether a waiting job could start if these slots were free."""
+        """Return whether a waiting job could start on some of these slots if they were free."""
         for pool in state.wants:
             mine = state.member.slots[pool]
             if any(self._first(s) != state.member.job for s in mine):

@@ -1,12 +1,12 @@
-"""Choice of the tensor-parallel size of the rollout engines, from round to round. RollPacker, arXiv
+"""Choose the tensor-parallel size of the rollout engines for each round. RollPacker, arXiv
 2509.21009.
 
-If a round has more preemptions than the one before, the KV caches are too small: the engines get
-twice the ranks, up to those of a node. After four rounds without preemption, the engines get half
-the ranks: twice as many engines decode more requests in parallel.
+If a round has more preemptions than the previous round, the KV caches are too small: the ranks per
+engine are doubled, up to one node. After four rounds without preemption, the ranks per engine are
+halved, so that twice as many engines decode more requests in parallel.
 
-Differs from the paper: short and long rounds have separate sizes and histories, since the change
-from one to the other would look like a sudden rise. Engines with nearly full caches are not
+Differences from the paper: short and long rounds have separate sizes and histories, because a
+change between them would look like a sudden rise. Engines with nearly full KV caches are not
 halved.
 """
 
@@ -17,25 +17,25 @@ from typing import Any
 from rlcore.utils.errors import ConfigError
 
 RISE = 1.05
-"""Ratio to the previous round's preemptions above which engines grow."""
+"""Ratio to the previous round's preemptions above which the engine size is doubled."""
 CALM_ROUNDS = 4
-"""Number of rounds without preemption before engines are halved."""
+"""Number of rounds without preemption after which the engine size is halved."""
 FULL = 0.9
-"""Share of the KV cache in use above which engines are not halved."""
+"""Share of the KV cache in use above which the engine size is not halved."""
 
 
 @dataclass(slots=True)
 class _RoundKind:
-    """State of one kind of rounds."""
+    """State for one kind of rounds."""
 
     tp: int
     before: int | None = None
-    """Number of preemptions in the previous round; None before the first."""
+    """Number of preemptions in the previous round; None before the first round."""
     calm: int = 0
 
     def end_round(self, preemptions: int) -> int | None:
-        """Record the preemptions of a round and return those of the round before, or None if there
-        was none."""
+        """Record the preemptions of a round. Return the previous round's preemptions, or None after
+        the first round."""
         before, self.before = self.before, preemptions
         self.calm = 0 if preemptions else self.calm + 1
         return before
@@ -54,9 +54,9 @@ class TPPlanner:
         """
         Args:
             tp: initial size, such as the best of `python -m rlcore profile`.
-            max_tp: ranks of a node, or fewer if the model's heads do not divide further.
-            sizes: initial sizes of kinds of rounds that differ from `tp`.
-            min_tp: smallest size with enough memory for the weights and a KV cache.
+            max_tp: ranks of a node, or fewer if the model's heads cannot be divided further.
+            sizes: initial sizes by kind of round, where they differ from `tp`.
+            min_tp: smallest size with enough memory for weights and KV cache.
 
         Raises:
             ValueError: a size is not a power of two, too small or too large.
@@ -72,11 +72,11 @@ class TPPlanner:
         return self._of(kind).tp
 
     def after(self, kind: str, preemptions: int, cache_used: float = 0.0) -> int:
-        """Record the end of a round and return the size for the next one of its kind.
+        """Record the end of a round, and return the size for the next round of this kind.
 
         Args:
-            preemptions: sum over all engines.
-            cache_used: largest share of its KV cache that any engine had in use.
+            preemptions: number of preemptions, summed over all engines.
+            cache_used: peak share of the KV cache in use, maximum over engines.
         """
         now = self._of(kind)
         before = now.end_round(preemptions)
@@ -90,11 +90,11 @@ class TPPlanner:
         return self._kinds.setdefault(kind, _RoundKind(self._tp))
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON."""
+        """Return the state for `restore`, as plain JSON."""
         return {kind: asdict(known) for kind, known in self._kinds.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. If a size does not fit this machine, raise ValueError."""
+        """Continue from `state`. If this run does not allow a size in it, raise ValueError."""
         found = {kind: _RoundKind(**known) for kind, known in state.items()}
         for kind, known in found.items():
             if not self._min <= known.tp <= self._max:
@@ -107,7 +107,7 @@ class TPPlanner:
 
 
 class FixedSizes:
-    """Fixed list of sizes by round, for tests; the last size holds from then on."""
+    """Fixed list of sizes by round, for tests; later rounds have the last size."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes, self._rounds = tuple(sizes), 0
@@ -121,7 +121,7 @@ class FixedSizes:
         self._rounds += 1
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON."""
+        """Return the state for `restore`, as plain JSON."""
         return {"rounds": self._rounds}
 
     def restore(self, state: Mapping[str, Any]) -> None:

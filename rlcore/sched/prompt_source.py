@@ -1,4 +1,4 @@
-"""Prompts in epoch order, as work for the engines."""
+"""Issue prompts in epoch order, as work for the engines."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from rlcore.sched.stop import StopAtAll, StopAtFirst
 
 
 class EpochPrompts:
-    """Source of prompts in the order of a resumable sampler. Each issued prompt gets the next
+    """Prompt source that follows a resumable data order. Each issued prompt gets the next issue
     number, so ids never repeat within a run."""
 
     def __init__(
@@ -23,14 +23,13 @@ class EpochPrompts:
         num_started: int = 0,
         group_size: int = 0,
     ) -> None:
-        """`next_prompts(n)` returns the next n prompts of the epoch order. With `greedy_baseline`,
-        every prompt also gets one greedy response, as group `b<id>`.
+        """Make the source. `next_prompts(n)` returns the next n prompts of the epoch order. With
+        `greedy_baseline`, every prompt also gets one greedy response, as group `b<id>`.
 
         Redundancy (ROLL Flash's `num_env_groups x group_size`): `num_started` prompts start with
-        `group_size` responses each. The first `num_prompts` complete prompts and the first
-        `num_samples` responses of each are used. Late responses are dropped, and their prompt is
-        not sampled again in this epoch.
-        """
+        `group_size` responses each. The round uses the first `num_prompts` complete prompts and the
+        first `num_samples` responses of each. It drops late responses; late prompts are not sampled
+        again in this epoch."""
         self._next_prompts = next_prompts
         self._num_prompts, self._num_samples = num_prompts, num_samples
         self._greedy_baseline = greedy_baseline
@@ -39,8 +38,8 @@ class EpochPrompts:
         self.issued = 0
 
     def next_round(self, sampling: Sampling) -> Round:
-        """Return the work of one synchronous round, which waits for all groups or for the first
-        ones."""
+        """Return the work of one synchronous round, which waits for all groups or, with redundancy,
+        for the first groups to complete."""
         work = self.issue(self._num_started, sampling)
         if self._num_started == self._num_prompts:
             return Round(work=work, stop=StopAtAll())
@@ -73,18 +72,18 @@ class EpochPrompts:
         return work
 
     def next_kind(self) -> Kind:
-        """Return "all": rounds have one kind."""
+        """Return "all": this source has only one kind of rounds."""
         return "all"
 
     def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
-        """Settle the round; late and dropped groups are not sampled again."""
+        """Do nothing: late and dropped groups are not sampled again."""
 
     def metrics(self) -> dict[str, float]:
         """Return no metrics: this source has none."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON."""
+        """Return the state for `restore`, as plain JSON."""
         return {"issued": self.issued}
 
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:

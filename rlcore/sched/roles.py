@@ -1,10 +1,10 @@
-"""Protocols and state of the controller's policies. Each policy decides from what the controller
-has seen: no torch, no I/O, no clock of its own.
+"""Protocols and state of the controller's policies. Policies decide only from the controller's
+events, without torch, I/O or clock.
 
-`source` (which prompts come next) is in `prompt_source.py` and `tail_batching.py`, `place` (routing
-of requests) in `router.py`, and `stop` (when a round is over) in `stop.py`. The completion order is
-in `completion_order.py`. `elastic` (which engines stop decoding and train) and `consume` (what they
-train next) are in `stream.py`. `admit` has no policy yet: every request is admitted.
+Implementations: which prompts come next (`PromptSource`) in `prompt_source.py` and
+`tail_batching.py`; routing of requests (`Router`) in `router.py`; the end of a round (`Stop`) in
+`stop.py`; completion order in `completion_order.py`; role changes from decoding to training
+(`Elastic`) in `stream.py`. There is no admission policy: every request is admitted.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,18 +25,18 @@ class RequestState:
     order: int = 0
     """Position of the request in the submission order of its round."""
     rank: int = -1
-    """Leader rank of the engine that has the request; -1 while it waits."""
+    """Leader rank of the engine that has the request; -1 while the request waits."""
     num_tokens: int = 0
     finish: str = ""
-    """Reason why the response ended; also `abort` while an abort is still in progress."""
+    """Reason why the response ended; empty while it runs; `abort` once an abort has begun."""
     num_observed: int = 0
-    """Number of response tokens that come from an environment rather than the model."""
+    """Number of response tokens that an environment, not the model, produced."""
     result: RewardResult | None = None
     resume: Partial | None = None
-    """Partial response kept from an engine that failed."""
+    """Tokens generated on a previous engine, from which the request continues."""
 
     def assign(self, rank: int) -> None:
-        """Assign the request to the engine of this rank."""
+        """Assign the request to the engine with leader rank `rank`."""
         self.rank = rank
 
     def progress(self, num_tokens: int) -> None:
@@ -44,17 +44,17 @@ class RequestState:
         self.num_tokens = num_tokens
 
     def requeue(self, partial: Partial | None) -> None:
-        """Put the request back in the queue, with the partial response known so far."""
+        """Return the request to the queue; `partial` has the tokens known so far."""
         self.rank, self.resume = -1, partial
         self.num_tokens = len(partial.tokens) if partial else 0
 
     def end(self, finish: str, num_tokens: int, num_observed: int) -> None:
-        """Record why the response ended and how long it is."""
+        """Record the reason why the response ended, and its length."""
         self.num_tokens, self.finish = num_tokens, finish
         self.num_observed = num_observed
 
     def abort(self) -> None:
-        """Mark the response as aborted: it is no longer needed."""
+        """Mark the response as aborted, because it is no longer needed."""
         self.finish = "abort"
 
     def reward(self, result: RewardResult) -> None:
@@ -64,18 +64,17 @@ class RequestState:
 
 @dataclass(slots=True)
 class GroupState:
-    """State of one prompt's responses, as known to the controller."""
+    """State of the group of responses to one prompt, as known to the controller."""
 
     work: Work
     requests: dict[RequestId, RequestState] = field(default_factory=dict)
     counted: list[RequestState] = field(default_factory=list)
-    """Finished and rewarded responses, in the order in which they count; unchanged after the group
-    closes."""
+    """Finished and rewarded responses in completion order; unchanged once the group is closed."""
     is_closed: bool = False
-    """Whether further responses of the group are ignored: it is complete, or was too late."""
+    """Whether further responses of the group are ignored: the group is complete or too late."""
 
     def close(self) -> None:
-        """Close the group, so that no further response counts."""
+        """Close the group, so that further responses are ignored."""
         self.is_closed = True
 
     @property
@@ -90,34 +89,34 @@ class GroupState:
     @property
     def has_equal_scores(self) -> bool:
         """Whether all responses have the same score, so that the group gives no learning signal.
-        Failed episodes are left out, since they are not trained."""
+        Failed episodes are ignored, since they are not trained on."""
         trained = (r for r in self.counted if r.finish != "failed")
         return len({r.result.score for r in trained if r.result is not None}) <= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Consequence of a complete group for the round."""
+    """Decision of a `Stop` policy after a group has become complete."""
 
     kept: Sequence[GroupId] | None = None
-    """Groups to train if the round is over; None while it continues."""
+    """Groups to train on if the round ends; None if the round continues."""
     closed: Sequence[GroupId] = ()
-    """Groups that are too late for this round, whatever their later results."""
+    """Groups that are too late for this round; their further responses are ignored."""
     dropped: Mapping[GroupId, str] = field(default_factory=dict)
-    """Complete groups that do not count, each with its reason."""
+    """Reasons by group, for complete groups that do not count."""
     more: Sequence[Work] = ()
     """Additional work to start."""
     is_short: bool = False
-    """Whether the round ends with fewer groups than were wanted."""
+    """Whether the round ends with too few groups."""
 
 
 class Router(Protocol):
     def choose(self, request: RequestId, load: Mapping[int, int]) -> int | None:
-        """Return the rank of the engine for this request, or None to keep it waiting. `load` has
-        the number of live requests of every engine that is up."""
+        """Return the leader rank of the engine for this request, or None to keep the request
+        waiting. `load`: number of unfinished requests of every working engine, by leader rank."""
 
     def forget(self, group: GroupId) -> None:
-        """Forget a group that has no more requests; called only if rounds do not end."""
+        """Forget a group that has no more requests. Called only in endless rounds."""
 
     def clear(self) -> None:
         """Reset the routing after all engines have restarted with no requests."""
@@ -125,19 +124,19 @@ class Router(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Ranks that change role together: whole engines and whole model-parallel groups of the
-    learner."""
+    """Set of ranks that change role (decode, train) together. It consists of whole engines and
+    whole model-parallel groups of the learner."""
 
     ranks: tuple[int, ...]
     leaders: tuple[int, ...]
     """Leader rank of each engine in the cell."""
     dp_ranks: tuple[int, ...]
-    """Data-parallel ranks of the learner in the cell; empty if the cell is released and trains
-    nothing."""
+    """Data-parallel ranks of the learner in the cell; empty if the cell does not train after its
+    release."""
 
 
 class Live(NamedTuple):
-    """A request that is still to be decoded; all fields are in tokens."""
+    """Unfinished request; all fields are in tokens."""
 
     prompt: int
     length: int
@@ -147,39 +146,39 @@ class Live(NamedTuple):
 
 
 class Elastic(Protocol):
-    """Policy for role changes within a round and for what released cells train next. One object
-    serves the whole run."""
+    """Policy for role changes within a round and for what released cells (`Cell`) train on next.
+    One object is used for the whole run."""
 
     def start(self) -> None:
         """Begin a round, in which all engines decode."""
 
     def finished(self, num_tokens: int) -> None:
-        """Record the length of a response that ended by itself."""
+        """Record the length of a response that ended without being aborted."""
 
     def release(
         self, done: int, wanted: int, live: Callable[[], Iterable[Live]], up: Collection[int]
     ) -> Sequence[Cell]:
-        """Return the cells that stop decoding now; usually none, and non-empty at most once per
-        round. `done` of the `wanted` responses have their score; dropped groups do not count.
-        `live` returns all requests that are still to be decoded; `up` has the engines that
-        decode."""
+        """Return the cells that stop decoding now: usually none, and at most once per round some.
+        `done` of the `wanted` responses have a score, without dropped groups. `live` returns all
+        unfinished requests. `up` has the leader ranks of the decoding engines."""
 
     def take(self, ready: Sequence[GroupState], cell: Cell) -> int:
-        """Return how many of the `ready` groups, from the first, the cell takes as its next
+        """Return how many of the `ready` groups, counted from the first, form the cell's next
         batch."""
 
     def left(self, rank: int) -> None:
-        """Record that an engine whose cell trains nothing (no `dp_ranks`) has no requests left."""
+        """Record that the engine of leader rank `rank`, whose cell was released but does not train,
+        has no requests any more."""
 
 
 class Stop(Protocol):
-    """Policy that ends a round; one object per round, which may keep state."""
+    """Policy that decides when a round ends. One object per round, which may have state."""
 
     def judge(self, groups: Mapping[GroupId, GroupState], group: GroupState) -> Verdict:
-        """Judge `group`, one of `groups`, which has just become complete."""
+        """Decide about `group`, one of `groups`, which has just become complete."""
 
     def num_wanted(self, groups: Mapping[GroupId, GroupState]) -> int:
-        """Return the number of responses that the round is to end with."""
+        """Return the number of responses needed to end the round."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,7 +191,7 @@ class Round:
 
 
 class PromptSource(Protocol):
-    """Policy for which prompts come next; one object serves the whole run."""
+    """Policy for which prompts come next. One object is used for the whole run."""
 
     def next_round(self, sampling: Sampling) -> Round:
         """Return the work of the next round and its stop policy."""
@@ -201,33 +200,33 @@ class PromptSource(Protocol):
         """Return the kind of the next round. Call it between rounds."""
 
     def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
-        """Settle the finished round: `kept` groups are trained, `dropped` groups are not (with a
-        reason), and all other groups were late."""
+        """Record the end of the round: `kept` groups are trained on; `dropped` has the reasons of
+        complete groups that are not. All other groups were late."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the `sched/*` metrics of the step that was just settled."""
+        """Return the `sched/*` metrics after the most recent `settle`."""
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON. Call it between rounds."""
+        """Return the state for `restore`, as plain JSON. Call it between rounds."""
 
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
-        """Continue from `state`. If the data do not have the rows that it names, raise ValueError
-        and change nothing. `num_rows` is None for endless data."""
+        """Continue from `state`. If it names rows that the data lack, raise ValueError and change
+        nothing. `num_rows`: number of rows of the data; None if unlimited."""
 
 
 class EngineSizePolicy(Protocol):
-    """Policy for the tensor-parallel size of the rollout engines; one object serves the whole
+    """Policy for the tensor-parallel size of the rollout engines. One object is used for the whole
     run."""
 
     def size(self, kind: Kind) -> int:
-        """Return the size for the next round, which is of this kind."""
+        """Return the tensor-parallel size for the next round, whose kind is `kind`."""
 
     def after(self, kind: Kind, preemptions: int, cache_used: float) -> object:
-        """Record the end of a round. `preemptions` is the sum over all engines; `cache_used` is the
-        largest share of its KV cache that any engine had in use."""
+        """Record the end of a round. `preemptions`: sum over all engines. `cache_used`: peak share
+        of the KV cache in use, maximum over engines."""
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON."""
+        """Return the state for `restore`, as plain JSON."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. If a size does not fit this machine, raise ValueError."""
+        """Continue from `state`. If this run cannot use a size in it, raise ValueError."""

@@ -1,4 +1,4 @@
-"""Routing of requests to engines."""
+"""Route requests to engines."""
 
 from collections.abc import Mapping
 
@@ -6,16 +6,16 @@ from rlcore.records import GroupId, RequestId, group_of
 
 
 class LeastLoaded:
-    """Router that picks the engine with the fewest live requests; ties go to the lowest rank.
+    """`Router` that chooses the engine with the fewest unfinished requests; ties: lowest rank.
 
-    While the engine of a group's first request has room, the whole group stays there, so the prompt
-    is prefilled once. With `spread`, every request is routed separately, so that a prompt of long
-    responses does not occupy one engine alone (prompt replication, arXiv 2510.11345).
+    All requests of a group go to the engine of the group's first request while that engine has
+    room, so that the prompt is prefilled once. With `spread`, each request is routed alone, and a
+    prompt with long responses does not fill one engine (prompt replication, arXiv 2510.11345).
     """
 
     def __init__(self, max_running: int, *, spread: bool = False) -> None:
-        """`max_running` is the most requests that an engine takes at a time. Further requests wait
-        at the controller for the first engine with room (queue scheduling)."""
+        """Make a router. `max_running`: maximum number of requests of an engine at a time. Further
+        requests wait at the controller for the first engine with room (queue scheduling)."""
         self._max_running, self._spread = max_running, spread
         self._home: dict[GroupId, int] = {}
 

@@ -1,26 +1,26 @@
 """Split sequence lengths into parts of nearly equal sums, one for each data-parallel rank.
 
-The largest differencing method of Karmarkar and Karp: keep partial solutions, and join the two with
-the largest spread, heaviest part of one with lightest of the other, until one is left. The largest
-part ends within 4/3 of the best possible. 8,192 lengths take a tenth of a second.
+Method: largest differencing (Karmarkar and Karp). It repeatedly joins the two partial solutions of
+largest spread, the heaviest part of one with the lightest part of the other. The largest sum is at
+most 4/3 of the optimum. 8,192 lengths take a tenth of a second.
 """
 
 import heapq
 from collections.abc import Sequence
 
-# (-sum, -count, smallest index, indices): plain tuple order is heaviest first, and the smallest
-# index is unique, so the order is total.
+# (-sum, -count, smallest index, indices): sorting tuples puts the heaviest part first, and the
+# smallest index is unique, so there are no ties.
 Part = tuple[int, int, int, list[int]]
 
 
 def balanced_partitions(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Return the indices of `lengths` in `num_parts` lists whose sums are nearly equal.
+    """Divide the indices of `lengths` into `num_parts` lists with nearly equal sums of lengths.
 
-    No list is empty as long as there are `num_parts` lengths. Lists are ascending and ordered by
-    their first index, empty ones last. Ties go by index: the same answer everywhere.
+    No list is empty if there are at least `num_parts` lengths. Each list is ascending; lists are
+    ordered by first index, empty lists last. Ties are decided by index, so all ranks agree.
 
     Raises:
-        ValueError: num_parts < 1, or a negative length.
+        ValueError: `num_parts` is less than 1, or a length is negative.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts {num_parts}: must be at least 1")
@@ -42,7 +42,7 @@ def balanced_partitions(lengths: Sequence[int], num_parts: int) -> list[list[int
 
 
 def _join(a: list[Part], b: list[Part], num_parts: int) -> list[Part]:
-    """Join the heaviest part of `a` with the lightest of `b`, and so on."""
+    """Join two solutions: the heaviest part of `a` with the lightest part of `b`, and so on."""
     a, filled = list(a), len(a)
     for j, light in enumerate(b):
         partner = num_parts - 1 - j

@@ -1,22 +1,22 @@
-"""The sample buffer of `--mode async`: how many groups may be in flight, how old they may be, and
-which are trained next. ROLL Flash, arXiv:2510.11345.
+"""Sample buffer of `--mode async`: limit how many groups are in flight and how old they are, and
+choose which groups are trained next. ROLL Flash, arXiv:2510.11345.
 
-A version is a number of policy updates. The age of a group is that of the oldest first token of its
-responses. Policy version n trains B groups that are at most alpha versions old:
+A version is a number of policy updates. The age of a group is counted in versions, from the oldest
+first token of its responses. Policy version n trains B groups that are at most alpha versions old:
 
-    room      In all, (1 + alpha) B groups start at the first version and B at each later one. A
-              dropped group makes room for another. So at most (1 + alpha) B groups are running or
-              finished, alpha B of them while the learner trains.
-    order     The oldest version is trained first, and within a version the groups that completed
-              first. No younger group is trained while an older one still runs.
-    end       When the version changes, groups older than alpha are dropped, running or finished.
+    room      (1 + alpha) B groups start at the first version, and B groups at each later version.
+              Each dropped group makes room for another. So at most (1 + alpha) B groups are running
+              or finished, or alpha B while the learner trains.
+    order     Groups of the oldest version are trained first, in order of completion. No group is
+              trained while a group of an older version still runs.
+    drop      When the version changes, running and finished groups older than alpha are dropped.
 
-If alpha has a fraction, alpha B and the age are rounded up, and at most that fraction of B comes
-from the oldest version. With `extra`, that many more groups run than are needed, and as many older
-ones may be left behind until their age drops them. alpha 0 without extra is the synchronous batch:
-B groups start with a version, and all are waited for.
+If alpha has a fractional part f, alpha B and the maximum age are rounded up. Then at most f B
+groups of a batch have the maximum age. With `extra`, that many additional groups run, and as many
+older groups may still run while younger groups are trained. With alpha 0 and no extra, the batch is
+synchronous: B groups start with a version, and all must finish.
 
-No clock and no I/O: the controller drives the buffer in a run and in the simulator alike.
+This module has no clock and no I/O, so the controller uses it in runs and in the simulator.
 """
 
 import math
@@ -31,66 +31,65 @@ from rlcore.sched.stop import EQUAL_REWARDS
 from rlcore.utils.errors import ConfigError
 
 STALE = "older than async.alpha"
-"""Reason why a stale group is dropped."""
+"""Reason given for dropping a group that is too old."""
 
 
 @dataclass(slots=True)
 class BufferedGroup:
-    """A group that is running or finished."""
+    """Entry of the buffer for a running or finished group."""
 
     version: Version | None = None
-    """Oldest policy version of a first token in the group; None before the first token."""
+    """Oldest policy version of any response's first token; None before the first token."""
     finished: int | None = None
-    """Position in the order of completion over all groups; None while the group runs."""
+    """Position of the group in the order in which groups complete; None while the group runs."""
 
     def decoded(self, version: Version) -> None:
-        """Record the version of a response's first token; the oldest version of the group
-        counts."""
+        """Record the version of a response's first token. The group's version is the oldest of
+        these."""
         self.version = version if self.version is None else min(self.version, version)
 
     def complete(self, place: int) -> None:
-        """Mark the group as complete: all of its responses are finished and rewarded."""
+        """Mark the group as complete, at position `place` in the order of completion."""
         self.finished = place
 
 
 class SampleBuffer:
-    """Sample buffer that keeps ids, versions and counts; the controller keeps the groups
-    themselves."""
+    """Sample buffer that holds only ids, versions and counts; the controller holds the groups."""
 
     def __init__(self, batch: int, alpha: float, extra: int = 0) -> None:
         """
         Args:
-            batch: number of groups that one version trains, B.
-            alpha: maximum number of policy versions between first token and training of a sample.
-            extra: number of additional running groups, of which the slowest are dropped.
+            batch: number of groups that each version trains (B in the module text).
+            alpha: maximum number of policy versions between first token and training of a group.
+            extra: number of additional groups in flight; the slowest groups are dropped.
         """
         self._batch, self._alpha, self._extra = batch, alpha, extra
         self._oldest = math.ceil(alpha)
         fraction = alpha - math.floor(alpha)
         self._from_oldest = math.ceil(fraction * batch) if fraction else batch
         self.version: Version = -1
-        """Version of the weights that the engines decode with; -1 before the first."""
+        """Version of the weights with which the engines decode; -1 before the first version."""
         self.room = math.ceil(alpha * batch) + extra
         """Number of groups that may be started now."""
         self._finished = 0
         self._num_finished = 0
         self._has_news = True
-        """Whether `take` may find more than the last time; avoids a search at every event."""
+        """Whether the buffer has changed since the previous `take`, so that `take` must search."""
         self._entries: dict[GroupId, BufferedGroup] = {}
 
     @property
     def capacity(self) -> int:
-        """Maximum number of groups that may be running or finished at a time."""
+        """Maximum number of running and finished groups at a time."""
         return self._batch + math.ceil(self._alpha * self._batch) + self._extra
 
     @property
     def batch(self) -> int:
-        """Number of groups that one version trains."""
+        """Number of groups that each version trains."""
         return self._batch
 
     @property
     def num_held(self) -> int:
-        """Number of groups that are running or finished."""
+        """Number of running and finished groups."""
         return len(self._entries)
 
     @property
@@ -98,8 +97,8 @@ class SampleBuffer:
         return self._num_finished
 
     def advance(self, version: Version) -> list[GroupId]:
-        """Move to a new weight version. Drop and return the groups that are now too old to be
-        trained."""
+        """Advance to a new weight version. Drop and return the groups that are now too old to
+        train on."""
         assert version == self.version + 1 or self.version < 0, (version, self.version)
         self.version, self._has_news = version, True
         self.room += self._batch
@@ -109,7 +108,7 @@ class SampleBuffer:
         return late
 
     def start(self, group: GroupId) -> None:
-        """Start a group: it takes room, and has no token yet."""
+        """Add a group that starts now; it uses one unit of `room`."""
         assert self.room > 0, group
         self.room -= 1
         self._entries[group] = BufferedGroup()
@@ -118,13 +117,13 @@ class SampleBuffer:
         return group in self._entries
 
     def decoded(self, group: GroupId, version: Version) -> None:
-        """Record that a response of the group got its first token from this version."""
+        """Record the version that generated the first token of a response of the group."""
         entry = self._entries.get(group)
         if entry is not None:
             entry.decoded(version)
 
     def finish(self, group: GroupId) -> bool:
-        """Complete a group. If it is too old, drop it and return False."""
+        """Mark a group as complete. If the group is too old, drop it and return False."""
         entry = self._entries[group]
         if self._age(entry) > self._oldest:
             self.drop(group)
@@ -136,14 +135,14 @@ class SampleBuffer:
         return True
 
     def drop(self, group: GroupId) -> None:
-        """Drop a group that will not be trained, so that another may start in its place."""
+        """Drop a group, so that another group may start in its place."""
         self._remove(group)
         self.room += 1
         self._has_news = True
 
     def take(self) -> list[GroupId] | None:
-        """Remove and return the groups that this version trains, or None if they are not all
-        complete."""
+        """Remove and return the groups that the current version trains, or None if some of these
+        groups are not complete yet."""
         if not self._has_news or self._num_finished < self._batch:
             return None
         self._has_news = False
@@ -169,18 +168,18 @@ class SampleBuffer:
         self._num_finished -= self._entries.pop(group).finished is not None
 
     def _age(self, entry: BufferedGroup) -> int:
-        """Age of a group in versions; 0 if it has no token yet."""
+        """Return the age of a group in versions; 0 if the group has no token yet."""
         return 0 if entry.version is None else self.version - entry.version
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of running and of finished groups."""
+        """Return the number of running groups and the number of finished groups."""
         return {
             "async/running_groups": float(self.num_held - self.num_finished),
             "async/finished_groups": float(self.num_finished),
         }
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON."""
+        """Return the state for `restore`, as plain JSON."""
         return {
             "version": self.version,
             "room": self.room,
@@ -190,8 +189,8 @@ class SampleBuffer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. If its settings differ, raise ConfigError, since there might be
-        too many groups or too old ones."""
+        """Continue from `state`. If the settings differ from the saved run's, raise ConfigError,
+        since groups might be too many or too old."""
         was, now = list(state["settings"]), [self._batch, self._alpha, self._extra]
         names = "data.prompts_per_step", "async.alpha", "async.extra_prompts"
         for name, old, new in zip(names, was, now, strict=True):
@@ -208,19 +207,19 @@ class SampleBuffer:
 
 
 MOST_EQUAL = 4
-"""Limit on replaced groups of equal rewards, as a multiple of the batch. Further ones count, or a
-task that is solved or too hard would be sampled without end."""
+"""Maximum number of replaced groups of equal rewards, as a multiple of the batch. Further groups
+are trained on, because a solved or too hard task would be sampled forever."""
 
 
 class Refill:
-    """Stop policy of a round that never ends: put complete groups into the buffer and start work
-    while there is room."""
+    """Stop policy of a round that never ends. It puts complete groups into the buffer and starts
+    new work while the buffer has room."""
 
     def __init__(
         self, buffer: SampleBuffer, issue: Callable[[int], list[Work]], dynamic: bool = False
     ) -> None:
-        """`issue(n)` returns the work of the next n prompts. With `dynamic`, a group of equal
-        rewards is replaced by another prompt, at most MOST_EQUAL x batch times for each version."""
+        """Make the policy. `issue(n)` returns the work of the next n prompts. With `dynamic`, other
+        prompts replace groups of equal rewards, at most `MOST_EQUAL` x batch per version."""
         self._buffer, self._issue, self._dynamic = buffer, issue, dynamic
         self._version, self._num_equal = buffer.version, 0
 
@@ -240,7 +239,7 @@ class Refill:
         return self._num_equal <= MOST_EQUAL * self._buffer.batch
 
     def fill(self) -> list[Work]:
-        """Issue as many groups as the buffer has room for."""
+        """Start as many groups as the buffer has room for; return their work."""
         work = self._issue(self._buffer.room) if self._buffer.room else []
         for w in work:
             self._buffer.start(w.id)

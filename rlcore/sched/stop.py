@@ -1,4 +1,4 @@
-"""Policies that decide when a round is over."""
+"""Policies that decide when a round ends."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,11 +6,11 @@ from rlcore.records import GroupId, Work
 from rlcore.sched.roles import GroupState, Verdict
 
 EQUAL_REWARDS = "equal rewards"
-"""Reason why dynamic sampling drops a group."""
+"""Reason given when dynamic sampling drops a group."""
 
 
 class StopAtAll:
-    """Stop when every response is finished and rewarded: the plain baseline."""
+    """`Stop` policy: end the round when every group is complete (baseline)."""
 
     def __init__(self) -> None:
         self._complete: set[GroupId] = set()
@@ -24,11 +24,11 @@ class StopAtAll:
 
 
 class StopAtFirst:
-    """Stop at the first complete groups, with a quota per domain; all other started groups are
-    late.
+    """`Stop` policy: end the round once every domain has its quota of complete groups. All other
+    started groups are late.
 
-    With `more`, a group of equal rewards does not count, and another prompt of its domain replaces
-    it. If no prompt is left and no open group can fill a quota, the round ends short.
+    With `more`, another prompt of the same domain replaces each group of equal rewards. If `more`
+    returns none and no open group can fill a quota, the round ends with fewer groups.
     """
 
     def __init__(
@@ -75,6 +75,6 @@ class StopAtFirst:
         return [g for g in groups if g not in self._kept and g not in self._dropped]
 
     def _end(self, groups: Mapping[GroupId, GroupState]) -> Verdict:
-        """End the round with the kept groups in submission order, so that the batch depends only on
-        which groups were kept."""
+        """End the round. The kept groups are in submission order, so that the batch does not depend
+        on the order of completion."""
         return Verdict(kept=[g for g in groups if g in self._kept])

@@ -1,24 +1,22 @@
-"""Release of engines that train while the others still decode: RollPacker's stream trainer, arXiv
-2509.21009, Algorithm 1.
+"""Release engines early, so that their ranks train while other engines still decode: RollPacker's
+stream trainer, arXiv 2509.21009, Algorithm 1.
 
-Towards the end of a round few responses are left and most of an engine's batch is empty. Half of
-the engines then hand their live requests to the others, which continue from the tokens decoded so
-far. The released ranks train the groups that are complete. Every sample of the step is trained
-once, from the weights of the step. The gradient is a sum, so the order in which it is accumulated
-does not matter.
+Towards the end of a round few responses are unfinished and most of an engine's batch is empty. Then
+half of the engines pass their unfinished requests to the other engines, which continue from the
+tokens decoded so far. The released ranks train on the complete groups. Every sample of the step is
+trained on once, with the weights of the step. Gradients are summed, so the order does not matter.
 
-The released half is the last half of the cells, never rank 0's. Release is considered first when 20
-% of the responses are done, then every 5 % up to 50 %. It happens once the live requests fit into
-the batches and the KV caches of the remaining engines:
+A cell is a set of ranks that change role together. The last half of the cells is released, never
+rank 0's cell. Release is considered when 20 % of the responses are done, then every 5 % up to 50 %.
+The unfinished requests must fit into the batches and the KV caches of the remaining engines:
 
-    sum over live requests of  prompt + min(E[length | length > tokens so far], max_tokens)
+    sum over unfinished requests of  prompt + min(E[length | length > tokens so far], max_tokens)
 
-E is taken over responses that ended in this and earlier rounds. If none was longer than a request,
-its length is taken to be max_tokens.
+E is the mean over responses that ended in this and earlier rounds. If no response was longer than a
+request's tokens so far, max_tokens is used.
 
-Differs from the paper: the paper checks the KV caches alone. Requests queued at the remaining
-engines would lengthen the round by more than the training that is overlapped.
-"""
+The paper checks only the KV caches. Here also the batches must have room, because queued requests
+would lengthen the round by more than the overlapped training saves."""
 
 from bisect import bisect_right, insort
 from collections import deque
@@ -29,11 +27,11 @@ from rlcore.sched.roles import Cell, GroupState, Live
 from rlcore.utils.errors import ConfigError
 
 HISTORY = 8192
-"""Number of response lengths that are remembered."""
+"""Number of most recent response lengths that are kept."""
 
 
 class LengthDistribution:
-    """Distribution of response lengths, from responses that have ended."""
+    """Empirical distribution of the lengths of ended responses."""
 
     def __init__(self, history: int = HISTORY) -> None:
         self._recent: deque[int] = deque()
@@ -42,7 +40,8 @@ class LengthDistribution:
         self._history = history
 
     def add(self, length: int) -> None:
-        """Add the length of a response that has ended; the oldest one may be forgotten."""
+        """Add the length of a response that has ended; drop the oldest length if there are too
+        many."""
         self._recent.append(length)
         insort(self._sorted, length)
         if len(self._recent) > self._history:
@@ -51,7 +50,7 @@ class LengthDistribution:
         self._sums = None
 
     def mean_above(self, length: int) -> float | None:
-        """Return the mean of the lengths above `length`, or None if there is none."""
+        """Return the mean of all lengths above `length`, or None if no length is above it."""
         at = bisect_right(self._sorted, length)
         if at == len(self._sorted):
             return None
@@ -61,7 +60,7 @@ class LengthDistribution:
 
 
 class StreamWindow:
-    """Release policy of Algorithm 1."""
+    """`Elastic` policy of Algorithm 1: release half of the cells once in a round."""
 
     def __init__(
         self,
@@ -77,16 +76,16 @@ class StreamWindow:
     ) -> None:
         """
         Args:
-            cells: the return value of the function `cells`.
-            cache_tokens: tokens that one engine's KV cache holds.
-            max_running: most requests that one engine decodes at a time.
-            batch_tokens: approximate tokens that a model-parallel group trains at a time.
-            earliest, latest: shares of the responses done between which engines may be released.
+            cells: result of the function `cells`.
+            cache_tokens: capacity of one engine's KV cache, in tokens.
+            max_running: maximum number of requests that one engine decodes at a time.
+            batch_tokens: approximate number of tokens per micro-batch of a model-parallel group.
+            earliest, latest: range of the share of finished responses in which release is allowed.
             check_every: increase in that share between two checks.
             lengths: lengths of responses from earlier rounds.
 
         Raises:
-            ValueError: there is only one cell, which cannot decode and train at once.
+            ValueError: there is only one cell, which cannot decode and train at the same time.
         """
         if len(cells) < 2:
             raise ConfigError(
@@ -128,8 +127,8 @@ class StreamWindow:
         return self._half
 
     def take(self, ready: Sequence[GroupState], cell: Cell) -> int:
-        """Return as many groups as fill a micro-batch of every model-parallel group, at least one
-        for each."""
+        """Return how many groups fill one micro-batch of every model-parallel group; at least one
+        group for each of these, if there are enough."""
         room, least, tokens = self._batch_tokens * len(cell.dp_ranks), len(cell.dp_ranks), 0
         for n, group in enumerate(ready):
             prompt = len(group.work.prompt.tokens)
@@ -157,9 +156,9 @@ def cells(
     """Return the finest partition of the ranks that splits no engine and no model-parallel group.
 
     Args:
-        engines: ranks of each engine; the first is its leader.
+        engines: ranks of each engine; the first rank is the leader.
         model_parallel_groups: ranks of each model-parallel group, by data-parallel rank.
-        lockstep: further sets of ranks that must train together, because they share experts.
+        lockstep: further sets of ranks that must not be split, because they share experts.
     """
     of: dict[int, set[int]] = {}
     for together in (*engines, *model_parallel_groups, *lockstep):

@@ -1,18 +1,17 @@
-"""Tail batching: the longest responses are moved to rounds of their own, so that other steps do not
-wait for them. RollPacker, arXiv 2509.21009.
+"""Tail batching: defer prompts with long responses to separate rounds, so that other rounds need
+not wait for them. RollPacker, arXiv 2509.21009.
 
-A *short* round starts floor(eta_prompts P) prompts with round(eta_samples R) responses each. A
-prompt is complete when R of its responses are finished and rewarded; the round ends with the first
-P complete prompts. The others are deferred to the queue of long prompts, without their tokens. The
-round that takes them samples them anew, so all data stay on-policy.
+A step trains P prompts with R responses each. A *short* round starts floor(eta_prompts P) prompts
+with round(eta_samples R) responses each. A prompt is complete when R of its responses are finished
+and rewarded. The round ends with the first P complete prompts. The other prompts are queued for a
+long round, which samples them again from the start, so all data stay on-policy.
 
 When the queue holds P prompts, a *long* round starts exactly P of them with R responses each and
-waits for all. Hence a share of (eta_prompts - 1) / eta_prompts of the rounds is long.
+waits for all. So a share of (eta_prompts - 1) / eta_prompts of all rounds is long.
 
-Differs from the paper: without `dynamic`, groups of equal rewards count, since a round of exactly P
-prompts could not end otherwise. Over-provisioned responses bias a group to short responses (the
-paper mentions reordering only); eta_samples = 1 avoids this.
-"""
+Differences from the paper: without `dynamic`, groups of equal rewards count; otherwise a round of
+exactly P prompts could not end. Extra responses bias a group to short responses (the paper only
+mentions reordering); eta_samples = 1 avoids the bias."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -25,19 +24,19 @@ from rlcore.sched.stop import StopAtFirst
 from rlcore.utils.errors import ConfigError
 
 Key = tuple[int, int]
-"""An epoch and a row of the data; a prompt is trained at most once per epoch."""
+"""(epoch, row of the data set); a prompt is trained on at most once per epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Issued:
-    """A prompt that was started in the current round."""
+    """Prompt that was started in the current round."""
 
     key: Key
     domain: str
 
 
 class TailBatching:
-    """Source of short and long rounds."""
+    """Prompt source that issues short and long rounds."""
 
     def __init__(
         self,
@@ -55,11 +54,11 @@ class TailBatching:
         """
         Args:
             next_rows: returns the next n prompts of the epoch order.
-            prompt_of: returns the prompt of a row; its `dataset` has a quota.
-            quotas: prompts of each domain in a round, together `num_prompts`. Without it,
-                domains are ignored.
-            dynamic: drop groups of equal rewards (DAPO) and start others in their place, up to
-                max_factor * num_prompts prompts in a round, which then ends short.
+            prompt_of: returns the prompt of a row; the prompt's `dataset` is its domain.
+            quotas: number of prompts per domain in a round; the sum is `num_prompts`. Without
+                quotas, domains are ignored.
+            dynamic: replace groups of equal rewards (DAPO) by other prompts. After max_factor *
+                num_prompts prompts the round ends with fewer groups.
 
         Raises:
             ValueError: a number is out of range, or the quotas do not fit.
@@ -79,7 +78,7 @@ class TailBatching:
         self._is_long = False
         self._ledger: dict[int, Counter[str]] = {}
         self.issued = 0
-        """Number of groups issued so far; the next group takes it as its id."""
+        """Number of groups issued so far; it is the issue number of the next group."""
 
     # ---- rounds
 
@@ -111,8 +110,8 @@ class TailBatching:
         return "long" if enough else "short"
 
     def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
-        """Settle the finished round: `kept` groups are trained and `dropped` groups are not (with a
-        reason). All others were late and are queued in the order in which they were started."""
+        """Record the end of the round: `kept` groups are trained on; `dropped` has the reasons of
+        complete groups that are not. All other groups were late: queue them in starting order."""
         trained = set(kept)
         for group, issued in self._round.items():
             row = self._ledger[issued.key[0]]
@@ -132,8 +131,8 @@ class TailBatching:
     # ---- accounts
 
     def accounts(self) -> dict[int, dict[str, int]]:
-        """Return the number of prompts started, trained, dropped (by reason) and waiting, for every
-        epoch that has begun. `started` is the sum of the others."""
+        """Return the numbers of prompts started, trained, dropped (by reason) and waiting, for each
+        epoch begun. `started` is the sum of the other numbers."""
         waiting = Counter(key[0] for queue in self._queue.values() for key in queue)
         waiting.update(issued.key[0] for issued in self._round.values())
         return {
@@ -141,7 +140,7 @@ class TailBatching:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step that was just settled."""
+        """Return the metrics after the most recent `settle`."""
         rows = self.accounts().values()
         out = {
             "sched/long_round": float(self._is_long),
@@ -155,7 +154,7 @@ class TailBatching:
     # ---- checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON. Call it between rounds."""
+        """Return the state for `restore`, as plain JSON. Call it between rounds."""
         return {
             "issued": self.issued,
             "queue": {d: [list(key) for key in queue] for d, queue in self._queue.items()},
@@ -164,9 +163,8 @@ class TailBatching:
         }
 
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
-        """Continue from `state`. If it names rows that the data do not have, or domains that this
-        run does not have, raise ValueError and change nothing. `num_rows` is None for endless
-        data."""
+        """Continue from `state`. If it names rows or domains that this run lacks, raise ValueError
+        and change nothing. `num_rows`: number of rows of the data; None if unlimited."""
         for part in ("queue", "ahead"):
             if unknown := sorted(set(state[part]) - set(self._quotas)):
                 raise ConfigError(
@@ -189,8 +187,8 @@ class TailBatching:
     # ---- prompts
 
     def _fresh(self, domain: str, n: int) -> list[Key]:
-        """Return the next n prompts of a domain. Prompts of other domains that are drawn on the way
-        are kept for later."""
+        """Return the next n prompts of a domain. Keep prompts of other domains drawn meanwhile for
+        later."""
         ahead = self._ahead[domain]
         drawn = 0
         while len(ahead) < n:
@@ -225,13 +223,13 @@ class TailBatching:
         return work
 
     def _count_started(self, keys: Iterable[Key]) -> None:
-        """Count prompts that start for the first time; a queued prompt was counted in its short
+        """Count prompts that start for the first time. Queued prompts were counted in their short
         round."""
         for epoch, _ in keys:
             self._ledger.setdefault(epoch, Counter())["started"] += 1
 
     def _more(self, domain: str) -> Work | None:
-        """Issue another prompt in place of a dropped group; None at the limit of the round."""
+        """Issue a prompt to replace a dropped group; return None if the round is at its limit."""
         if len(self._round) >= self._most:
             return None
         keys = self._fresh(domain, 1)
@@ -246,7 +244,7 @@ def check(
     eta_samples: float,
     quotas: Mapping[str, int] | None = None,
 ) -> None:
-    """Raise ConfigError if no round is possible with these numbers."""
+    """Check the settings of a round. If one is out of range, raise ConfigError."""
     for name, value in (("eta_prompts", eta_prompts), ("eta_samples", eta_samples)):
         if not value >= 1:
             raise ConfigError(f"{name} {value:g}: must be at least 1 (1: no extra)")
@@ -261,5 +259,5 @@ def check(
 
 
 def long_share(eta_prompts: float) -> float:
-    """Return the share of long rounds, in the limit of many rounds."""
+    """Return the share of rounds that are long, over many rounds."""
     return (eta_prompts - 1) / eta_prompts

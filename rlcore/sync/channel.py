@@ -1,13 +1,13 @@
-"""Weight channel of a run: one of the routes between ranks, and the hand-over to the engine.
+"""Make the weight channel of a run: one of three routes between ranks, then `Handover` to engines.
 
-    gather     every rank calls `learner.export()`; the baseline (`colocated.py`)
-    intranode  sites are nodes: owners broadcast their shards inside their node; a shard without
-               an owner in a node enters that node once
-    two_stage  sites are clusters: the same mechanism, for rollout ranks in another cluster than
-               the learner
+    gather     every rank gathers all weights with `learner.export()` (baseline, `colocated.py`)
+    intranode  sites are nodes: ranks that hold a shard broadcast it inside their node; a shard that
+               no rank of a node holds enters that node once
+    two_stage  sites are clusters: same mechanism as `intranode`, for rollout ranks in a different
+               cluster than the learner
 
-`intranode` and `two_stage` share one mechanism (`layout.py`, `relay.py`) and one channel; they
-differ only in the sites that they are given.
+`intranode` and `two_stage` share the mechanism (`layout.py`, `relay.py`) and `RelayChannel`. They
+differ only in their sites, which are groups of ranks with a fast network inside.
 """
 
 import time
@@ -37,15 +37,15 @@ def make_channel(
     peers: Peers | None = None,
     device: torch.device | None = None,
 ) -> WeightChannel:
-    """Make the channel of this rank. Ranks exchange nothing before the first push.
+    """Make the channel of this rank. Ranks do not communicate before the first weight update.
 
     Args:
-        transport: how a bucket gets into the engine.
+        transport: how buckets reach the engine.
         tp: tensor-parallel size of the engine.
-        sites: ranks by site, for `intranode` and `two_stage`; if empty, all ranks are one site.
-        peers: the ranks that take part; by default those of the default process group.
-        device: device of the buffers that ranks exchange, of the same type on every rank: the
-            learner's. Default: CPU.
+        sites: ranks of each site (node group), for `intranode` and `two_stage`; empty: one site.
+        peers: the ranks that take part; by default all ranks of the default process group.
+        device: device of the exchanged buffers, usually the learner's; the device type must be the
+            same on all ranks. Default: CPU.
     """
     peers = peers or Peers()
     handover = Handover(transport, tp=tp, peers=peers, max_bytes=max_bytes)
@@ -57,7 +57,7 @@ def make_channel(
 
 
 class RelayChannel:
-    """`WeightChannel` over a relay. A push succeeds on all ranks or fails on all of them."""
+    """`WeightChannel` that uses a `Relay`. Weight updates succeed or fail on all ranks alike."""
 
     def __init__(self, relay: Relay, handover: Handover) -> None:
         self._relay, self._handover = relay, handover
@@ -66,13 +66,13 @@ class RelayChannel:
     def update_weights(
         self, learner: Learner | None, engine: WeightReceiver | None, version: int
     ) -> dict[str, float]:
-        """Update the weights of all engines; collective. Every rank enters, with its learner and
-        engine or None. If an engine fails during the push, the push continues without it.
+        """Update the weights of all engines; collective. Every rank passes its learner and engine,
+        or None. If an engine fails meanwhile, the weight update continues without it.
 
         Raises:
-            WeightUpdateError, WeightUpdateTimeoutError: the same sentence on every rank. An engine
-            that began to
-                load does not decode before a push succeeds.
+            WeightUpdateError, WeightUpdateTimeoutError: the weight update failed; the message is
+                the same on every rank. Engines that began to load do not decode before a weight
+                update succeeds.
         """
         start, handover, peers = time.monotonic(), self._handover, self._relay.peers
         peers.begin()
@@ -93,14 +93,14 @@ class RelayChannel:
         }
 
     def resize(self, tp: int) -> None:
-        """Set the tensor-parallel size of the engines from the next push on; called on every
-        rank."""
+        """Set the tensor-parallel size of the engines from the next weight update on; call it on
+        every rank."""
         self._handover.resize(tp)
 
     def _enter(
         self, learner: Learner | None, engine: WeightReceiver | None, version: int
     ) -> list[tuple[Shard, Tensor]]:
-        """Do the part of the push that can fail on this rank alone; return this rank's shards."""
+        """Do the steps of the weight update that can fail on this rank alone; return its shards."""
         rank = self._relay.peers.rank
         with blamed("engine", rank):
             self._handover.begin(engine, version)
@@ -110,7 +110,7 @@ class RelayChannel:
         return own
 
     def _move(self, own: list[tuple[Shard, Tensor]]) -> None:
-        """Move all weights into the engine."""
+        """Transfer all weights, and send them to this rank's engine."""
         damage = self._relay.run(own, self._take, self._give, self._held)
         if damage is not None:
             raise LinkError(damage)
@@ -120,12 +120,12 @@ class RelayChannel:
     # ---- a bucket
 
     def _held(self) -> int:
-        """Return the bytes that buckets hold now, on the GPU and on the host."""
+        """Return the bytes now held for buckets, on the GPU and on the host."""
         staged = 0 if self._staged is None else len(self._staged)
         return staged + self._handover.held_bytes
 
     def _take(self, num_bytes: int) -> Tensor:
-        """Return a buffer on the relay's device, if possible the hand-over's own buffer."""
+        """Return a buffer on the relay's device; if possible, use the buffer of `Handover`."""
         relay = self._relay
         if relay.device.type == "cpu" or self._handover.transport == "cuda_ipc":
             return self._handover.take(num_bytes)

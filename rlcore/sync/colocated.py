@@ -1,18 +1,17 @@
-"""Weights into the engine of the same rank: the hand-over of a bucket, and the route `gather`.
+"""Send weights to the engine of this rank: `Handover` for every route, and the route `gather`.
 
-`Handover` gives whole buckets to an engine, on every route. An engine of tensor-parallel size k
-belongs to k neighbouring ranks. The first of them, its leader, sends to it one payload per
-tensor-parallel rank.
+`Handover` sends whole buckets to an engine, on every route. An engine of tensor-parallel size k
+belongs to k consecutive ranks. The first rank, the engine's leader, sends one payload per
+tensor-parallel rank to the engine. The payload depends on the transport:
 
-    bytes      the bytes, k times: for engines in this process
-    shm        the name of one shared-memory file that all of the engine's processes map
+    bytes      the data itself, passed k times: for engines in this process
+    shm        the name of one shared-memory file that all processes of the engine map
     cuda_ipc   a handle of GPU memory: each rank packs the bucket on its own GPU, for the engine's
-               process there, and the leader gathers the handles
+               process on that GPU, and the leader gathers the handles
 
 `ColocatedChannel` is the route `gather`: `learner.export()` gathers one tensor at a time from all
-tensor-, pipeline- and expert-parallel shards. Every rank sees the full weights once, in buckets of
-bounded size. All buckets of all pushes are packed into one buffer, so a channel holds one bucket of
-host memory.
+tensor-, pipeline- and expert-parallel shards. Every rank gets the full weights once, in buckets of
+bounded size. All buckets reuse one buffer, so a channel holds one bucket of host memory.
 """
 
 import time
@@ -35,8 +34,8 @@ Transport = Literal["bytes", "shm", "cuda_ipc"]
 
 
 class Handover:
-    """Hands buckets from this rank to its engine, push after push. Between pushes it holds the
-    memory of one bucket at most."""
+    """Sends buckets from this rank to its engine. Between weight updates it holds the memory of at
+    most one bucket."""
 
     def __init__(
         self,
@@ -46,16 +45,16 @@ class Handover:
         peers: Peers | None = None,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """Make the hand-over of this rank.
+        """Make the `Handover` of this rank.
 
         Args:
-            tp: tensor-parallel size of the engine. Its ranks are neighbours; the first is a
-                multiple of `tp`.
-            peers: the ranks that push together; by default this rank alone.
-            max_bytes: most memory that is kept between pushes.
+            tp: tensor-parallel size of the engine. The engine's ranks are consecutive, and the
+                first is a multiple of `tp`.
+            peers: the ranks that update weights together; by default this rank alone.
+            max_bytes: maximum memory kept between weight updates.
         """
         self.peers = peers or alone()
-        """Ranks that are told how this rank's engine took the weights."""
+        """Ranks of the weight update; notified if this rank's engine fails to load."""
         self.transport, self._max_bytes = transport, max_bytes
         self._room: SharedRoom | _Room | None = None
         self.resize(tp)
@@ -64,7 +63,7 @@ class Handover:
         self._given = 0
 
     def resize(self, tp: int) -> None:
-        """Set the tensor-parallel size of the engines; only between pushes."""
+        """Set the tensor-parallel size of the engines; call it only between weight updates."""
         if tp < 1 or self.peers.world_size % tp:
             raise ValueError(
                 f"tp {tp}: must divide the {self.peers.world_size} ranks of the channel"
@@ -77,16 +76,16 @@ class Handover:
             self._room = None
 
     def takes(self, engine: WeightReceiver | None) -> bool:
-        """Tell whether this rank needs buckets for its engine."""
+        """Return whether this rank needs buckets for its engine."""
         return engine is not None and (self.leads or self.transport == "cuda_ipc")
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that buckets hold here now: the current one, or the buffer kept for the next."""
+        """Bytes held for buckets: the current bucket, or the buffer kept for the next bucket."""
         return self._on_gpu + (self._room.num_bytes if self._room is not None else 0)
 
     def begin(self, engine: WeightReceiver | None, version: int) -> None:
-        """Begin a push of this version into the engine; None if this rank has no engine."""
+        """Begin a weight update of the engine to `version`. `engine` is None on a rank without."""
         self._error: Exception | None = None
         self._on_gpu = self._given = 0
         self._engine = engine if self.leads else None
@@ -105,11 +104,11 @@ class Handover:
         return self._room.take(num_bytes)
 
     def give(self, bucket: Bucket, buffer: Tensor) -> None:
-        """Hand over a bucket in the buffer from `take`; the caller drops its reference then. If the
-        engine has failed or has refused the push, the bucket is dropped and the push continues.
+        """Send a bucket in the buffer from `take`; afterwards the caller must drop the buffer. If
+        the engine has failed or raised an error, ignore the bucket and go on with the update.
 
         Raises:
-            LinkError: the other ranks of the engine do not come; names them and the bucket.
+            LinkError: other ranks of the engine are missing; names these ranks and the bucket.
         """
         number, self._given = self._given, self._given + 1
         bucket = msgspec.structs.replace(bucket, transport=self.transport)
@@ -130,12 +129,11 @@ class Handover:
         self._on_gpu = 0
 
     def end(self, version: int) -> None:
-        """End the push: all engines decode again, or none does; collective.
+        """End the weight update, so that either all engines decode again or none; collective.
 
         Raises:
-            WeightUpdateError: a rank's engine has refused. The other engines return to loading and
-            wait for
-                a push that succeeds.
+            WeightUpdateError: the engine of some rank raised an error. The other engines return to
+                loading and do not decode before a weight update succeeds.
         """
         try:
             self.peers.step("end", self._end_load, "engine")
@@ -157,22 +155,22 @@ class Handover:
         self.check()
 
     def check(self) -> None:
-        """Raise the error with which a running engine refused the push, if there is one."""
+        """Raise the error, if any, with which a running engine rejected this weight update."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Clean up after a push, also a failed one: keep the memory of one bucket at most."""
+        """Clean up after a weight update, also if it failed; keep at most one bucket of memory."""
         self._engine = None
         if self.transport == "cuda_ipc":
-            torch.cuda.ipc_collect()  # buckets that no process reads any more
+            torch.cuda.ipc_collect()  # frees buckets that no process reads any more
         if self._room is not None and self._room.num_bytes > self._max_bytes:
             self._room.close()
             self._room = None
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine still takes buckets in this push."""
+        """Whether the engine still accepts buckets in this weight update."""
         return self._engine is not None
 
     def _tell(self, method: str, *args: Any) -> None:
@@ -183,12 +181,12 @@ class Handover:
         except (RuntimeError, ValueError, TimeoutError) as error:
             if self._engine.failure:
                 log.warning("the engine failed during the weight update: %s", error)
-            else:  # the engine runs, so the error is in what it was sent
+            else:  # the engine still runs, so the data sent to it are wrong
                 self._error = error
             self._engine = None
 
     def _engines_ranks(self) -> ExchangeGroup | None:
-        """Return the group of this engine's ranks, on the host; None at tensor-parallel size 1."""
+        """Return the host group of this engine's ranks; None at tensor-parallel size 1."""
         if self._tp == 1:
             return None
         first = self.peers.rank - self.peers.rank % self._tp
@@ -197,8 +195,8 @@ class Handover:
 
 
 class ColocatedChannel:
-    """`WeightChannel` of the route `gather`: every rank gathers every tensor. All ranks are train
-    ranks."""
+    """`WeightChannel` of the route `gather`: every rank gathers every tensor. All ranks must be
+    train ranks."""
 
     def __init__(
         self,
@@ -207,8 +205,8 @@ class ColocatedChannel:
         *,
         handover: Handover | None = None,
     ) -> None:
-        """Without a `handover`, make one for engines of tensor-parallel size 1. With
-        `shared_memory` it sends buckets through a file that another process maps, else as bytes."""
+        """Make the channel of this rank. By default, `handover` is for tensor-parallel size 1, with
+        transport `shm` if `shared_memory`, else `bytes`."""
         self._packer = Packer(max_bucket_bytes)
         transport: Transport = "shm" if shared_memory else "bytes"
         self._handover = handover or Handover(transport, max_bytes=max_bucket_bytes)
@@ -216,14 +214,13 @@ class ColocatedChannel:
     def update_weights(
         self, learner: Learner | None, engine: WeightReceiver | None, version: int
     ) -> dict[str, float]:
-        """Update the weights of all engines; collective. Every rank exhausts the export, also
-        without an engine and if its engine fails during the push. A failed engine is reported in
-        the next round.
+        """Update the weights of all engines; collective. Every rank exhausts the export, even if it
+        has no engine or its engine fails meanwhile. A failed engine is reported in the next round.
 
         Raises:
-            WeightUpdateError, WeightUpdateTimeoutError: the same sentence on every rank. An engine
-            that began to
-                load does not decode before a push succeeds.
+            WeightUpdateError, WeightUpdateTimeoutError: the weight update failed; the message is
+                the same on every rank. Engines that began to load do not decode before a weight
+                update succeeds.
         """
         start, handover = time.monotonic(), self._handover
         peers = handover.peers
@@ -251,12 +248,12 @@ class ColocatedChannel:
         }
 
     def resize(self, tp: int) -> None:
-        """Set the tensor-parallel size of the engines from the next push on; called on every
-        rank."""
+        """Set the tensor-parallel size of the engines from the next weight update on; call it on
+        every rank."""
         self._handover.resize(tp)
 
     def _move(self, learner: Learner, engine: WeightReceiver | None, meter: ExportMeter) -> int:
-        """Move all weights into the engine; return their bytes."""
+        """Send all weights to the engine; return the number of bytes."""
         total, handover = 0, self._handover
         exported = meter.watched(learner.export())
         try:
@@ -268,7 +265,7 @@ class ColocatedChannel:
                         handover.give(bucket, buffer)
                     del buffer
         except LinkError as error:
-            handover.peers.tell("done", error.failure)  # the other ranks stop waiting for this one
+            handover.peers.tell("done", error.failure)  # so that no rank waits for this rank
             raise
         finally:
             for _, tensor in exported:  # an export is collective, so every rank takes every tensor
@@ -279,13 +276,13 @@ class ColocatedChannel:
 
 
 class _Room:
-    """Host buffer of this process that all buckets share in turn."""
+    """Host buffer of this process, reused for every bucket."""
 
     def __init__(self) -> None:
         self._tensor = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return uint8 [num_bytes]; earlier buffers become invalid."""
+        """Return a buffer, uint8 [num_bytes]; earlier buffers become invalid."""
         if len(self._tensor) < num_bytes:
             self.close()  # frees the old buffer before the new one is allocated
             self._tensor = torch.empty(num_bytes, dtype=torch.uint8)

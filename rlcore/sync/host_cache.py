@@ -1,10 +1,9 @@
-"""Weights in host memory between a push and the engine that will decode with them.
+"""Cache weights in host memory until the engine that will use them is awake.
 
 A job that shares its rollout nodes (`--mux.url`) has no engine on the device while it trains. A
-push then ends here: to the channel, a `HostWeightCache` is an engine that takes buckets. When the
-job has the rollout nodes again, the engine wakes and loads the weights from here, without the
-learner. One version is kept, in memory that the engine's processes map, so it is not copied a
-second time.
+weight update then ends in a `HostWeightCache`, which has the interface of an engine. When the job
+has the rollout nodes again, the engine wakes and loads the weights from the cache, without the
+learner. The cache holds one version, in memory that the engine's processes map without a copy.
 """
 
 from collections.abc import Sequence
@@ -18,10 +17,11 @@ from rlcore.utils.buckets import SharedRoom
 
 
 class HostWeightCache:
-    """Host cache of weights: the part of `Engine` that a push calls, transport `bytes`."""
+    """Host cache of weights, with the `Engine` methods that a weight update calls; for transport
+    `bytes`."""
 
     def __init__(self, tp: int = 1) -> None:
-        """`tp`: tensor-parallel size of the engine, and number of payloads of each bucket."""
+        """`tp`: tensor-parallel size of the engine, and number of payloads per bucket."""
         self._tp = tp
         self._rooms: list[SharedRoom] = []
         self._buckets: list[Bucket] = []
@@ -33,16 +33,16 @@ class HostWeightCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory."""
+        """Bytes of host memory in use."""
         return sum(room.num_bytes for room in self._rooms)
 
     def begin_load(self, version: int) -> None:
-        """Begin to take weights of this version; the old ones become invalid."""
+        """Begin to load weights of this version; the old weights become invalid."""
         self._buckets.clear()
         self._version, self._is_whole = version, False
 
     def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
-        """Keep a copy of the payload, which is the same for every rank of an engine."""
+        """Store a copy of the first payload; the payloads of all ranks of an engine are equal."""
         number = len(self._buckets)
         if number == len(self._rooms):
             self._rooms.append(SharedRoom())
@@ -55,10 +55,10 @@ class HostWeightCache:
         self._is_whole = True
 
     def fill(self, engine: Engine) -> None:
-        """Load all weights into the engine, whose weight memory is awake.
+        """Load all weights into the engine, whose weight memory must be awake.
 
         Raises:
-            RuntimeError: the last push was not completed, or the engine refuses the weights.
+            RuntimeError: the last weight update is incomplete, or the engine rejects the weights.
         """
         if not self._is_whole:
             raise RuntimeError(

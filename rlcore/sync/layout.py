@@ -1,15 +1,15 @@
-"""Plan of a push: which part of which weight goes where. Pure; every rank computes the same plan.
+"""Plan a weight update: which rank sends what where. Pure: every rank computes the same plan.
 
-Ranks are grouped in sites: nodes or clusters, inside which the network is fast. A shard that
-several ranks hold has several possible owners. Every shard that a site needs enters it once:
+Ranks are grouped in sites: nodes or clusters with a fast network inside. If several ranks hold a
+shard, each is a possible owner. Every shard that a site needs enters the site once:
 
-    an owner inside    broadcasts it to the site
-    no owner inside    one owner sends it to one rank of the site, its root, which broadcasts it
+    an owner in the site       the owner broadcasts the shard to the site
+    no owner in the site       an owner sends the shard to a rank of the site (the root of the
+                               shard), which broadcasts it
 
 So a slow link between sites carries one copy of each shard that the other site lacks. Owners and
-roots are chosen by least load. Weights travel in buckets of whole tensors, which bounds the memory.
-The shards of a bucket with the same owner and the same root are one message, a `BucketPart`.
-"""
+roots are chosen by least load. Buckets of whole tensors bound the memory. All shards of a bucket
+with the same site, owner and root are sent together, as a `BucketPart`."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from rlcore.utils.buckets import ALIGN
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Position of a shard in a part."""
+    """Position of a shard in a `BucketPart`."""
 
     shard: Shard
     tensor: int
@@ -34,31 +34,31 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class BucketPart:
-    """The shards of a bucket that travel into one site together."""
+    """Shards of a bucket that are sent to one site in one message."""
 
     site: int
     owner: int
     """Rank that holds the shards."""
     root: int
-    """Rank that broadcasts them in the site: the owner, or the rank that receives them over the
-    slow link."""
+    """Rank that broadcasts the shards in the site: the owner, or the rank that receives the shards
+    over the slow link."""
     slots: tuple[Slot, ...]
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """One bucket: its tensors as an engine gets them, and the parts in which they arrive."""
+    """Plan of one bucket: the tensors that an engine gets, and the parts in which they arrive."""
 
     tensors: tuple[TensorMeta, ...]
     num_bytes: int
     parts: tuple[BucketPart, ...]
-    """Parts sorted by (site, root, owner): the order in which a site broadcasts."""
+    """Parts sorted by (site, root, owner), the order in which a site broadcasts the parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    """Plan of a whole push."""
+    """Plan of a whole weight update."""
 
     sites: tuple[tuple[int, ...], ...]
     needs: tuple[int, ...]
@@ -66,8 +66,8 @@ class UpdatePlan:
     loads: tuple[BucketPlan, ...]
 
     def members(self, site: int) -> tuple[int, ...]:
-        """Return the ranks that take part in the broadcasts of a site: those that need weights and
-        those that own parts. Empty if no rank of the site needs weights."""
+        """Return the ranks that take part in a site's broadcasts: ranks that need weights, and
+        roots of parts. Empty if no rank of the site needs weights."""
         inside = set(self.sites[site]) & set(self.needs)
         inside |= {p.root for load in self.loads for p in load.parts if p.site == site}
         return tuple(sorted(inside))
@@ -85,12 +85,12 @@ class UpdatePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buckets: what one engine gets."""
+        """Bytes of all buckets; every engine gets this many."""
         return sum(load.num_bytes for load in self.loads)
 
     @property
     def slow_bytes(self) -> int:
-        """Bytes that cross between sites."""
+        """Bytes sent between sites, summed over all links."""
         every = (p for load in self.loads for p in load.parts)
         return sum(p.num_bytes for p in every if p.owner != p.root)
 
@@ -106,17 +106,17 @@ def plan(
     needs: Iterable[int],
     max_bytes: int,
 ) -> UpdatePlan:
-    """Make the plan of a push.
+    """Make the plan of a weight update.
 
     Args:
-        holdings: shards that each rank has.
-        sites: ranks by site; a rank that needs no weights may be in no site.
+        holdings: shards that each rank holds.
+        sites: ranks of each site. A rank that needs no weights may be outside all sites.
         needs: ranks that get all tensors.
-        max_bytes: most bytes of a bucket; a larger tensor has a bucket of its own.
+        max_bytes: maximum bytes of a bucket; a larger tensor gets its own bucket.
 
     Raises:
-        ValueError: a rank is in two sites, a rank that needs weights is in none, or the shards of a
-            tensor leave a gap or overlap.
+        ValueError: a rank is in two sites, a rank that needs weights is in no site, or the shards
+            of a tensor leave a gap or overlap.
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes {max_bytes}: must be at least 1")
@@ -135,13 +135,13 @@ def plan(
 
 
 def shard_shape(shard: Shard) -> tuple[int, ...]:
-    """Return the shape of the shard itself, not of its tensor."""
+    """Return the shape of the shard itself, not of the whole tensor."""
     size = shard.stop - shard.start
     return (*shard.shape[: shard.dim], size, *shard.shape[shard.dim + 1 :])
 
 
 def shard_bytes(shard: Shard) -> int:
-    """Return the bytes of the shard itself, not of its tensor."""
+    """Return the bytes of the shard itself, not of the whole tensor."""
     return _num_bytes(shard_shape(shard), shard.dtype)
 
 
@@ -149,11 +149,11 @@ def shard_bytes(shard: Shard) -> int:
 
 
 _Holders = dict[str, list[tuple[Shard, list[int]]]]
-"""Shards of each tensor from first to last, with the ranks that hold them."""
+"""Shards of each tensor, ordered by start index; each shard with the ranks that hold it."""
 
 
 class _Places:
-    """Chooses owners and roots; counts the bytes that each rank already carries."""
+    """Chooses owners and roots by the bytes already assigned to each rank."""
 
     def __init__(self, sites: Sequence[tuple[int, ...]], needs: Sequence[int]):
         inside = [tuple(r for r in site if r in set(needs)) for site in sites]
@@ -180,7 +180,7 @@ class _Places:
     def _choose(
         self, shard: Shard, ranks: Sequence[int], site: set[int], inside: Sequence[int]
     ) -> tuple[int, int]:
-        """Return owner and root of a shard for a site."""
+        """Choose the owner and the root of a shard for one site."""
         size = shard_bytes(shard)
         here = [rank for rank in ranks if rank in site]
         if here:
@@ -190,7 +190,7 @@ class _Places:
 
 
 def _least(load: dict[int, int], ranks: Sequence[int], more: int) -> int:
-    """Return the rank with the least load, the lowest of several, and add `more` to its load."""
+    """Choose the rank with the least load (ties: the lowest rank) and add `more` to its load."""
     chosen = min(ranks, key=lambda rank: (load.get(rank, 0), rank))
     load[chosen] = load.get(chosen, 0) + more
     return chosen
@@ -208,7 +208,7 @@ def _part(site: int, owner: int, root: int, shards: Sequence[tuple[int, Shard]])
 
 
 def _holders(holdings: Mapping[int, Sequence[Shard]]) -> _Holders:
-    """Return the shards of every tensor, in the order in which the ranks name the tensors."""
+    """Collect the shards of every tensor, with tensors in the order in which ranks list them."""
     found: dict[str, dict[Shard, list[int]]] = {}
     for rank in sorted(holdings):
         for shard in holdings[rank]:
@@ -275,8 +275,8 @@ def _check_sites(sites: Sequence[tuple[int, ...]], needs: Sequence[int]) -> None
 
 
 def _check_tiles(name: str, rows: Sequence[tuple[Shard, list[int]]]) -> None:
-    """Check that the shards follow each other along one dimension, from its first index to its
-    last."""
+    """Check that a tensor's shards cover one dimension without gap or overlap; else raise
+    ValueError."""
     first, end = rows[0][0], 0
     for shard, ranks in rows:
         if (shard.shape, shard.dtype, shard.dim) != (first.shape, first.dtype, first.dim):

@@ -1,7 +1,7 @@
-"""Memory of a push: bytes in use now, and their peak.
+"""Measure the peak memory of a weight update over the route `gather`.
 
-A relay counts its own buffers (`relay.py`). On the route `gather` the learner makes the tensors, so
-they are counted here.
+On this route the learner allocates the gathered tensors, so this module counts them. On the other
+routes, `relay.py` counts its buffers itself.
 """
 
 import weakref
@@ -18,21 +18,21 @@ _before_resets = 0
 
 
 def highest_bytes() -> int:
-    """Return the peak of GPU memory in tensors of this process. A push resets torch's own peak,
-    `max_memory_allocated`."""
+    """Return this process's peak GPU memory in tensors since its start. (Weight updates reset
+    `torch.cuda.max_memory_allocated`.)"""
     return max(_before_resets, torch.cuda.max_memory_allocated())
 
 
 class ExportMeter:
-    """Measures the most memory that a push over `gather` takes on this rank.
+    """Measures this rank's peak memory during a weight update over the route `gather`.
 
-    On a GPU it is the allocator's peak, including temporaries of the export. On the host it counts
-    the bucket and the storages behind gathered tensors that are not the learner's own. It does not
-    see what a gather takes while it runs, which is as much again as the gathered bundle.
+    On a GPU this is the allocator's peak, including temporaries of the export. On the host it
+    counts the bucket and the storages of gathered tensors, but not the learner's own storages. The
+    memory of a running gather, as large as the gathered tensors, is not counted on the host.
     """
 
     def __init__(self, learner: Learner, held: Callable[[], int]) -> None:
-        """`held` returns the bytes that buckets hold now."""
+        """Start measuring. `held` returns the bytes now held for buckets."""
         self._held = held
         self._most = 0
         self._behind: dict[int, Any] = {}
@@ -49,7 +49,7 @@ class ExportMeter:
             self._own = {t.untyped_storage().data_ptr() for _, t in learner.shards()}
 
     def watched(self, exported: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same tensors and count their memory on the way."""
+        """Yield the exported tensors unchanged, and count their memory."""
         for name, tensor in exported:
             self._note(tensor.untyped_storage())
             self.look()
@@ -68,7 +68,7 @@ class ExportMeter:
 
     @property
     def most(self) -> int:
-        """Peak in bytes so far."""
+        """Peak memory so far, in bytes."""
         if self._on_gpu:
             return max(0, torch.cuda.max_memory_allocated() - self._start)
         return self._most

@@ -1,6 +1,6 @@
-"""Named tensors packed into buckets: one copy per bucket, with its checksum (`ops/reshard.py`).
+"""Pack named tensors into buckets: one copy and one checksum per bucket (`ops/reshard.py`).
 
-Tensors on a GPU are packed there and leave it in one piece.
+GPU tensors are packed on the GPU, and leave the GPU in one transfer per bucket.
 """
 
 import math
@@ -19,7 +19,7 @@ MAX_BYTES = 256 * 2**20
 
 
 class Packer:
-    """Packs tensors into buckets. A plan is made once per sequence of shapes and kept."""
+    """Packs tensors into buckets. The copy plan for each sequence of shapes is cached."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         if max_bytes < 1:
@@ -32,7 +32,7 @@ class Packer:
         tensors: Iterable[tuple[str, Tensor]],
         room: Callable[[int], Tensor] | None = None,
     ) -> Iterator[tuple[Bucket, memoryview]]:
-        """Yield what `buckets` yields, with the bytes as a view of host memory."""
+        """Yield buckets as `buckets` does, but with the bytes as a `memoryview` of host memory."""
         for bucket, buffer in self.buckets(tensors, room):
             yield bucket, buffer.numpy().data
 
@@ -41,12 +41,12 @@ class Packer:
         tensors: Iterable[tuple[str, Tensor]],
         room: Callable[[int], Tensor] | None = None,
     ) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yield buckets of at most `max_bytes`, in order; a larger tensor gets a bucket of its own.
+        """Yield buckets of at most `max_bytes`, in order; a larger tensor gets a separate bucket.
         At most one bucket and its tensors are in memory at a time.
 
         Args:
-            room: returns the uint8 [n] that a bucket of n bytes is packed into, on the CPU or on
-                the tensors' device. By default each bucket gets a new buffer on the CPU.
+            room: returns the buffer, uint8 [n], for a bucket of n bytes, on the CPU or on the
+                tensors' device. By default each bucket gets a new buffer on the CPU.
         """
         names: list[str] = []
         held: list[Tensor] = []
@@ -83,7 +83,7 @@ class Packer:
 def pack(
     tensors: Iterable[tuple[str, Tensor]], max_bytes: int
 ) -> Iterator[tuple[Bucket, memoryview]]:
-    """Pack once, without a `Packer` to keep plans."""
+    """Pack tensors as `Packer.pack`, without keeping the copy plans."""
     return Packer(max_bytes).pack(tensors)
 
 
@@ -93,7 +93,7 @@ def load_weights(
     version: int,
     max_bytes: int = MAX_BYTES,
 ) -> int:
-    """Send all weights to an engine of tensor-parallel size 1; return the bytes that it took."""
+    """Load all weights into an engine of tensor-parallel size 1; return the number of bytes."""
     total = 0
     engine.begin_load(version)
     for bucket, buffer in pack(tensors, max_bytes):
@@ -108,8 +108,8 @@ def _fresh(num_bytes: int) -> Tensor:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a contiguous copy if no plan takes it: a lazy view or one in many
-    pieces."""
+    """Return the tensor, or a contiguous copy if a copy plan does not support it (lazy conjugate or
+    negative view, or too many pieces)."""
     tensor = tensor.resolve_conj().resolve_neg()
     return tensor if one_piece(tensor) else tensor.contiguous()
 

@@ -1,14 +1,14 @@
-"""Ranks that take part in a push: their meeting points, their verdict on failures, their groups.
+"""Coordinate the ranks of a weight update: synchronization points, common failures, process groups.
 
-Ranks of different roles meet here: train ranks whose default process group is Megatron's, and
-rollout ranks in another cluster. So groups are made from the launcher's store, under names of their
-own, beside the default group. Small messages that must not hang go through the store itself. Every
-wait has a deadline, and its error names the ranks that did not come.
+A weight update includes train ranks, whose default process group is Megatron's, and rollout ranks,
+possibly in another cluster. So `Peers` makes separately named groups from the launcher's store, in
+addition to the default group. Small messages that must not hang go through the store itself. Every
+wait has a deadline; the error of a timeout names the missing ranks.
 
-All ranks meet at three points of a push: `here`, before anything is exchanged; `done`, when the
-weights are with the engines; `end`, when the engines have taken them. At each point every rank
-reports how its part went, and one atomic word in the store decides for all of them. If it is
-"failed", one sentence is stored there, and every rank raises it, also a rank that comes much later.
+A weight update has three synchronization points: `here`, before any exchange; `done`, when the
+engines have been sent all weights; `end`, when the engines have loaded the weights. At each point
+every rank reports its success or failure, and one atomic value in the store decides for all ranks.
+If the value is "failed", all ranks raise the same stored message, even a rank that arrives late.
 """
 
 import re
@@ -27,16 +27,16 @@ from rlcore.config.schema import ClusterConfig
 from rlcore.utils.net import decode, encode
 
 _GRACE_S = 2.0
-"""Time after the first failure in which other ranks report theirs, so that the cause is known."""
+"""Seconds to wait for further failures after the first failure, in order to find the cause."""
 _LEFT_S = 1.0
-"""Time that ranks wait for each other after a failed collective. A rank that does not report the
-failure in it is the missing one."""
+"""Seconds to wait for reports from the other ranks of a failed collective. Ranks that do not report
+the failure in this time are the missing ranks."""
 _LOOK_S = 0.1
-"""Longest pause between two looks at the store, in a wait that a failure elsewhere ends."""
+"""Longest pause between two checks of the store, in seconds."""
 _AT_LAST = 1 << 30
-"""Bucket number of a failure that is a consequence of any other."""
+"""Bucket number of a late rank at a synchronization point: sorted after all other buckets."""
 _KEPT = 8
-"""Number of past pushes whose verdicts a late rank can still read."""
+"""Number of past weight updates whose results a late rank can still read."""
 
 Kind = Literal["data", "engine", "learner", "late", "link", "error"]
 _ORDER: tuple[Kind, ...] = ("data", "engine", "learner", "late", "link", "error")
@@ -46,37 +46,37 @@ _Result = TypeVar("_Result")
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a push failed on one rank."""
+    """Failure of a weight update on one rank."""
 
     kind: Kind
-    """`data` changed on the way; the `engine` or the `learner` refused; a peer was `late`; a `link`
-    broke; any other `error`."""
+    """`data`: corrupt in transfer. `engine`, `learner`: raised an error. `late`: a peer missed its
+    deadline. `link`: a connection broke. `error`: any other."""
     bucket: int
     stage: int
-    """0: between sites, 1: inside a site, 2: between the ranks of an engine."""
+    """0: between sites (node groups), 1: inside a site, 2: between the ranks of an engine."""
     rank: int
     text: str
     peers: tuple[int, ...] = ()
-    """Ranks that this rank waited for or lost the link to."""
+    """Ranks that this rank waited for, or to which it lost the connection."""
 
     @property
     def order(self) -> tuple[int, int, int, int]:
-        """Sort key that puts causes before their consequences. Damage and refusals are reported
-        where they happen. A rank that gives up breaks the links of all others. A rank that waits
-        for a late one is late itself, in later buckets. For other errors the order is unknown."""
+        """Sort key that puts causes before consequences. Failures of data, engine and learner occur
+        where they are reported. A rank that waits for a late rank is late itself, in later buckets.
+        A failed rank breaks its links to others. The order of other errors is unknown."""
         return _ORDER.index(self.kind), self.bucket, self.stage, self.rank
 
 
 class WeightUpdateError(RuntimeError):
-    """A failed push; every rank raises the same one."""
+    """A weight update failed. All ranks raise this error with the same message."""
 
 
 class WeightUpdateTimeoutError(WeightUpdateError, TimeoutError):
-    """A push failed because a rank was late."""
+    """A weight update failed because a rank missed its deadline."""
 
 
 class LinkError(RuntimeError):
-    """The push cannot continue on this rank."""
+    """The weight update cannot continue on this rank."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
@@ -84,7 +84,7 @@ class LinkError(RuntimeError):
 
 
 class _Sentence(msgspec.Struct, frozen=True):
-    """Error text that all ranks raise."""
+    """Error message that all ranks raise."""
 
     is_late: bool
     text: str
@@ -92,7 +92,7 @@ class _Sentence(msgspec.Struct, frozen=True):
 
 @contextmanager
 def blamed(kind: Kind, rank: int, where: str = "") -> Iterator[None]:
-    """Turn an exception of the block into a `LinkError` whose failure is of this kind."""
+    """Convert an exception of the block to a `LinkError` whose failure has this kind."""
     try:
         yield
     except LinkError:
@@ -103,8 +103,8 @@ def blamed(kind: Kind, rank: int, where: str = "") -> Iterator[None]:
 
 
 class Peers:
-    """Ranks 0..world_size-1 of a channel. Every rank makes one `Peers`, and calls its collective
-    methods in the same order."""
+    """Ranks 0..world_size-1 of a weight channel. Every rank makes one `Peers`. All ranks call
+    collective methods in the same order."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class Peers:
         timeout_s: float = ClusterConfig.timeout_s,
         name: str = "sync",
     ) -> None:
-        """If no store is given, take the ranks and the store of the default process group. Without
-        a process group, make a world of one.
+        """Without `store`, use ranks and store of the default process group. If there is no default
+        process group, make a world of one rank.
 
         Args:
-            timeout_s: deadline of every wait.
-            name: prefix of the groups and keys. Channels that ranks may make in different orders
-                need different names; channels of one name are numbered.
+            timeout_s: maximum time of every wait.
+            name: prefix of groups and store keys. Channels with the same name are numbered, so all
+                ranks must make them in the same order. Other channels need different names.
         """
         if not timeout_s > 0:
             raise ValueError(f"timeout_s {timeout_s}: must be above 0")
@@ -139,26 +139,26 @@ class Peers:
         self._told = False
         self._groups: dict[str, ExchangeGroup] = {}
 
-    # ---- a push
+    # ---- a weight update
 
     def begin(self) -> None:
-        """Begin a push on this rank."""
+        """Begin a weight update on this rank."""
         self._updates += 1
         self._told = False
         self._forget(self._updates - _KEPT)
 
     def step(self, point: Point, work: Callable[[], _Result], kind: Kind = "error") -> _Result:
-        """Do this rank's part of the push up to a point, then get the verdict on all parts;
-        collective.
+        """Do this rank's work up to a synchronization point, then wait for the common result of all
+        ranks; collective.
 
         Args:
-            work: raises if this rank's part fails; the other ranks are told.
-            kind: kind of failure of an exception from `work` that is not a `LinkError`.
+            work: work of this rank; if it raises, the other ranks are notified.
+            kind: failure kind for exceptions of `work` that are not a `LinkError`.
 
         Raises:
-            WeightUpdateError, WeightUpdateTimeoutError: a rank has failed or did not come. The
-            sentence is the same
-                on every rank, and every group is made anew at its next use.
+            WeightUpdateError, WeightUpdateTimeoutError: a rank failed or did not reach the point.
+                The message is the same on every rank. All groups are closed; their next use makes
+                new groups.
         """
         error, failure = None, None
         try:
@@ -167,7 +167,7 @@ class Peers:
         except LinkError as link:
             failure, error = link.failure, link.__cause__
             if failure.kind in ("late", "link"):
-                error = None  # its frames would keep open the links at which peers wait
+                error = None  # the traceback would keep links open, and peers would go on waiting
         try:
             self.vote(point, failure)
         except WeightUpdateError as verdict:
@@ -175,8 +175,8 @@ class Peers:
         return result
 
     def vote(self, point: Point, failure: Failure | None = None) -> None:
-        """Report how this rank's part went, and get the one verdict that the store holds for all
-        ranks."""
+        """Report this rank's success or `failure`, and wait for the result, which the store holds
+        for all ranks. If a rank failed, raise as `step`."""
         if failure is not None:
             self.tell(point, failure)
         verdict = self._key(point, "verdict")
@@ -187,7 +187,7 @@ class Peers:
         if not came:
             self._give_up(point)
         if self._store.compare_set(verdict, "", "failed") == b"ok":
-            if not came:  # this rank was in time after all
+            if not came:  # the missing ranks arrived just in time, so remove the report
                 self._store.delete_key(self._key("why", self.rank))
             return
         self._drop()
@@ -195,8 +195,8 @@ class Peers:
         raise (WeightUpdateTimeoutError if said.is_late else WeightUpdateError)(said.text)
 
     def tell(self, point: Point, failure: Failure) -> None:
-        """Report a failure at once, before this rank comes to the point. The waits of other ranks
-        for this one end."""
+        """Report a failure before this rank reaches the synchronization point, so that other ranks
+        stop waiting for this rank."""
         if self._told:
             return
         self._told = True
@@ -205,14 +205,14 @@ class Peers:
         self._drop()
 
     def _give_up(self, point: Point) -> None:
-        """Report the ranks that have not come to a point; they may still be in time."""
+        """Report ranks that have not reached a synchronization point, although they still may."""
         missing = self._absent(point, range(self.world_size))
         if missing and not self._told:
             waited = f"rank {self.rank} waited {self.timeout_s:g} s for {ranks_text(missing)}"
             text = f"{waited} {_WHAT[point]}"
             late = Failure("late", _AT_LAST, 0, self.rank, text, tuple(missing))
             self._tell_why(encode(late))
-        elif not missing:  # the last rank is about to set the verdict
+        elif not missing:  # all ranks have arrived, and the last rank will set the verdict
             self._came(self._key(point, "verdict"), _GRACE_S)
 
     def _tell_why(self, said: bytes) -> None:
@@ -226,15 +226,15 @@ class Peers:
         return False
 
     def announce(self, news: str) -> None:
-        """Tell all ranks something, before the point `here`."""
+        """Announce `news` to all ranks; call before the synchronization point `here`."""
         self._store.set(self._key(news), "1")
 
     def has_announced(self, news: str) -> bool:
-        """Tell whether a rank has announced something, after the point `here`."""
+        """Return whether any rank announced `news`; call after the synchronization point `here`."""
         return self._store.check([self._key(news)])
 
     def _sentence(self, point: Point) -> _Sentence:
-        """Return why the push failed. The first rank that knows enough writes the sentence."""
+        """Return why the weight update failed. The first rank to call this stores the message."""
         key = self._key(point, "sentence")
         if not self._store.check([key]):
             said = msgspec.json.encode(self._compose(point)).decode()
@@ -266,8 +266,8 @@ class Peers:
         return _Sentence(cause.kind == "late", f"{text}; engines wait for a complete weight update")
 
     def _await(self, what: str, ranks: Iterable[int], seconds: float) -> bool:
-        """Wait until these ranks have come to a point, and tell whether they have. If the push
-        fails meanwhile, stop waiting, except at `here`, `done` and `end`."""
+        """Wait until these ranks have reached a point; return whether they have. If the weight
+        update fails meanwhile, stop waiting, except at `here`, `done` and `end`."""
         end = time.monotonic() + seconds
         keys = [self._key(what, rank) for rank in ranks]
         pause = 0.001
@@ -282,14 +282,14 @@ class Peers:
         return [rank for rank in ranks if not self._store.check([self._key(what, rank)])]
 
     def _has_failed(self) -> bool:
-        """Tell whether a rank has reported a failure before all were done."""
+        """Return whether `done` has a result. During transfers, this can only be a failure."""
         return self._store.check([self._key("done", "verdict")])
 
     def _key(self, what: str, of: int | str = "count") -> str:
         return f"{self._updates}/{what}/{of}"
 
     def _forget(self, update: int) -> None:
-        """Remove this rank's keys of an old push; rank 0 also removes the shared keys."""
+        """Remove this rank's keys of an old weight update; rank 0 also removes the shared keys."""
         if update < 1:
             return
         for what in ("here", "done", "end", "why"):
@@ -300,18 +300,18 @@ class Peers:
     # ---- groups
 
     def group(self, name: str, ranks: Sequence[int], device: torch.device) -> "ExchangeGroup":
-        """Return the group of this name, made at its first use; collective over `ranks`. Its
-        messages are tensors on `device`: NCCL carries GPU tensors, gloo host tensors.
+        """Return the group with this name; the first call makes it, collectively over `ranks`. The
+        group exchanges tensors on `device`: NCCL for GPU tensors, gloo for host tensors.
 
         Raises:
-            LinkError: ranks of the group have not come to make it.
+            LinkError: ranks of the group have not joined in time.
         """
         if name in self._groups:
             return self._groups[name]
         where = f"rank {self.rank} could not join the group {name}"
         start, point = time.monotonic(), f"join {name}"
         self._store.set(self._key(point, self.rank), "1")
-        # torch waits for all ranks without naming the missing ones, and NCCL has no time-out here.
+        # torch does not name missing ranks, and NCCL has no timeout here, so wait first
         if not self._await(point, ranks, self.timeout_s):
             missing = self._absent(point, ranks)
             raise LinkError(
@@ -327,21 +327,21 @@ class Peers:
         return made
 
     def everyone(self) -> "ExchangeGroup":
-        """Return the group of all ranks, on the host."""
+        """Return the group of all ranks, for host tensors."""
         return self.group("all", range(self.world_size), torch.device("cpu"))
 
     @contextmanager
     def together(
         self, group: "ExchangeGroup", where: str, bucket: int = -1, stage: int = 0
     ) -> Iterator[None]:
-        """Run a collective of a group in the block. If it fails, the `LinkError` names the ranks
-        that did not take part."""
+        """Run a collective of `group` in the block. If the collective fails, raise a `LinkError`
+        that names the ranks that did not take part."""
         start = time.monotonic()
         group.begin_call()
         try:
             yield
         except RuntimeError as error:
-            group.close()  # the group is unusable now, and the other ranks notice
+            group.close()  # so that the collective also fails on the other ranks
             point = f"left {group.name} {group.calls}"
             self._store.set(self._key(point, self.rank), "1")
             self._await(point, group.ranks, _LEFT_S)
@@ -353,10 +353,10 @@ class Peers:
     def gather(
         self, group: "ExchangeGroup", mine: bytes, where: str, bucket: int = -1
     ) -> list[bytes]:
-        """Gather the bytes of each rank of a group, in the order of its ranks; on the host.
+        """Gather the bytes of every rank of a host group, in the order of the group's ranks.
 
         Raises:
-            LinkError: as `together`.
+            LinkError: the gather failed; the message names the missing ranks.
         """
         with self.together(group, where, bucket, stage=2):
             return group.gather_bytes(mine)
@@ -367,22 +367,22 @@ class Peers:
         return lost(self.rank, where, start, self.timeout_s, missing, said, stage, bucket)
 
     def renew(self) -> None:
-        """Leave the groups, on all ranks, before their members change."""
+        """Close all groups, because their members will change; call on all ranks."""
         self._drop()
 
     def _drop(self) -> None:
-        """Close all links, which ends the waits of the ranks at the other end."""
+        """Close all groups, so that ranks that wait for this rank stop waiting."""
         for group in self._groups.values():
             group.close()
         self._groups = {}
 
     def close(self) -> None:
-        """Leave the groups."""
+        """Close all groups."""
         self._drop()
 
 
 def alone() -> Peers:
-    """Return a world of one, also if there is a process group."""
+    """Return a world of this rank alone, even if there is a process group."""
     return Peers(0, 1, dist.HashStore())
 
 
@@ -396,8 +396,8 @@ def lost(
     stage: int,
     bucket: int = -1,
 ) -> Failure:
-    """Return the failure of a wait that began at `start`: its deadline has passed or its link
-    broke."""
+    """Make the failure of a wait that began at `start`: `late` if the deadline has passed, else a
+    broken `link`."""
     names, at = ranks_text(peers), f"{where}: " if where else ""
     if time.monotonic() - start >= 0.9 * limit_s:
         text = f"{at}rank {rank} waited {limit_s:g} s for {names}"
@@ -407,7 +407,7 @@ def lost(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error, without source locations."""
+    """Return the first line of an error's message, without torch's source locations."""
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return re.sub(r"^\[\S+\] ", "", line).partition(". This is")[0][:200]
 
@@ -419,8 +419,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _missing_text(failures: Sequence[Failure], missing: Sequence[int]) -> str:
-    """Name the ranks that have not reported. If all failures are broken links, a peer in them has
-    exited; otherwise a rank may only be slow."""
+    """Name the missing ranks. If all failures are broken links, a missing rank with a broken link
+    has exited. Otherwise a missing rank may only be slow."""
     broken = all(failure.kind == "link" for failure in failures)
     seen = {peer for failure in failures for peer in failure.peers} if broken else set()
     gone = [rank for rank in missing if rank in seen]
@@ -436,8 +436,8 @@ def _have(ranks: Sequence[int]) -> str:
 
 
 class ExchangeGroup:
-    """Ranks that exchange tensors, addressed by global rank numbers. If a wait ends without its
-    peer, it raises RuntimeError, and the group is unusable then."""
+    """Process group whose methods take global rank numbers. If a peer is missing, a wait raises
+    RuntimeError, and the group can no longer be used."""
 
     def __init__(
         self,
@@ -450,7 +450,7 @@ class ExchangeGroup:
     ) -> None:
         self.name, self.ranks, self.device = name, ranks, device
         self.calls = 0
-        """Number of calls of `Peers.together`."""
+        """Number of `Peers.together` blocks that used this group."""
         self._place = {rank: i for i, rank in enumerate(ranks)}
         self._wait = timedelta(seconds=timeout_s)
         place = self._place[rank]
@@ -459,13 +459,13 @@ class ExchangeGroup:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._wait
             self._group = dist.ProcessGroupNCCL(store, place, len(ranks), options)
-            # NCCL needs all ranks to make the communicator; a later exchange has only two of them.
+            # NCCL needs all ranks to make the communicator, but an exchange uses only two ranks.
             self.broadcast(torch.zeros(1, device=device), ranks[0])
         else:
             self._group = dist.ProcessGroupGloo(store, place, len(ranks), self._wait)
 
     def begin_call(self) -> None:
-        """Count another call of `Peers.together`."""
+        """Count a `Peers.together` block."""
         self.calls += 1
 
     def exchange(
@@ -474,9 +474,9 @@ class ExchangeGroup:
         sends: Sequence[tuple[Tensor, int]],
         tag: int,
     ) -> list[Any]:
-        """Begin to receive and to send tensors, each with its peer; return the works to `wait` for,
-        one per tensor. Keep the tensors until then. NCCL has no tags and runs a rank's exchanges in
-        order, so two ranks that send to each other do so in one exchange."""
+        """Begin to receive and send (tensor, peer) pairs. Return one work per tensor for `wait`;
+        keep the tensors alive until then. NCCL has no tags and runs a rank's exchanges in order, so
+        two ranks that send to each other must do so in one exchange."""
         batched = self.device.type == "cuda"
         if batched:
             self._group._start_coalescing()
@@ -494,11 +494,11 @@ class ExchangeGroup:
         self.wait(self._group.broadcast([tensor], options))
 
     def wait(self, work: Any) -> None:
-        """Wait until a message is sent or received. With a deadline NCCL blocks the host, too."""
+        """Wait until a message is sent or received. Due to the deadline, NCCL blocks the host."""
         work.wait(self._wait)
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """Gather the bytes of each rank, in the order of `ranks`; on the host."""
+        """Gather the bytes of every rank, in the order of `ranks`; host groups only."""
         sizes = self._gather(torch.tensor([len(mine)]))
         most = max(int(size) for size in sizes)
         padded = torch.zeros(max(most, 1), dtype=torch.uint8)
@@ -513,7 +513,7 @@ class ExchangeGroup:
         return out
 
     def close(self) -> None:
-        """Close the links at once."""
+        """Close all connections without waiting."""
         if self._group is None:
             return
         with suppress(RuntimeError):  # the group is broken already

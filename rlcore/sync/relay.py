@@ -1,18 +1,18 @@
-"""Execution of a plan of `sync/layout.py`: bucket by bucket, first between sites, then inside them.
+"""Execute a plan of `sync/layout.py` bucket by bucket: first between sites, then inside each site.
 
-For each bucket, a rank posts its receives over the slow link, sends the parts that other sites
-lack, takes part in the broadcasts of its site, and hands the whole bucket on. The slow link
-transfers the next bucket meanwhile, as soon as there is room for it. A rank holds two buckets at
-most: the one being assembled and the parts in transfer. A rank that only sends holds two buckets of
-parts. Under NCCL, two ranks that send to each other must do so in one call. There a bucket crosses
-in rounds: in each, every site sends to one other site.
+For each bucket, a rank posts its receives over the slow link between sites and sends the parts that
+other sites lack. Then it takes part in its site's broadcasts and passes on the assembled bucket.
+Meanwhile the slow link transfers the next bucket, once there is memory for it. A rank holds two
+buckets at most: the bucket being assembled and the parts in transfer. A rank that only sends holds
+two buckets of parts. Under NCCL, two ranks that send to each other must do so in one call. So with
+NCCL a bucket crosses in rounds; in each round, every site sends to one other site.
 
-A part ends with its checksum, 8 bytes that its owner wrote. Every receiver checks it while copying
-the part into its bucket. Damage does not stop the push, which must end the same way on all ranks;
-it fails when all ranks are through. A late or failed peer does stop the push.
+A part ends with a checksum (8 bytes) written by its owner. Every receiver verifies the checksum
+while it copies the part. All ranks must end alike, so a corrupt part does not stop the transfer:
+the weight update fails after all ranks have finished. A late or failed peer does stop the transfer.
 
-Own code instead of gloo's all-gather: 5.7 s for 11.7 s over a slow link between 8 and 8 ranks
-(`tools/results/sync.json`).
+This code replaces gloo's all-gather: it takes 5.7 s instead of 11.7 s between 8 and 8 ranks over a
+slow link (`tools/results/sync.json`).
 """
 
 import time
@@ -36,9 +36,9 @@ _SUM_BYTES = 8
 _WORD = 8
 
 Take = Callable[[int], Tensor]
-"""Returns memory for a bucket of that many bytes, uint8, on the relay's device."""
+"""Function that returns memory for a bucket of n bytes: uint8 [n], on the relay's device."""
 Give = Callable[[Bucket, Tensor], None]
-"""Takes a whole bucket. When it returns, the memory may be reused."""
+"""Function that receives an assembled bucket. After it returns, the memory may be reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,16 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """Groups of one rank."""
+    """Process groups of one rank."""
 
     slow: ExchangeGroup | None
     sites: dict[int, ExchangeGroup | None]
-    """Groups by site number, for the sites of this rank; None if it is the only member."""
+    """Groups by site number, for the sites of this rank; None if this rank is the only member."""
 
 
 class Relay:
-    """Moves the parts of one rank. The plan is made from the shards of all ranks, and made again if
-    a rank's shards change."""
+    """Transfers the parts of one rank. The plan is made from the shards of all ranks, and made
+    again if the shards of any rank change."""
 
     def __init__(
         self, peers: Peers, sites: Sequence[Sequence[int]], max_bytes: int, device: torch.device
@@ -72,16 +72,16 @@ class Relay:
         self._known: tuple[list[Shard], bool] = ([], False)
         self._copies: dict[tuple[int, int, int, str], reshard.ReshardPlan] = {}
         self.one_exchange = device.type == "cuda"
-        """Whether a rank's sends and receives of a bucket go in one exchange, as NCCL requires."""
+        """Whether all sends and receives of a bucket must be one exchange, as NCCL requires."""
         self.transient_bytes = 0
-        """Peak memory of the last run."""
+        """Peak memory of the most recent run, in bytes."""
         self._beside: Callable[[], int] = int
         self.held_bytes = 0
-        """Bytes of the parts that are held now."""
+        """Bytes of the parts in memory now."""
 
     def prepare(self, shards: Iterable[Shard], needs: bool) -> None:
-        """Register this rank's shards before a push, and whether its `give` takes buckets. If they
-        differ from those of the plan, all ranks make a new plan."""
+        """Register this rank's shards before a weight update, and whether this rank `needs`
+        buckets. If either has changed since the plan was made, all ranks make a new plan."""
         known = (list(shards), needs)
         if self.plan is None or known != self._known:
             self.plan, self._known = None, known
@@ -94,8 +94,8 @@ class Relay:
         give: Give,
         beside: Callable[[], int] = int,
     ) -> Failure | None:
-        """Push the shards that were prepared; collective. Return the damage found on the way, if
-        any.
+        """Transfer the shards registered with `prepare`; collective. Return a failure if a part
+        arrived corrupt, else None.
 
         Args:
             shards: shards of this rank; empty on a rank without a learner.
@@ -103,7 +103,7 @@ class Relay:
 
         Raises:
             LinkError: a peer is late or has failed.
-            ValueError: the parts of all ranks do not make up the weights.
+            ValueError: the shards of all ranks together do not cover the weights.
         """
         self.held_bytes = self.transient_bytes = 0
         self._beside = beside
@@ -127,8 +127,8 @@ class Relay:
         return layout.plan(holdings, self._sites, wanting, self._max_bytes)
 
     def _join(self, plan: UpdatePlan) -> _Links:
-        """Return the groups of this rank. Making a group waits for all its ranks, so every rank
-        makes them in this order."""
+        """Make the process groups of this rank. Making a group waits for all its ranks, so every
+        rank must make its groups in this order."""
         rank, slow, sites = self.peers.rank, None, {}
         if rank in plan.linked():
             slow = self.peers.group("links", plan.linked(), self.device)
@@ -143,7 +143,7 @@ class Relay:
     # ---- memory
 
     def room(self, num_bytes: int) -> Tensor:
-        """Return memory for a part, counted until it is given back to `free`."""
+        """Allocate memory for a part; it counts as held until `free` is called."""
         room = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self.held_bytes += num_bytes
         self.look()
@@ -162,7 +162,7 @@ class Relay:
     def packing(
         self, number: int, part: BucketPart, tensors: Sequence[Tensor]
     ) -> reshard.ReshardPlan:
-        """Return the copy plan from shards to a part."""
+        """Return the plan that copies shards into a part; the plan is cached."""
         key = (number, part.owner, part.root, "pack")
         if key not in self._copies:
             specs = [reshard.TensorSpec(tuple(t.shape), t.dtype, t.stride()) for t in tensors]
@@ -174,7 +174,7 @@ class Relay:
         return self._copies[key]
 
     def unpacking(self, number: int, part: BucketPart) -> reshard.ReshardPlan:
-        """Return the copy plan from a part to the tensors of its bucket."""
+        """Return the plan that copies a part into the tensors of its bucket; the plan is cached."""
         key = (number, part.owner, part.root, "unpack")
         if key not in self._copies:
             assert self.plan is not None
@@ -197,7 +197,7 @@ class Relay:
 
 
 class _UpdateRun:
-    """One push on one rank."""
+    """Transfer of all buckets in one weight update, on one rank."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class _UpdateRun:
         self._whole = self._plan.bucket_bytes if self._needs else 0
 
     def run(self) -> Failure | None:
-        """Move all buckets."""
+        """Transfer all buckets; return the failure of the first corrupt part, else None."""
         coming = [] if self._one_exchange else self._post(0)
         for number in range(len(self._plan.loads)):
             coming = self._bucket(number, coming)
@@ -227,7 +227,7 @@ class _UpdateRun:
         return self._damage
 
     def _bucket(self, number: int, coming: list[_Message]) -> list[_Message]:
-        """Move one bucket and free its memory; return the incoming messages of the next bucket."""
+        """Transfer a bucket, given its incoming messages; return those of the next bucket."""
         load = self._plan.loads[number]
         if self._one_exchange:
             coming = self._in_rounds(number)
@@ -235,7 +235,7 @@ class _UpdateRun:
             for part in self._outgoing(load):
                 self._settle(self._most - _message_bytes(part))
                 self._post_parts(number, [], [part])
-        if self._links.sites:  # its sends must be complete before there is room for the broadcasts
+        if self._links.sites:  # the memory of the sends is needed for the broadcasts
             self._settle(0)
         arrived = self._arrive(number, coming)
         after: list[_Message] = []
@@ -261,8 +261,8 @@ class _UpdateRun:
         return self._post_parts(number, self._incoming(number), [])
 
     def _in_rounds(self, number: int) -> list[_Message]:
-        """Send and receive the parts of a bucket in rounds. In each round this rank sends to one
-        site at most, so that sends and receives together take no more than a bucket."""
+        """Send and receive the parts of a bucket in rounds. In each round this rank sends to at
+        most one site, so that sent and received parts take at most one bucket of memory."""
         coming = []
         outgoing = self._outgoing(self._plan.loads[number])
         incoming = self._incoming(number)
@@ -276,8 +276,8 @@ class _UpdateRun:
         return coming
 
     def _distance(self, part: BucketPart) -> int:
-        """Return the distance from the owner's site to the root's. An owner in no site counts as a
-        member of the first."""
+        """Return the distance from the owner's site to the root's site. An owner outside all sites
+        counts as a member of the first site."""
         sites = self._plan.sites
         home = next((i for i, ranks in enumerate(sites) if part.owner in ranks), 0)
         return (part.site - home) % len(sites)
@@ -285,7 +285,7 @@ class _UpdateRun:
     def _post_parts(
         self, number: int, incoming: Sequence[BucketPart], outgoing: Sequence[BucketPart]
     ) -> list[_Message]:
-        """Begin one exchange. Return the received messages; `_settle` waits for the sent ones."""
+        """Begin one exchange. Return the incoming messages; `_settle` waits for the outgoing."""
         parts = [*incoming, *outgoing]
         if not parts:
             return []
@@ -310,8 +310,8 @@ class _UpdateRun:
         return [part for part in parts if part.root == self._rank != part.owner]
 
     def _fits(self, number: int) -> bool:
-        """Tell whether the next bucket's parts fit beside this bucket and its parts. If so, the
-        slow link works while the site broadcasts."""
+        """Return whether memory suffices for the next bucket's parts in addition to this bucket and
+        its parts. If so, the slow link transfers while the site broadcasts."""
         load = self._plan.loads[number]
         here = [part for part in load.parts if part.site in self._links.sites]
         own = [_message_bytes(part) for part in here if part.root == self._rank]
@@ -320,19 +320,19 @@ class _UpdateRun:
         return self._whole + sum(own) + max(others, default=0) + sum(after) <= self._most
 
     def _arrive(self, number: int, coming: list[_Message]) -> dict[tuple[int, int], Tensor]:
-        """Wait for the parts over the slow link; return them by owner and root."""
+        """Wait for the parts sent over the slow link; return the buffers by (owner, root)."""
         arrived = {}
         for message in coming:
             part = message.part
             with _Naming(self, number, part, part.owner):
                 self._slow.wait(message.work)
             arrived[part.owner, part.root] = message.buffer
-        coming.clear()  # memory is freed part by part
+        coming.clear()  # drops references, so that memory can be freed part by part
         return arrived
 
     def _settle(self, most: int) -> None:
-        """Wait for sends until at most `most` bytes are held, including the whole bucket; with 0,
-        wait for all sends."""
+        """Wait for sends to finish until at most `most` bytes are held, including the assembled
+        bucket. If `most` is 0, wait for all sends."""
         while self._sent and (most == 0 or self._relay.held_bytes + self._whole > most):
             number, message = self._sent.popleft()
             with _Naming(self, number, message.part, message.part.root):
@@ -352,8 +352,8 @@ class _UpdateRun:
     def _collect(
         self, number: int, load: BucketPlan, arrived: dict[tuple[int, int], Tensor]
     ) -> tuple[Bucket, Tensor] | None:
-        """Take part in the broadcasts of this rank's site; return the whole bucket if this rank
-        needs it."""
+        """Take part in the broadcasts of this rank's sites. Return the assembled bucket, or None if
+        this rank does not need buckets."""
         bucket = None
         if self._needs:
             bucket = self._take(load.num_bytes)
@@ -410,14 +410,14 @@ class _UpdateRun:
         return Failure(kind, number, stage, self._rank, f"{where}: {why}")
 
     def where(self, number: int, part: BucketPart) -> str:
-        """Name a bucket and its first tensor."""
+        """Describe a bucket for messages: its number and the first tensor of `part`."""
         first = part.slots[0].shard.name
         return f"bucket {number} of {len(self._plan.loads)} ({first} ...)"
 
 
 class _Naming:
-    """Turns a library's error in an exchange with one peer into a `LinkError` that names bucket and
-    peer."""
+    """Context manager that converts a torch error in an exchange with a peer to a `LinkError` that
+    names bucket and peer."""
 
     def __init__(self, run: _UpdateRun, number: int, part: BucketPart, peer: int) -> None:
         self._run, self._part, self._number, self._peer = run, part, number, peer
@@ -446,7 +446,7 @@ class _Naming:
 
 
 def _message_bytes(part: BucketPart) -> int:
-    """Return the bytes of a part and its checksum, which starts at a word."""
+    """Return the bytes of a part with its checksum, which starts at a multiple of 8 bytes."""
     return part.num_bytes + -part.num_bytes % _WORD + _SUM_BYTES
 
 
