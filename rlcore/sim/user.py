@@ -1,4 +1,4 @@
-"""A simulation plan from the options of `python -m rlcore sim run`."""
+"""Make a simulation plan from the options of `python -m rlcore sim run`."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ BASELINES = ("verl", "rlhfuse", "none")
 
 
 def plan(a: argparse.Namespace) -> tuple[ClusterPlan, list[str]]:
-    """Return the plan for the options of `sim run`, and sentences on the origin of its numbers.
+    """Return the plan for the options of `sim run`, and notes on the origin of the plan's numbers.
 
     Raises:
         ConfigError: an option is invalid for the cluster; the error names it.
@@ -118,8 +118,8 @@ def plan(a: argparse.Namespace) -> tuple[ClusterPlan, list[str]]:
 def _measured(
     layouts: Mapping[int, profile.EngineMeasurements],
 ) -> tuple[Callable[[int], EngineCost], Callable[[int], float]]:
-    """Return functions from `tp` to the measured costs and to the seconds to start engines of that
-    size."""
+    """Return two functions of `tp`: measured costs of an engine of `tp` GPUs, and seconds to start
+    such engines."""
     return lambda tp: layouts[tp].cost, lambda tp: layouts[tp].start_s
 
 
@@ -172,7 +172,7 @@ def _gpu(name: str) -> Gpu:
 
 
 def read_model(name: str) -> ModelSize:
-    """Return a model by name, or from a Hugging Face config.json."""
+    """Return the model of a known name, or of the Hugging Face config.json at path `name`."""
     found = {m.lower(): model for m, model in MODELS.items()}
     if name.lower() in found:
         return found[name.lower()]
