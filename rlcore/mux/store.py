@@ -31,7 +31,7 @@ from rlcore.utils.secret import hide
 TIMEOUT_S = 5.0
 """Seconds after which a missing answer of the server is an error."""
 MOST_LEASE_S = 600.0
-"""Maximum lease. After an outage, a failed job is detected after at most this time."""
+"""Maximum lease, and so the maximum time after an outage in which no job counts as failed."""
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 JOBS, BELL, ARBITER, STATE = "mux:jobs", "mux:bell", "mux:arbiter", "mux:state"
 COMMANDS = ("@connection", "get", "set", "rpush", "blpop", "del", "expire")

@@ -84,7 +84,7 @@ class Recorded:
         return max(map(max, self.by_prompt))
 
     def lengths(self, row: int, count: int, seed: int) -> list[int]:
-        """Draw `count` lengths of the row's prompt: all without replacement, then more with it."""
+        """Draw `count` lengths of the row's prompt, with replacement only if there are too few."""
         own = self.by_prompt[row % len(self.by_prompt)]
         dice = random.Random(derive(seed, "lengths", row))
         if count <= len(own):
