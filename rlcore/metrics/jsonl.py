@@ -1,4 +1,4 @@
-"""Log files of JSON objects, one per line: a kill leaves whole lines, and a resume truncates.
+"""Log files of one JSON object per line, with only whole lines after a kill.
 
 Own code instead of the package jsonlines: a resumed run truncates the file.
 """
@@ -14,8 +14,8 @@ from rlcore.utils.log import log
 
 
 class JsonLines:
-    """A file of JSON objects with a `step` that never decreases. A kill leaves no partial line that
-    a reader would see; `sync` also protects the lines against a power failure.
+    """A file of JSON objects with a `step` that never decreases. After a kill, each line is in
+    the file either whole or not at all; `sync` also protects the lines against a power failure.
 
     Opening with `next_step` deletes the lines of this and later steps, which an interrupted run
     wrote. So no step occurs twice after a resume.

@@ -82,7 +82,7 @@ class MetricsWriter:
         self._rollouts.append(step, rows)
 
     def summary(self, further: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Write summary.json from metrics.jsonl and `further`, and return it."""
+        """Write summary.json from metrics.jsonl and `further`, and return its contents."""
         found = summarise(read_metrics(self.run_dir)) | dict(further or {})
         write_atomic(self.run_dir / SUMMARY, json.dumps(json.loads(dumps(found)), indent=2) + "\n")
         return found
@@ -124,7 +124,8 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Compute the values of summary.json. `timing_s/*`: seconds per step, as the run's sum divided
     by the number of steps, so that phases that do not run in every step are comparable.
     `before_s/<phase>`: sum of the times before the first step, which `timing_s/*` exclude, over all
-    starts of the run. Rates: totals divided by the seconds of their phase."""
+    starts of the run. Rates: totals divided by the seconds of their phase, without evaluation and
+    checkpoints."""
     steps = [row for row in rows if "timing_s/step" in row]
     timings: dict[str, float] = {}
     before: dict[str, float] = {}
@@ -166,7 +167,7 @@ class TensorBoard:
     """Event files in `folder`; hides existing events of step `next_step` and later."""
 
     def __init__(self, folder: Path, next_step: int = 0):
-        # importing TensorBoard imports an installed TensorFlow, which would print many log lines
+        # importing TensorBoard imports an installed TensorFlow, which takes seconds and logs a lot
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         from torch.utils.tensorboard import SummaryWriter
 

@@ -4,7 +4,7 @@ A trace is a list of Chrome trace events. A process is a rank, or an arm of a si
 has rows of bars, bundles of overlapping intervals (responses in flight, rewards), and counters.
 Each rank of a run writes `<run>/trace/rank<r>.jsonl`, on rank 0's clock; `merge` joins the files.
 
-Own code instead of Perfetto's SDK: the standard library's JSON is enough.
+Own code instead of Perfetto's SDK: the standard library's JSON serves runs and simulations.
 """
 
 import json
@@ -137,7 +137,7 @@ class RunTrace:
             self._file.flush()
 
     def see(self, what: AnyCommand | AnyEvent) -> None:
-        """Write a command that the rank's worker received, or an event that it sent."""
+        """Write a command that the rank's worker received, or an event that the worker sent."""
         now = time.monotonic()
         if not self._left:
             return

@@ -1,7 +1,7 @@
 """HTML page of a run's rollouts: one file that needs no network and no server.
 
 The list is a table of columns. Texts and tokens are packed in chunks (zlib, base64). The page
-unpacks a chunk only when it is viewed, so that a page of ten thousand responses opens at once.
+unpacks a chunk on its first view, so that a page of ten thousand responses opens at once.
 
 Own code instead of a table of Weights & Biases: no account, no network, no server.
 """
@@ -21,7 +21,7 @@ from rlcore.utils.errors import ConfigError
 
 CHUNK_ROWS = 400
 TAIL = 90
-"""Number of last characters of a response shown in the list; the answer is at the end."""
+"""Number of characters that the list shows from the end of a response, where the answer is."""
 PARTS = {"texts": ("prompt", "answer", "response"), "tokens": ("tokens",)}
 """Parts of a chunk, packed separately so that the search need not unpack the tokens."""
 
@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 def write(run_dir: Path, out: Path | None = None, last: int = 0) -> tuple[Path, int]:
     """Write `<run_dir>/rollouts.html`, or `out`, for the `last` most recent steps with rollouts (0:
-    all). Return the path and the number of responses. Raise ConfigError if there is none."""
+    all). Return the path and the number of responses. Raise ConfigError if there are none."""
     rows = list(read_lines(run_dir / ROLLOUTS))
     if last:
         kept = set(sorted({row["step"] for row in rows})[-last:])

@@ -220,7 +220,7 @@ class Arbiter:
 
     def release(self) -> None:
         """Give the token back, so that the next arbiter need not wait."""
-        with contextlib.suppress(redis.RedisError):  # otherwise the token expires
+        with contextlib.suppress(redis.RedisError):  # if this fails, the token expires
             if self._redis.get(store.ARBITER) == self._token:
                 self._redis.delete(store.ARBITER)
 
@@ -578,7 +578,7 @@ def _last(before: list[float] | None, seconds: Any) -> list[float]:
 
 
 def _hosts(said: Any) -> dict[str, list[str]]:
-    """Return the node names by pool. Raise ValueError if a name is repeated or no string."""
+    """Return the node names by pool. Raise ValueError if a name is repeated or invalid."""
     if not said:
         return {}
     found = {pool: list(said[pool]) for pool in (ROLLOUT, TRAIN)}

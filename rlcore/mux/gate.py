@@ -35,7 +35,7 @@ from rlcore.mux.profile import STEP, Profile
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
-if TYPE_CHECKING:  # imports torch, which takes seconds that other jobs should not pay
+if TYPE_CHECKING:  # importing torch takes seconds, and jobs without torch need it not
     from rlcore.protocols import PhaseGate
 
 EXIT_LOST = 75
@@ -237,7 +237,7 @@ class PermitGate:
             return
         self._closed.set()
         if not self._inside:
-            with contextlib.suppress(redis.RedisError):  # otherwise its lease expires
+            with contextlib.suppress(redis.RedisError):  # if this fails, the lease expires
                 self._redis.rpush(store.key(self._job, "in"), self._message("leave", {}))
                 self._redis.rpush(store.BELL, self._job)
         self._thread.join(store.TIMEOUT_S)
@@ -245,7 +245,7 @@ class PermitGate:
     # ---- messages
 
     def _register(self) -> None:
-        with contextlib.suppress(redis.exceptions.NoPermissionError):  # `mux add` registered it
+        with contextlib.suppress(redis.exceptions.NoPermissionError):  # `mux add` added the job
             self._redis.sadd(store.JOBS, self._job)
 
     def _say(self, what: str, **more: Any) -> int:

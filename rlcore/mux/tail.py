@@ -52,7 +52,7 @@ class TailMoves:
         if done < self._tail * wanted or self._leaving:
             return ()
         if self._talk is None:
-            # live requests of replacement or surplus prompts: not yet the tail
+            # Live requests of replacement or surplus prompts are not a tail.
             if wanted - sum(1 for _ in live()) < self._tail * wanted:
                 return ()
             self._talk = _Talk(self._gate, done, wanted)

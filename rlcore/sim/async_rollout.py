@@ -188,7 +188,7 @@ class SimAsyncRollout(Engines):
         self._tell(Wanted(rank=0))
 
     def _tell(self, event: Any) -> None:
-        if self._flow.done:  # paused engines send events only later
+        if self._flow.done:  # delivered after the pause
             self._late.append(event)
             return
         if isinstance(event, Finished):

@@ -244,7 +244,7 @@ class Summary:
     trained_share: float
     """Share of the decoded tokens that are trained."""
     idle: float
-    """Share of the rollout time in which engines were idle."""
+    """Share of the rollout time in which an engine was idle, mean over engines."""
     preemptions: float
     tokens: float
     """Mean number of response tokens that are trained in a step."""

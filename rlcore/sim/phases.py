@@ -18,7 +18,7 @@ class TrainingCost:
 
         sample_s + token_s n + square_s n^2     forward and backward
 
-    seconds. Its log-probs before the update take a further `forward_share` of these seconds.
+    seconds. Log-probs before the update take a further `forward_share` of these seconds.
     """
 
     sample_s: float = 0.0

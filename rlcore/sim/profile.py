@@ -104,15 +104,15 @@ def error(cost: EngineCost, decode: Sequence[Decode]) -> float:
 
 def rate(cost: EngineCost, tp: int, sequences: int, context: float) -> float:
     """Return the tokens per second and rank at a load of `sequences` sequences of `context` tokens
-    per rank. An engine over tp ranks has tp times as many, limited by its KV cache."""
+    per rank. An engine of tp ranks decodes tp times as many, limited by its KV cache."""
     most = cost.cache_tokens // max(context, 1)
     n = max(1, min(sequences * tp, int(min(most, 2**31))))
     return n / cost.decode_s(n, n * context, 1) / tp
 
 
 def best(layouts: Sequence[EngineMeasurements], sequences: int, context: float) -> int:
-    """Return the tp with the most tokens per second and rank, at this load per rank. Of equal ones,
-    return the smallest, since its failures affect the fewest ranks."""
+    """Return the tp with the most tokens per second and rank, at this load per rank. If sizes
+    tie, return the smallest, since its failures affect the fewest ranks."""
     return max(layouts, key=lambda x: (rate(x.cost, x.tp, sequences, context), -x.tp)).tp
 
 

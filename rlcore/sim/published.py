@@ -112,7 +112,7 @@ reference model of the same size ([paper] section 6)."""
 # ---- rewards
 
 MATH_WORKERS = 32
-"""[code] `world_size` of the math reward."""
+"""Number of workers of the math reward; [code] `world_size`."""
 MATH_S = 277 / 0.72 * 0.05 * MATH_WORKERS / (PROMPTS * SAMPLES)
 """Seconds per response, 0.6: fitted on the reward's 5 % of a step in table 1 (math)."""
 SANDBOX_QUANTILES = (
@@ -126,7 +126,7 @@ SANDBOX_QUANTILES = (
     (0.99, 9.14),
     (1.0, 21.05),
 )
-"""[code] `data/time_list.json`: seconds of the reference programs of 2,001 prompts."""
+"""Quantiles of the seconds of 2,001 prompts' reference programs; [code] `data/time_list.json`."""
 LOOPING = 0.05
 """Share of programs that loop; [paper] section 4.3: about 5 % reach the timeout of 30 s."""
 SANDBOX_WORKERS = MATH_WORKERS
@@ -177,7 +177,7 @@ FIGURE_6_PREEMPTIONS = {
 }
 FIGURE_6_SECONDS = {("short", 1): 1029, ("long", 1): 1172, ("short", 2): 768, ("long", 2): 1284}
 UTILIZATION = 0.85
-"""[code] `gpu_memory_utilization`."""
+"""Share of GPU memory that an engine may use; [code] `gpu_memory_utilization`."""
 FIGURE_12A_SPEEDUP = 1.9
 """Speed-up of 14B on 16 GPUs over tp 1, with a length cap rising from 8k to 32k by 2k a step."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 H20, H800 = 8 * 1.85, 8 * 5.28
 """Price in $ of a node of eight GPUs for an hour; [paper]."""
 NODE_GB = 1500.0
-"""[ours] host memory of a node; [paper] 1 to 2 TB."""
+"""Host memory of a node in GB; [ours], as [paper] has 1 to 2 TB."""
 WARM_S = {"rollout": 1.9, "train": 5.9}
 """Seconds of a warm start by pool; [paper] OSDI: 0.9 to 1.9 and 4.1 to 5.9. We use the larger
 values, since admission guarantees the worst case."""
@@ -21,8 +21,8 @@ COLD_S = {"v1": 80.0, "OSDI": 135.8}
 # ---- the nine profiles
 
 SHAPES = {"balanced": 1 / 2, "rollout-heavy": 3 / 4, "train-heavy": 1 / 3}
-"""Ratio rollout / (rollout + train) in the worst case; [ours]. The names are [paper]'s, which has
-no durations."""
+"""Ratio rollout / (rollout + train) in the worst case; [ours]. The names are [paper]'s, but the
+durations are not published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,5 +148,5 @@ MIGRATION = (1.06, 1.28)
 MIGRATION_MODELS = (("7B", "8k"), ("14B", "8k"), ("14B", "16k"), ("32B", "32k"))
 """Models and lengths of the migration results: the second is [paper], the others are [ours]."""
 COLD_LOSS = 0.45
-"""Loss of throughput if states do not stay in host memory; OSDI."""
+"""Share of throughput lost if states do not stay in host memory; OSDI."""
 WARM_RATIO = {"v1": 48.0, "OSDI": 71.5}

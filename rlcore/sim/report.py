@@ -218,7 +218,7 @@ def curves(
     is_log: bool = False,
     is_step: bool = False,
 ) -> None:
-    """Write a PNG with a curve for each of `lines`. With `is_step`, draw the curves as steps."""
+    """Write a PNG with a curve for each of `lines`; `is_step` holds each value until the next."""
     import matplotlib
 
     matplotlib.use("Agg")

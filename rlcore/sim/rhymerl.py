@@ -11,12 +11,12 @@ The following are assumptions, since the paper does not state them or we cannot 
     prompt than in RollPacker's data. With the original generator, 40 % of the prompts jump to a
     higher group (16 % published for math, 28 % for code). This share is fitted to 20 %; the share
     of responses that migrate is not fitted;
-  - seconds: the data sheet of an H100 at 60 %, two GPUs per engine; KV caches hold everything;
+  - seconds: the data sheet of an H100 at 60 %, two GPUs per engine; KV caches hold all requests;
   - drafts: .75 of the positions have a draft, and each drafted token is right with probability
     .90, independently. .90 gives the published acceptance (65 to 79 %), .75 is the low end of the
     published share of repeated tokens;
   - training: .13 of the baseline's step on all GPUs, as published (rollout is 84 to 91 %); the
-    pipeline trains on separate GPUs, in the best of several numbers;
+    pipeline trains on separate GPUs, with the best of several numbers of GPUs;
   - migration: a response that exceeds its group's threshold is prefilled again in one of the higher
     groups of the same step, in rotation; from the highest group, in the next step.
 """

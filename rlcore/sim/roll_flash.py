@@ -52,11 +52,11 @@ LAWS = {
     "8k": Law(generator=_around(8000), max_running=32, speed_up=2.13),
     "RollPacker": Law(generator=GENERATORS["32k"], max_running=256, speed_up=2.24),
 }
-"""Assumed lengths of at most 32,768 tokens, by name. `3k` (median): like the paper's Qwen3-8B-Base,
-fitted on the speed-up of 16 + 24 GPUs. `8k` (median): like the paper's Think model; our assumption,
-not fitted. In `3k` and `8k`, 1 in 20 responses is in the tail. `RollPacker`: RollPacker's 32k
-generator (workload.py) with median 800. The longest response is more than 20 times the median, as
-ROLL Flash reports for its own lengths."""
+"""Assumed lengths of at most 32,768 tokens, by name. `3k`: median 3,000, for a base model (the
+paper's Qwen3-8B-Base), fitted on the speed-up of 16 + 24 GPUs. `8k`: median 8,000, for a thinking
+model (the paper's Think), our assumption. In `3k` and `8k`, 1 in 20 responses is in the tail.
+`RollPacker`: its 32k generator (workload.py), median 800. The longest response is more than 20
+times the median, as ROLL Flash reports for its own lengths."""
 
 SIZES = (16, 32, 64, 128)
 """Numbers of GPUs; only the speed-up of 128 GPUs is published as a number."""
@@ -189,8 +189,8 @@ def measured(law: Law, train: int, infer: int, alpha: float, steps: int, seed: i
 
 
 def best_share(law: Law, gpus: int, seed: int) -> int:
-    """Return the number of GPUs that train by Proposition 2, rounded to sixteenths of all GPUs:
-    beta* = E mu_t / (mu_g + E mu_t), for E = 1 pass of mu_t s a sample, generated in mu_g s."""
+    """Return the number of GPUs that train by Proposition 2, in sixteenths of all GPUs. Their share
+    is beta* = E mu_t / (mu_g + E mu_t): a GPU generates a sample in mu_g s, trains it in E mu_t."""
     source, lengths = EndlessPrompts(SAMPLES), PromptLengths(law.generator, SAMPLES, seed)
     out = SimSettings([cost()] * gpus, lengths, max_running=law.max_running).run(
         Round(work=source(law.prompts), stop=StopAtAll())
@@ -213,10 +213,10 @@ def bound_1(lengths: Sequence[int], workers: int, alpha: float) -> float:
 
 
 def bound_2(law: Law, lengths: Sequence[int], infer: int, alpha: float, trained: float) -> float:
-    """Return the bound of Proposition 2: max(N E mu_t / (beta K), N mu_g / ((1 - beta) K) + L_g /
-    (alpha + 1)), plus a weight update. With alpha 0, phases alternate, so the terms are added. A
-    worker is a slot of an engine's full batch, and mu_g is the time of a sample in such a slot.
-    `trained`: seconds of training in a step, the first term."""
+    """Return the bound of Proposition 2, plus a weight update: max(N E mu_t / (beta K), N mu_g /
+    ((1 - beta) K) + L_g / (alpha + 1)). With alpha 0, phases alternate, so the terms are added. The
+    share beta of K workers trains (E passes). The other workers are slots of engines' full batches,
+    and mu_g is the time of a sample in a slot. `trained`: the first term, in seconds."""
     work, longest = _generation(law, lengths, infer)
     samples, mean = law.prompts * SAMPLES, sum(lengths) / len(lengths)
     again = (1 + alpha) * samples * mean * cost().prefill_s / infer  # rebuild KV caches
@@ -227,7 +227,7 @@ def bound_2(law: Law, lengths: Sequence[int], infer: int, alpha: float, trained:
 
 def _generation(law: Law, lengths: Sequence[int], infer: int) -> tuple[float, float]:
     """Return the seconds of a step's samples over all slots, and of the longest sample in its slot.
-    On average, a request has decoded half its length; long requests count more, as they stay."""
+    On average, a running request has decoded half its length; longer requests weigh more."""
     c, full = cost(), law.max_running
     total, samples = sum(lengths), law.prompts * SAMPLES
     behind = sum(n * n for n in lengths) / (2 * total)
@@ -493,7 +493,7 @@ class Turns(Rewards):
 
 
 def agentic(steps: int, seed: int) -> TableResult:
-    """Compare environments that step together, independently, and during training."""
+    """Compare environments that step together, independently, and beside overlapped training."""
     together = sum(_together(derive(seed, "together", k)) for k in range(steps)) / steps
     engines, tokens = [cost()] * AGENTIC_GPUS, _fixed(TURNS * TURN_TOKENS)
     apart = 0.0

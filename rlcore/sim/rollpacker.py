@@ -1,4 +1,4 @@
-"""RollPacker's tables, simulated with the shipped controller and policies."""
+"""RollPacker's published tables beside simulations with the shipped controller and policies."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -220,7 +220,7 @@ def figure_10c(count: int, seed: int, data: Path) -> TableResult:
     for name, system in published.SYSTEMS.items():
         whole = ladder(system, seed)["trainer"]
         for what, plan in (("", whole), (", tp fixed", replace(whole, max_tp=0))):
-            steps = list(SimRun(plan).steps(max(count, 5)))  # of 5 steps, one is long
+            steps = list(SimRun(plan).steps(max(count, 5)))  # at least one of 5 steps is long
             for kind, told in zip(("short", "long"), published.FIGURE_10C[name], strict=True):
                 found = summarize([s for s in steps if s.kind == kind])
                 rows.append(

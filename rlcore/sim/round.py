@@ -57,14 +57,14 @@ class RoundResult:
     decoded: int
     """Number of decoded tokens of all responses, kept or not."""
     steps: int
-    """Largest number of decode steps of any engine."""
+    """Maximum number of decode steps of an engine."""
     preemptions: int
     last_finish: float
-    """Time at which the last response finished decoding; its reward comes later."""
+    """Time at which decoding of the last response ended; its score comes later."""
     reward_s: float
     """Seconds of scoring after the round, if scoring starts only when the round has ended."""
     idle: float
-    """Share of the engines' time in which they were idle."""
+    """Share of the round in which an engine was idle, mean over engines."""
     cache_used: float
     """Largest share of an engine's KV cache in use, maximum over all engines."""
     spans: list[list[DecodeSpan]] = field(default_factory=list)

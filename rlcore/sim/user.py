@@ -33,7 +33,7 @@ def plan(a: argparse.Namespace) -> tuple[ClusterPlan, list[str]]:
     """Return the plan for the options of `sim run`, and notes on the origin of the plan's numbers.
 
     Raises:
-        ConfigError: an option is invalid for the cluster; the error names it.
+        ConfigError: an option is invalid for the cluster; the error names the option.
     """
     gpu, model = _gpu(a.gpu), read_model(a.model)
     workload, said = _workload(a)
@@ -124,7 +124,7 @@ def _measured(
 
 
 def baseline(ours: ClusterPlan, name: str) -> ClusterPlan:
-    """Return a baseline of the plan. `verl`: wait for every response, then score all, then train.
+    """Return a baseline of the plan. `verl`: wait for all responses, then score them, then train.
     `rlhfuse`: compute rewards and log-probs during the tail of the rollout."""
     plain = replace(ours, name=name, schedule="all", max_tp=0, stream=None)
     if name == "rlhfuse":
