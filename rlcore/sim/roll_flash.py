@@ -190,7 +190,7 @@ def measured(law: Law, train: int, infer: int, alpha: float, steps: int, seed: i
 
 def best_share(law: Law, gpus: int, seed: int) -> int:
     """Return the number of GPUs that train by Proposition 2, in sixteenths of all GPUs. Their share
-    is beta* = E mu_t / (mu_g + E mu_t): a GPU generates a sample in mu_g s, trains it in E mu_t."""
+    is beta* = E mu_t / (mu_g + E mu_t): one GPU needs mu_g s to sample, E mu_t to train."""
     source, lengths = EndlessPrompts(SAMPLES), PromptLengths(law.generator, SAMPLES, seed)
     out = SimSettings([cost()] * gpus, lengths, max_running=law.max_running).run(
         Round(work=source(law.prompts), stop=StopAtAll())
@@ -275,7 +275,7 @@ def scaling(steps: int, seed: int) -> TableResult:
 
 
 def staleness(steps: int, seed: int) -> TableResult:
-    """Return the speed-up of 16 GPUs that train and 24 that sample over Sync-Naive, by alpha."""
+    """Return the speed-up of 16 train + 24 rollout GPUs over Sync-Naive on 40 GPUs, by alpha."""
     rows: list[Row] = []
     for name, law in LAWS.items():
         naive = sync_naive(law, sum(SPLIT), SYNC_STEPS, seed)
