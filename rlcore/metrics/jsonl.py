@@ -1,4 +1,4 @@
-"""Logs of one JSON object per line that survive a kill: whole lines only, truncated on resume.
+"""Log files of one JSON object per line, with only whole lines after a kill.
 
 Own code instead of the package jsonlines: a resumed run truncates the file.
 """
@@ -14,24 +14,24 @@ from rlcore.utils.log import log
 
 
 class JsonLines:
-    """A file of objects with a `step` that never decreases. After a kill a line is in the file
-    whole or not at all; `sync` also protects it against a power failure.
+    """A file of JSON objects with a `step` that never decreases. After a kill, each line is in
+    the file either whole or not at all; `sync` also protects the lines against a power failure.
 
-    Opening with `next_step` drops the lines of this step and later ones, which an interrupted run
-    wrote. So after a resume no step occurs twice.
+    Opening with `next_step` deletes the lines of this and later steps, which an interrupted run
+    wrote. So no step occurs twice after a resume.
     """
 
     def __init__(self, path: Path, next_step: int):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        # one call, so a kill leaves the old file or the truncated one
+        # one call, so a kill leaves the old file or the truncated file
         os.ftruncate(self._fd, _end_before(path, next_step))
         self._last = next_step - 1
 
     def append(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows of one step in one go. OSError with the path if the disk is full; the file
-        then ends before these rows."""
+        """Append rows of one step. If the disk is full, remove these rows again and raise OSError
+        with the path."""
         if step < self._last:
             raise ValueError(
                 f"{self.path}: step {step} was appended after step {self._last}; append steps in "
@@ -50,7 +50,7 @@ class JsonLines:
             ) from error
 
     def sync(self) -> None:
-        """Flush the lines to the disk itself, before a checkpoint counts as written."""
+        """Flush all lines to disk (fsync); call this before a checkpoint counts as written."""
         os.fsync(self._fd)
 
     def close(self) -> None:
@@ -61,8 +61,8 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a log; none if the file is missing. Damaged lines are logged and
-    skipped; an unfinished last line, which a writer is working on, is skipped silently."""
+    """Yield the objects of a log file; none if the file is missing. Damaged lines are logged and
+    skipped. An unfinished last line, which a writer may still complete, is skipped silently."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -75,9 +75,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def dumps(value: Any) -> str:
-    """Encode a value as one line of strict JSON. numpy numbers become plain ones. NaN and
-    infinities become null, since JSON has no name for them. Lone surrogates, which UTF-8 cannot
-    hold, are escaped."""
+    """Encode a value as one line of strict JSON. numpy numbers become plain numbers. NaN and
+    infinities, which JSON lacks, become null. Lone surrogates, which UTF-8 cannot encode, are
+    escaped."""
     plain = _plain(value)
     text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
     try:
@@ -88,8 +88,8 @@ def dumps(value: Any) -> str:
 
 
 def write_atomic(path: Path, text: str | bytes) -> None:
-    """Replace a file atomically: after a kill, and for a reader, it holds the old text or the new
-    one."""
+    """Replace a file atomically: after a kill, and for every reader, the file has either the old
+    or the new text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -103,8 +103,8 @@ def write_atomic(path: Path, text: str | bytes) -> None:
 
 
 def _end_before(path: Path, next_step: int) -> int:
-    """Return the bytes before the first line of `next_step` or later, or before an incomplete last
-    line."""
+    """Return the number of bytes before the first line of `next_step` or later, or before an
+    incomplete last line."""
     end = 0
     with path.open("rb") as file:
         for line in file:

@@ -1,8 +1,8 @@
 """Every metric, declared once: name, unit, meaning. If verl has a metric, the name is verl's.
 
 A name may contain fields: `<phase>` stands for one part of the name, `<set>` for the name of a data
-set, `<k>` for a number. An exact name has priority over one with fields. Writing a metric that is
-not declared here is an error, so a misspelt name fails in the first test that runs a step.
+set, `<k>` for a number. An exact name has priority over a name with fields. Writing a metric that
+is not declared here is an error, so a misspelt name fails in the first test that runs a step.
 """
 
 import difflib
@@ -304,8 +304,8 @@ def _patterns() -> list[tuple[re.Pattern[str], Metric]]:
 
 @lru_cache(maxsize=4096)
 def check(name: str) -> Metric:
-    """Return the declaration of a metric; ValueError with the nearest declared names if there is
-    none."""
+    """Return the declaration of a metric. If there is none, raise ValueError with the nearest
+    declared names."""
     if name in _EXACT:
         return _EXACT[name]
     for pattern, metric in _patterns():

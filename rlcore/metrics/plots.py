@@ -79,7 +79,7 @@ PANELS = (
 
 def curve(run_dir: Path, out: Path | None = None) -> Path:
     """Draw `<run_dir>/curve.png`: reward, held-out accuracy, response length, time by phase. Return
-    its path; ValueError if the run has no metrics."""
+    the figure's path; raise ValueError if the run has no metrics."""
     rows = _rows(run_dir)
     figure, axes = _figure(f"{run_dir.name}: {_steps(rows)} steps")
     _reward(axes[0], rows, COLORS[0], "")
@@ -93,8 +93,8 @@ def curve(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def detail(run_dir: Path, out: Path | None = None) -> Path:
-    """Draw `<run_dir>/detail.png`: lengths and all measured `PANELS`. Return its path; ValueError
-    if the run has no metrics."""
+    """Draw `<run_dir>/detail.png`: lengths and all measured `PANELS`. Return the figure's path;
+    raise ValueError if the run has no metrics."""
     rows, lengths = _rows(run_dir), _lengths_by_step(run_dir)
     measured = {name for row in rows for name in row}
     panels = [p for p in PANELS if measured.intersection(p.lines.values())]
@@ -118,7 +118,7 @@ def detail(run_dir: Path, out: Path | None = None) -> Path:
 
 def compare(runs: Mapping[str, Path] | Sequence[Path], out: Path) -> Path:
     """Draw several runs in one figure: `{label: run_dir}`, or folders, whose names are the labels.
-    Return `out`; ValueError if a run has no metrics or there is no run."""
+    Return `out`; raise ValueError if a run has no metrics or there is no run."""
     named = dict(runs) if isinstance(runs, Mapping) else {run.name: run for run in runs}
     if not named:
         raise ValueError("compare: no runs given; name at least one run folder")
@@ -156,8 +156,8 @@ def _steps(rows: Rows) -> int:
 
 
 def _lengths_by_step(run_dir: Path) -> Lengths:
-    """Return the lengths of all responses that counted (rounds.jsonl), else of those in
-    rollouts.jsonl."""
+    """Return the lengths of all counted responses from rounds.jsonl, or, if that file is missing,
+    of the responses in rollouts.jsonl."""
     found: dict[int, list[int]] = {}
     for row in read_lines(run_dir / ROUNDS):
         if row["counted"]:
@@ -209,7 +209,7 @@ def _series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _windows(values: np.ndarray) -> list[np.ndarray]:
-    """Return the values around each step: about a twentieth of the run, fewer at its ends."""
+    """Return the values around each step: about a twentieth of the run, less near its ends."""
     half = round(len(values) / 40)
     return [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
 
@@ -217,7 +217,7 @@ def _windows(values: np.ndarray) -> list[np.ndarray]:
 def _line(
     ax: "Axes", rows: Rows, name: str, color: str, label: str, average: Any = np.mean
 ) -> None:
-    """Draw a measured line, faint, and its running average."""
+    """Draw the measured values as a faint line, and their running average."""
     steps, values = _series(rows, name)
     if not len(values):
         return
@@ -295,8 +295,8 @@ def _all(lengths: Lengths) -> np.ndarray:
 
 
 def _parts(lengths: Lengths) -> dict[str, np.ndarray]:
-    """Return the lengths of the first and the last third of the steps; of all steps if there are
-    few."""
+    """Return the lengths of the first third of the steps and of the last third. With fewer than 3
+    steps, return the lengths of all steps."""
     steps = sorted(lengths)
     third = len(steps) // 3
     if third < 1:

@@ -22,8 +22,8 @@ SMALL_PRINT = (
 
 
 class Screen:
-    """Terminal output of a run. `phase` fits `Spans(listener=...)`. Without a terminal, or with
-    `progress` off, it prints lines only, among them one on progress if a phase takes long."""
+    """Terminal output of a run. `phase` can be the listener of `Spans(listener=...)`. Without a
+    terminal or with `progress` off, there is no bar; long phases print lines on their progress."""
 
     def __init__(self, total_steps: int, progress: bool = True, clock: Clock | None = None):
         self._total_steps = total_steps
@@ -33,20 +33,20 @@ class Screen:
         self._bar = _Bar(total_steps) if progress and sys.stdout.isatty() else None
 
     def phase(self, name: str) -> None:
-        """Show the current phase of the run, "" for none."""
+        """Show the current phase of the run; `name` "" shows no phase."""
         self._phase = name
         if self._bar is not None:
             self._bar.phase(self._phase)
 
     def advance(self, done: int, total: int) -> None:
-        """Show the progress of the phase, in responses or rows."""
+        """Show that `done` of `total` responses or rows of the current phase are done."""
         if self._bar is not None:
             self._bar.advance(done, total)
         elif self._clock.now() - self._spoke >= QUIET_S:
             self._say(f"step {self._step + 1}/{self._total_steps}  {self._phase} {done}/{total}")
 
     def step(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
-        """Print the line of a finished step. `note` names what is wrong with it."""
+        """Print the line of a finished step. `note`: text on problems of the step."""
         self._step = step
         line = step_line(step, self._total_steps, metrics)
         self._say(f"{line}  {note}" if note else line)
@@ -77,7 +77,7 @@ class Screen:
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    """Format one step in at most 140 columns; metrics that were not measured are left out."""
+    """Format one step in at most 140 columns, without metrics that were not measured."""
     parts = [_position(step, total_steps)]
     shown = (
         ("reward", "critic/score/mean", ".3f"),
@@ -116,8 +116,8 @@ def evaluation_lines(step: int, total_steps: int, metrics: Mapping[str, float]) 
 
 
 def final_table(summary: Mapping[str, Any]) -> list[str]:
-    """Format the end of a run: accuracy before and after by data set, time by phase, time before
-    the first step, and speeds. `summary` is the result of `sinks.summarise`."""
+    """Format a finished run: accuracy before and after training by data set, time by phase, time
+    before the first step, and speeds. `summary`: result of `sinks.summarise`."""
     lines = _accuracy_table(summary)
     steps = summary["steps"]
     if "timing_s/step" not in summary:
@@ -158,7 +158,7 @@ def _accuracy_table(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _phases(metrics: Mapping[str, float], time_s: float) -> str:
-    """Format the four longest phases that take 2 % of the step or more, in their order."""
+    """Format the four longest phases that take 2 % of the step or more, in order of the step."""
     seconds = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in STEP}
     longest = sorted(STEP, key=lambda phase: -seconds[phase])[:4]
     parts = [
@@ -197,7 +197,7 @@ def _heading(*texts: str) -> list[str]:
 
 
 class _Bar:
-    """Progress display of rich; the logger's lines are printed above it."""
+    """Progress bar of the package rich; the logger's lines are printed above the bar."""
 
     def __init__(self, total_steps: int):
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -215,7 +215,7 @@ class _Bar:
         self._part = self._progress.add_task("", total=None, count="", visible=False)
         self._total_steps = total_steps
         terminal = sys.stdout
-        self._progress.start()  # replaces sys.stdout by one that prints above the bar
+        self._progress.start()  # replaces sys.stdout by a stream that prints above the bar
         self._handlers = [
             (handler, handler.setStream(sys.stdout))
             for handler in log.handlers

@@ -1,7 +1,7 @@
 """Outputs of a run's metrics: metrics.jsonl, rollouts.jsonl, summary.json; on request TensorBoard,
 Weights & Biases, Prometheus.
 
-Only this module imports the last three. Rank 0 has one `MetricsWriter`; the other ranks have none.
+Only this module imports these three packages. Only rank 0 has a `MetricsWriter`.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ RATES = {
     "perf/gen_tokens_per_s": "timing_s/gen",
     "perf/train_tokens_per_s": "timing_s/update_actor",
 }
-"""Rates of a step, each with the timing by which it is weighted in a mean."""
+"""Rates of a step, each with the timing that weights this rate in a mean over steps."""
 
 
 class Sink(Protocol):
@@ -42,9 +42,9 @@ class Sink(Protocol):
 
 
 class MetricsWriter:
-    """Writes metrics into the run's folder and to `sinks`, which it also closes. `next_step` is the
-    first step that will be written. The rows of that step and later ones are dropped, so a resumed
-    run has no step twice."""
+    """Writes metrics into the run's folder and to `sinks`, which `close` also closes. `next_step`:
+    first step that will be written. Rows of this and later steps in existing files are deleted, so
+    that a resumed run has no step twice."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class MetricsWriter:
         self._last = next_step - 1
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write all metrics of one step, in one call. Evaluation after step n belongs to n, the one
-        before training to 0. ValueError for an undeclared name or a step that is already
-        written."""
+        """Write all metrics of one step, in one call. An evaluation after step n belongs to step n;
+        the evaluation before training belongs to step 0. Raise ValueError if a name is undeclared
+        or the step is already written."""
         for name in metrics:
             names.check(name)
         if step <= self._last:
@@ -78,17 +78,17 @@ class MetricsWriter:
             sink.write(step, values)
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write samples of one step for people to read: id, source, prompt, response, score, ..."""
+        """Write samples of one step for humans to read: id, source, prompt, response, score, ..."""
         self._rollouts.append(step, rows)
 
     def summary(self, further: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Write summary.json from metrics.jsonl and `further`, and return it."""
+        """Write summary.json from metrics.jsonl and `further`, and return its contents."""
         found = summarise(read_metrics(self.run_dir)) | dict(further or {})
         write_atomic(self.run_dir / SUMMARY, json.dumps(json.loads(dumps(found)), indent=2) + "\n")
         return found
 
     def sync(self) -> None:
-        """Flush the lines so far to the disk; call it before a checkpoint is declared."""
+        """Flush all lines to disk; call this before a checkpoint is declared complete."""
         self._metrics.sync()
         self._rollouts.sync()
 
@@ -109,8 +109,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def accuracies(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float, float]]]:
-    """Return (step, mean@k, its standard error or NaN) of each evaluation, in order, by data
-    set."""
+    """Return (step, mean@k, standard error or NaN) of each evaluation, in order, by data set."""
     found: dict[str, list[tuple[int, float, float]]] = {}
     for row in rows:
         for name, value in row.items():
@@ -122,10 +121,10 @@ def accuracies(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, f
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compute the values of summary.json. `timing_s/*` are seconds per step: the run's sum divided
-    by the number of steps, so that phases that do not run in every step are comparable. Times
-    before the first step are not in them: `before_s/<phase>` are their sums, for the start-up over
-    all processes of the run. Rates are totals divided by their seconds, without evaluation and
+    """Compute the values of summary.json. `timing_s/*`: seconds per step, as the run's sum divided
+    by the number of steps, so that phases that do not run in every step are comparable.
+    `before_s/<phase>`: sum of the times before the first step, which `timing_s/*` exclude, over all
+    starts of the run. Rates: totals divided by the seconds of their phase, without evaluation and
     checkpoints."""
     steps = [row for row in rows if "timing_s/step" in row]
     timings: dict[str, float] = {}
@@ -165,10 +164,10 @@ def _number(name: str, value: Any) -> float:
 
 
 class TensorBoard:
-    """Event files in `folder`; older events of `next_step` and later are hidden."""
+    """Event files in `folder`; hides existing events of step `next_step` and later."""
 
     def __init__(self, folder: Path, next_step: int = 0):
-        # importing TensorBoard also imports TensorFlow if installed, which costs seconds and logs
+        # importing TensorBoard imports an installed TensorFlow, which takes seconds and logs a lot
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         from torch.utils.tensorboard import SummaryWriter
 
@@ -194,8 +193,8 @@ def check_wandb(project: str) -> None:
 
 
 class Wandb:
-    """A run of Weights & Biases; WANDB_MODE=offline keeps it in the run's folder. A resumed run
-    continues the same one. ValueError if wandb is not installed."""
+    """A run of Weights & Biases; WANDB_MODE=offline keeps its data in the run's folder. A resumed
+    run continues its W&B run. Raises ValueError if wandb is not installed."""
 
     def __init__(self, project: str, run_dir: Path, config: Mapping[str, Any]):
         check_wandb(project)
@@ -222,8 +221,8 @@ class Wandb:
 
 
 class Prometheus:
-    """HTTP endpoint for Prometheus: the last value of every metric, `rlcore_actor_loss` for
-    `actor/loss`, with the run's name as a label. ValueError if the port cannot be opened."""
+    """HTTP endpoint for Prometheus: the latest value of every metric (`rlcore_actor_loss` for
+    `actor/loss`), labelled with the run's name. Raises ValueError if the port cannot be opened."""
 
     def __init__(self, host: str, port: int, run: str):
         from prometheus_client import CollectorRegistry, start_http_server

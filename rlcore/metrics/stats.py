@@ -1,8 +1,8 @@
 """Small statistics: summaries, pass@k, standard errors, KL estimators. Pure numpy.
 
-Values on several ranks must be gathered first: a mean of local means is not the global mean.
+Values of several ranks must be gathered first: a mean of local means is not the global mean.
 
-Own code instead of scipy: a few formulas save the dependency.
+Own code instead of scipy: these few formulas need no further dependency.
 """
 
 import math
@@ -25,9 +25,8 @@ def summary(prefix: str, values: ArrayLike) -> dict[str, float]:
 
 
 def standard_error(values: ArrayLike, clusters: Sequence[Hashable] | None = None) -> float:
-    """Return the standard error of the mean. `clusters` names the cluster of each value, if values
-    are not independent, such as samples of one prompt. NaN for fewer than two values or
-    clusters."""
+    """Return the standard error of the mean; NaN for fewer than two values or clusters. `clusters`:
+    cluster of each value, for values that are not independent, such as samples of one prompt."""
     x = _flat(values)
     if clusters is None:
         return float(x.std(ddof=1) / math.sqrt(x.size)) if x.size > 1 else math.nan
@@ -47,9 +46,9 @@ def standard_error(values: ArrayLike, clusters: Sequence[Hashable] | None = None
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Return the probability that k of the n samples, drawn without replacement, contain a right
-    one: unbiased for pass@k (arXiv:2107.03374). ValueError unless 1 <= k <= n and 0 <= right <=
-    n."""
+    """Return the probability that k of n samples, drawn without replacement, contain a right one.
+    This is unbiased for pass@k (arXiv:2107.03374). Raise ValueError unless 1 <= k <= n and 0 <=
+    right <= n."""
     _check_k(num_samples, k)
     if not 0 <= num_right <= num_samples:
         raise ValueError(f"{num_right} correct of {num_samples} samples is impossible")
@@ -57,11 +56,11 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def best_at_k(scores: ArrayLike, k: int) -> float:
-    """Return the expected best score of k of these samples, drawn without replacement; equals
-    `pass_at_k` if scores are 0 or 1."""
+    """Return the expected best score of k of these samples, drawn without replacement. If scores
+    are 0 or 1, the result equals `pass_at_k`."""
     x = np.sort(_flat(scores))
     _check_k(x.size, k)
-    # the i-th smallest is the best of k in comb(i, k - 1) of the subsets
+    # the i-th smallest score is the best of comb(i, k - 1) subsets of size k
     ways = [math.comb(i, k - 1) for i in range(x.size)]
     return float(sum(w * v for w, v in zip(ways, x.tolist(), strict=True)) / math.comb(x.size, k))
 
@@ -71,7 +70,7 @@ def evaluation(
 ) -> dict[str, float]:
     """Return the metrics of one data set from the scores of its prompts, k samples of each: mean@k
     with its standard error; for k > 1 also best@k and pass@j for j = 1, 2, 4, ... k. A score passes
-    if it is at least `right`. ValueError if prompts have different numbers of samples."""
+    if it is at least `right`. Raise ValueError if prompts differ in their number of samples."""
     counts = {len(s) for s in scores.values()}
     if len(counts) != 1 or counts == {0}:
         raise ValueError(

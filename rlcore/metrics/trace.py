@@ -1,10 +1,10 @@
-"""Traces for ui.perfetto.dev and chrome://tracing, of runs and of the simulator.
+"""Write traces of runs and simulations for ui.perfetto.dev and chrome://tracing.
 
-A trace is a list of Chrome trace events. A process is a rank, or an arm of a simulation. It has
-rows of bars, bundles of intervals that overlap (responses in flight, rewards), and counters. Each
-rank of a run writes `<run>/trace/rank<r>.jsonl`, on rank 0's clock; `merge` combines the files.
+A trace is a list of Chrome trace events. A process is a rank, or an arm of a simulation. A process
+has rows of bars, bundles of overlapping intervals (responses in flight, rewards), and counters.
+Each rank of a run writes `<run>/trace/rank<r>.jsonl`, on rank 0's clock; `merge` joins the files.
 
-Own code instead of Perfetto's SDK: the standard library's JSON, for runs and simulations alike.
+Own code instead of Perfetto's SDK: the standard library's JSON serves runs and simulations.
 """
 
 import json
@@ -47,13 +47,13 @@ def row(pid: int, tid: int, name: str) -> Event:
 
 
 def bar(pid: int, tid: int, name: str, start: float, seconds: float, **facts: object) -> Event:
-    """Make a bar, in seconds from the start of the trace; bars of a row may nest."""
+    """Make a bar; `start` is in seconds from the start of the trace. Bars of a row may nest."""
     at, took = _us(start), _us(seconds)
     return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": at, "dur": took, "args": facts}
 
 
 def mark(pid: int, tid: int, name: str, at: float, **facts: object) -> Event:
-    """Make a mark at a point in time."""
+    """Make a mark at the time `at`, in seconds from the start of the trace."""
     return {
         "ph": "i",
         "s": "t",
@@ -68,15 +68,15 @@ def mark(pid: int, tid: int, name: str, at: float, **facts: object) -> Event:
 def overlapping(
     pid: int, name: str, number: int, start: float, end: float, **facts: object
 ) -> list[Event]:
-    """Make an interval that may overlap others; intervals of one name are shown in one bundle.
-    `number`: unique id of the interval."""
+    """Make an interval that may overlap other intervals; intervals of one name are shown in one
+    bundle. `number`: unique id of the interval."""
     both = {"cat": name, "name": name, "id": number, "pid": pid, "tid": 0}
     first = {"ph": "b", "ts": _us(start), "args": facts}
     return [both | first, both | {"ph": "e", "ts": _us(end)}]
 
 
 def counter(pid: int, name: str, at: float, **values: float) -> Event:
-    """Set the values of a counter from `at` on; they are shown stacked."""
+    """Set the values of a counter from `at` on; the values are shown stacked."""
     return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": _us(at), "args": values}
 
 
@@ -88,7 +88,7 @@ def save(path: Path, events: Iterable[Event]) -> None:
 
 def merge(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
     """Merge the ranks' files into `<run_dir>/trace.json`, or `out`, on one time axis from 0. Return
-    its path and the number of ranks; ConfigError if there are none."""
+    the path and the number of ranks. Raise ConfigError if there is no trace."""
     files = sorted((run_dir / FOLDER).glob("rank*.jsonl"))
     events: list[Event] = [event for file in files for event in read_lines(file)]
     start = min((e["ts"] for e in events if "ts" in e), default=None)
@@ -110,8 +110,8 @@ class RunTrace:
     outside of the traced steps."""
 
     def __init__(self, run_dir: Path, rank: int, host: str, offset_s: float, steps: int):
-        """`offset_s`: seconds that this machine's clock is behind rank 0's. `steps`: number of
-        steps to trace, from the start of this process; -1: all."""
+        """`offset_s`: seconds by which this machine's clock is behind rank 0's. `steps`: number of
+        steps to trace from the start of this process; -1: all steps."""
         path = run_dir / FOLDER / f"rank{rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a")
@@ -127,7 +127,7 @@ class RunTrace:
         )
 
     def phase(self, name: str, start: float, end: float, step: int) -> None:
-        """Write a finished phase; times are of the monotonic clock."""
+        """Write a finished phase; `start` and `end` are times of the monotonic clock."""
         if self._left:
             self._write(
                 bar(self._rank, PHASES_ROW, name, self._wall + start, end - start, step=step)
@@ -137,7 +137,7 @@ class RunTrace:
             self._file.flush()
 
     def see(self, what: AnyCommand | AnyEvent) -> None:
-        """Write a command that the rank's worker received, or an event that it sent."""
+        """Write a command that the rank's worker received, or an event that the worker sent."""
         now = time.monotonic()
         if not self._left:
             return

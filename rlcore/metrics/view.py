@@ -1,7 +1,7 @@
 """HTML page of a run's rollouts: one file that needs no network and no server.
 
-The list is a table of columns. Texts and tokens are packed in chunks (zlib, base64), which the page
-unpacks when they are viewed, so that ten thousand responses open at once.
+The list is a table of columns. Texts and tokens are packed in chunks (zlib, base64). The page
+unpacks a chunk on its first view, so that a page of ten thousand responses opens at once.
 
 Own code instead of a table of Weights & Biases: no account, no network, no server.
 """
@@ -21,16 +21,16 @@ from rlcore.utils.errors import ConfigError
 
 CHUNK_ROWS = 400
 TAIL = 90
-"""Characters of a response shown in the list, from its end, where the answer is."""
+"""Number of characters that the list shows from the end of a response, where the answer is."""
 PARTS = {"texts": ("prompt", "answer", "response"), "tokens": ("tokens",)}
-"""Parts of a chunk, separate so that the search need not unpack the tokens."""
+"""Parts of a chunk, packed separately so that the search need not unpack the tokens."""
 
 Row = Mapping[str, Any]
 
 
 def write(run_dir: Path, out: Path | None = None, last: int = 0) -> tuple[Path, int]:
-    """Write `<run_dir>/rollouts.html`, or `out`, for the `last` steps that have rollouts (0: all).
-    Return its path and the number of responses; ConfigError if there are none."""
+    """Write `<run_dir>/rollouts.html`, or `out`, for the `last` most recent steps with rollouts (0:
+    all). Return the path and the number of responses. Raise ConfigError if there are none."""
     rows = list(read_lines(run_dir / ROLLOUTS))
     if last:
         kept = set(sorted({row["step"] for row in rows})[-last:])
@@ -46,8 +46,8 @@ def write(run_dir: Path, out: Path | None = None, last: int = 0) -> tuple[Path, 
 
 
 def page(rows: Sequence[Row], name: str) -> str:
-    """Return the whole page. `rows` are in the order of rollouts.jsonl; those of a group are
-    adjacent."""
+    """Return the whole page. `rows` are in the order of rollouts.jsonl, where the rows of a group
+    are adjacent."""
     index, chunks = _index(rows, name), []
     for number, start in enumerate(index["first"]):
         stop = [*index["first"], len(rows)][number + 1]

@@ -1,1 +1,1 @@
-"""Time-sharing of nodes between jobs, phase by phase: README.md."""
+"""Time-sharing of nodes between jobs, phase by phase; see README.md."""

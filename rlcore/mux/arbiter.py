@@ -1,13 +1,12 @@
-"""The arbiter: the one process that decides which job runs where and when. It reads the jobs'
-messages from Redis, asks `sched/cluster.py` and `sched/phase_mux.py`, and writes places and
-permits.
+"""The arbiter: the one process that decides which job runs where and when.
 
-All its state is in Redis. The transaction that takes a message out of its inbox also writes the
-message's effects, under the arbiter's own token. So an arbiter may fail between any two commands,
-and another one continues. Messages are numbered, so one that a job had to send twice counts once.
-Jobs hold a lease, a key that expires. When it expires, the job counts as failed and its permit is
-free. Redis's clock counts leases. After an outage of the server or the arbiter, no job counts as
-failed until one more lease has passed.
+The arbiter reads the jobs' messages from Redis, lets `sched/cluster.py` and `sched/phase_mux.py`
+decide, and writes the jobs' places (nodes) and permits. All its state is in Redis. One transaction
+removes a message from its inbox and writes the message's effects, if the arbiter still has its
+token. So an arbiter may fail between any two commands, and another arbiter continues. Messages are
+numbered, so a message that a job sent twice counts once. Each job holds a lease, a key that expires
+by Redis's clock. When the lease expires, the job counts as failed and its permit is free. After an
+outage of the server or the arbiter, no job counts as failed until one more lease has passed.
 """
 
 import contextlib
@@ -30,9 +29,9 @@ from rlcore.utils.log import log
 LOCK_S = 5.0
 """Seconds after which an arbiter that has not renewed its token counts as failed."""
 IDLE_S = 0.2
-"""Interval at which leases and idle jobs are checked if no message comes."""
+"""Seconds between checks of leases and idle jobs while no message arrives."""
 LEAST_PATIENCE_S = 30.0
-"""Shortest idle time of a job between two phases after which its permit passes to another job."""
+"""Minimum idle time of a job between two phases before its permit passes to another job."""
 ROLLOUT, TRAIN = "rollout", "train"
 PROMISED = {ROLLOUT: ("rollout_s",), TRAIN: ("train_s",)}
 """Profile fields whose sum is the promised time, by phase; other phases have no promise."""
@@ -40,7 +39,7 @@ PROMISED_COLOCATED = {STEP: ("rollout_s", "train_s", "sync_s")}
 
 
 class _Lost(RuntimeError):
-    """The token has been lost: the decision is not written, and the state in Redis counts."""
+    """This arbiter has lost its token: its decision is discarded, and its state is reloaded."""
 
 
 @dataclass(slots=True)
@@ -49,30 +48,30 @@ class Known:
 
     incarnation: str
     seen: int = 0
-    """Number of the job's last message."""
+    """Number of the job's most recent message."""
     status: str = "joined"
     """`joined`, `placed`, `queued` or `refused`."""
     why: str = ""
     profile: dict[str, Any] = field(default_factory=dict)
     hosts: dict[str, list[str]] = field(default_factory=dict)
-    """Names of the nodes that the job runs on, by pool, in the order of its ranks. If empty, the
-    job has named none and starts on the nodes that it is given."""
+    """Names of the nodes on which the job runs, by pool, in rank order. If empty, the job has
+    named no nodes, and starts on the nodes that the arbiter assigns."""
     nodes: dict[str, list[int]] = field(default_factory=dict)
-    """Numbers of the nodes of a placed job, by pool."""
+    """Node numbers of a placed job, by pool."""
     keep: int = 0
-    """Number of rollout nodes on which the tail of a rollout can continue; 0: it leaves no node."""
+    """Number of rollout nodes on which a rollout's tail can continue; 0: a tail keeps all nodes."""
     asked: int = 0
-    """Number of the message that asked for the phase that the job waits for or runs."""
+    """Number of the message that requested the job's current (waiting or running) phase."""
     moved: int = 0
-    """Value of `asked` in the last phase whose tail has left nodes."""
+    """Value of `asked` in the most recent phase whose tail has left nodes."""
     phases: int = 0
-    """Number of phases that the job has done."""
+    """Number of phases that the job has completed."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Durations of the last phases, by phase."""
+    """Durations of the most recent phases, in seconds, by name of the phase."""
 
     def describe(self, name: str, said: Mapping[str, Any], measured: Mapping[str, float]) -> None:
-        """Set the profile and the nodes that the job gives when it joins. `measured`: values that
-        it took before, which replace smaller ones of the profile.
+        """Set the profile and the nodes from the job's `join` message, `said`. `measured`: values
+        measured for this job before, which replace smaller values of the profile.
 
         Raises:
             TypeError, ValueError, KeyError: the profile is invalid.
@@ -86,12 +85,12 @@ class Known:
             self.profile[what] = max(self.profile[what], seconds)
 
     def refuse(self, why: str) -> None:
-        """Refuse the job for good."""
+        """Refuse the job permanently."""
         self.status, self.why = "refused", why
 
     def decide(self, made: Decision, nodes: dict[str, list[int]]) -> None:
-        """Record a decision on the job's place. `nodes`: the numbers of its nodes, if it is placed
-        on the nodes that it has named."""
+        """Record a decision about the job's place. `nodes`: numbers of the nodes that the job has
+        named, if it is placed there."""
         self.why = made.explain()
         if self.hosts:
             self.why += f" ({_names(self)})"
@@ -101,11 +100,11 @@ class Known:
             self.status, self.nodes = "placed", nodes
 
     def record_message(self, number: int) -> None:
-        """Record the number of the job's last message."""
+        """Record the number of the job's most recent message."""
         self.seen = number
 
     def ask(self) -> None:
-        """Record that the job's last message asks for a phase."""
+        """Record that the job's most recent message requests a phase."""
         self.asked = self.seen
 
     def move(self) -> None:
@@ -122,10 +121,10 @@ class Known:
 
 
 class Arbiter:
-    """Decides for all jobs: call `run`, or `step` repeatedly."""
+    """Decides about places and permits of all jobs: call `run`, or `step` repeatedly."""
 
     def __init__(self, url: str, pools: Mapping[str, NodePool] | None = None) -> None:
-        """`pools`: `rollout` and `train`; if not given, those stored in Redis."""
+        """`pools`: the node pools `rollout` and `train`. Default: the pools stored in Redis."""
         self._url = url
         self._redis = store.connect(url)
         self._token = secrets.token_hex(8)
@@ -140,13 +139,12 @@ class Arbiter:
         self._measured: dict[str, dict[str, float]] = {}
         """Measured values of each job that exceed its profile."""
         self._dirty: dict[str, str | None] = {}
-        """Fields of the state to be written; None: to be deleted."""
+        """Fields of the state that the next commit writes; None: that it deletes."""
         self._rings: dict[str, dict[str, str]] = {}
-        """Keys to be written for each job, which is then notified."""
+        """Redis keys that the next commit writes, by job; the commit also notifies these jobs."""
 
     def run(self) -> None:
-        """Run forever. If the server is down, wait for it; while another arbiter has the token,
-        stand by."""
+        """Run forever. While the server is down or another arbiter has the token, wait."""
         is_away = False
         while True:
             try:
@@ -163,8 +161,8 @@ class Arbiter:
                 time.sleep(IDLE_S)
 
     def step(self) -> bool | None:
-        """Do one round over all inboxes; return whether there was a message, None if another
-        arbiter has the token."""
+        """Process one message of each inbox; return whether there was a message, or None if
+        another arbiter has the token."""
         if not self._lock():
             return None
         if not self._is_loaded:
@@ -177,7 +175,7 @@ class Arbiter:
             return None
 
     def _round(self) -> bool:
-        self._redis.delete(store.BELL)  # a ring from now on means a new message
+        self._redis.delete(store.BELL)  # an entry from now on means a new message
         names = sorted(self._redis.smembers(store.JOBS))
         pipe = self._redis.pipeline(transaction=False)
         for name in names:
@@ -222,7 +220,7 @@ class Arbiter:
 
     def release(self) -> None:
         """Give the token back, so that the next arbiter need not wait."""
-        with contextlib.suppress(redis.RedisError):  # otherwise it expires
+        with contextlib.suppress(redis.RedisError):  # if this fails, the token expires
             if self._redis.get(store.ARBITER) == self._token:
                 self._redis.delete(store.ARBITER)
 
@@ -263,7 +261,7 @@ class Arbiter:
         log.info("arbiter: %d jobs in %d groups", len(self._jobs), len(self._cluster.groups))
 
     def _commit(self, pop: str | None = None) -> None:
-        """Write all changes and remove the message, in one transaction."""
+        """Write all changes and remove the first message of job `pop`, in one transaction."""
         pipe = self._redis.pipeline(transaction=True)
         try:
             pipe.watch(store.ARBITER)
@@ -287,7 +285,7 @@ class Arbiter:
         except redis.WatchError as error:
             raise _Lost("another arbiter has its token") from error
         except redis.RedisError:
-            self._is_loaded = False  # unknown whether it was written: reload from Redis
+            self._is_loaded = False  # unknown whether the server applied it: reload
             raise
         finally:
             pipe.reset()
@@ -307,7 +305,7 @@ class Arbiter:
         self._dirty["cluster"] = store.dumps(self._cluster.state())
         self._dirty["queue"] = store.dumps(self._queue)
 
-    # ---- what jobs say
+    # ---- messages of jobs
 
     def _message(self, name: str, text: str, now: float) -> None:
         try:
@@ -325,7 +323,7 @@ class Arbiter:
             self._tell(name, "place", {"incarnation": incarnation, "status": "lost"})
             return
         if number <= known.seen:
-            return  # the job sent it twice
+            return  # the job sent this message twice
         known.record_message(number)
         self._note(name)
         try:
@@ -350,10 +348,10 @@ class Arbiter:
         elif what == "done":
             known.end_phase()
             self._carry_out(group, self._mux[group].done(name, now))
-            if known.moved != known.asked:  # else it took longer because it gave nodes
+            if known.moved != known.asked:  # else its tail had fewer nodes and took longer
                 self._drift(name, known, said, now)
         elif what in ("progress", "freed") and said["of"] != known.asked:
-            pass  # the rollout is over
+            pass  # the rollout has ended
         elif what == "progress":
             held = self._mux[group].held(name)
             if known.keep and not set(held) <= set(_rollout_slots(known)):
@@ -371,9 +369,9 @@ class Arbiter:
             self._note(name)
 
     def _drift(self, name: str, known: Known, said: Mapping[str, Any], now: float) -> None:
-        """If a job takes more time or memory than its profile says, update the profile. If a job
-        would then miss its SLO, or a node's memory would not suffice, this job must join again with
-        the measured values."""
+        """If the job takes more time or memory than its profile says, update the profile. If any
+        job would then miss its SLO, or a node would lack memory, this job must join again with the
+        measured values."""
         phase = str(said.get("phase"))
         recent = known.seconds[phase] = _last(known.seconds.get(phase), said.get("seconds"))
         if switch_s := float(said.get("switch_s", 0.0)):
@@ -420,8 +418,8 @@ class Arbiter:
     def _join(
         self, name: str, incarnation: str, number: int, said: Mapping[str, Any], now: float
     ) -> None:
-        """Take a job that joins. If it had joined before, remove that entry, which frees its
-        permit."""
+        """Add a job that joins. If the job has joined before, remove its old entry first, which
+        frees its permit."""
         if name in self._jobs:
             log.info("arbiter: job %s has restarted", name)
             self._leave(name, now)
@@ -479,9 +477,9 @@ class Arbiter:
         self._note_group(group.id)
 
     def _meets(self, job: MuxJob, known: Known) -> str:
-        """Return why a job has to wait because of a shared node, "" if it need not. Two jobs
-        conflict if one uses a node for rollouts and the other for training, and one of them holds
-        both pools for a whole step."""
+        """Return why a node shared with another job makes the job wait; "" if none does. Two jobs
+        conflict if one uses a node for rollouts and the other for training, and one of the jobs
+        holds both pools for a whole step."""
         for name, other in self._jobs.items():
             if other is known or not (other.nodes and other.hosts and known.hosts):
                 continue
@@ -502,9 +500,9 @@ class Arbiter:
         return ""
 
     def _number(self, known: Known) -> dict[str, list[int]] | str:
-        """Return numbers for the nodes that a job has named. A node that other jobs have named too
-        keeps its number; others get unused numbers, preferably of nodes without a job. If there
-        are too few numbers, return why."""
+        """Return numbers for the nodes that a job has named. A node that other jobs have also
+        named keeps its number. Other nodes get unused numbers, preferably of nodes without a job.
+        If there are too few numbers, return the reason."""
         found = {}
         for pool, names in known.hosts.items():
             bound, free = _bound(self._jobs, pool), self._cluster.free(pool == ROLLOUT)
@@ -557,15 +555,15 @@ class Arbiter:
                 self._ask_to_move(t)
 
     def _ask_to_move(self, todo: Migrate) -> None:
-        """Ask the tail of a rollout to leave nodes, given by their index in the job's own order."""
+        """Ask a job to move its rollout's tail off some nodes, given as indices in its `hosts`."""
         known = self._jobs[todo.job]
         mine = _rollout_slots(known)
         about = {"incarnation": known.incarnation, "n": known.asked}
         self._tell(todo.job, "move", about | {"leave": [mine.index(s) for s in todo.free]})
 
     def _permit(self, name: str, slots: tuple[str, ...], behind: list[str]) -> None:
-        """Write the permit of the phase that a job asked for last. Without slots, the job waits for
-        the jobs in `behind`."""
+        """Write the permit for the phase that the job requested most recently. If `slots` is
+        empty, the job has to wait for the jobs in `behind`."""
         known = self._jobs[name]
         about = {"incarnation": known.incarnation, "n": known.asked}
         self._tell(name, "permit", about | {"slots": slots, "behind": behind})
@@ -575,12 +573,12 @@ class Arbiter:
 
 
 def _last(before: list[float] | None, seconds: Any) -> list[float]:
-    """Append one duration and keep the last ones."""
+    """Append one duration and keep the `drift.WINDOW` most recent durations."""
     return [*(before or []), float(seconds or 0.0)][-drift.WINDOW :]
 
 
 def _hosts(said: Any) -> dict[str, list[str]]:
-    """Return the node names by pool. ValueError if they are invalid."""
+    """Return the node names by pool. Raise ValueError if a name is repeated or invalid."""
     if not said:
         return {}
     found = {pool: list(said[pool]) for pool in (ROLLOUT, TRAIN)}
@@ -591,7 +589,7 @@ def _hosts(said: Any) -> dict[str, list[str]]:
 
 
 def _bound(jobs: Mapping[str, Known], pool: str) -> dict[str, int]:
-    """Return the numbers of the named nodes that placed jobs run on."""
+    """Return the node numbers of the pool by node name, for nodes that placed jobs have named."""
     return {
         name: number
         for known in jobs.values()
@@ -606,7 +604,7 @@ def _share(one: Known, other: Known, pool: str) -> bool:
 
 
 def _rollout_slots(known: Known) -> list[str]:
-    """Return the rollout slots of a job in the order of its `hosts`; empty if it has named no
+    """Return the rollout slots of a job in the order of its `hosts`; empty if the job has named no
     nodes."""
     return [f"{ROLLOUT[0]}{n}" for n in known.nodes.get(ROLLOUT, ())]
 
@@ -620,7 +618,7 @@ def _job(profile: Mapping[str, Any]) -> MuxJob:
 
 
 def status(url: str) -> dict[str, Any]:
-    """Return the state in Redis, for display and for JSON.
+    """Return the state of the cluster from Redis, for display and for JSON.
 
     Raises:
         redis.RedisError: the server does not answer.

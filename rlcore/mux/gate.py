@@ -1,6 +1,6 @@
-"""A job's side of time-sharing: its phases wait for permits on shared nodes. `protocols.PhaseGate`.
+"""Gate of a job that shares nodes (`protocols.PhaseGate`): its phases wait for permits.
 
-    gate = connect("redis://127.0.0.1:6390", Profile(...), job="mine")     # "" : no-op
+    gate = connect("redis://127.0.0.1:6390", "my job", Profile(...))  # url "": no sharing
     while training:
         with gate.phase("rollout"):
             ...
@@ -8,10 +8,10 @@
             ...
     gate.close()
 
-One process of a job has the gate; its other ranks follow in their collectives. A thread renews the
-job's lease. If it cannot, other jobs may get the nodes, so the process exits with code 75 before
-the lease expires. When restarted, it joins as a new job and resumes from its last checkpoint. If
-the server is down altogether, no job gets a permit: jobs wait until it is back, then continue.
+One process of a job has the gate; the job's other ranks wait for this process in collectives. A
+thread renews the job's lease. If renewal fails, other jobs may get the nodes, so the process exits
+with code 75 before the lease expires. When restarted, the process joins as a new job and resumes
+from its latest checkpoint. While the server is down, no job gets a permit, so all jobs wait.
 """
 
 import contextlib
@@ -35,20 +35,20 @@ from rlcore.mux.profile import STEP, Profile
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
-if TYPE_CHECKING:  # importing torch takes seconds, which a job without it should not pay
+if TYPE_CHECKING:  # importing torch takes seconds, and jobs without torch need it not
     from rlcore.protocols import PhaseGate
 
 EXIT_LOST = 75
-"""Exit code EX_TEMPFAIL: restart the process."""
+"""Exit code of a job that lost its lease (EX_TEMPFAIL): restart the job."""
 LOOK_S = 1.0
-"""Interval at which a waiting job polls, even if it was not notified."""
+"""Interval in seconds at which a waiting job polls, even without a notification."""
 SAY_EVERY_S = 60.0
-"""Interval at which a waiting job logs that it waits."""
+"""Interval in seconds at which a waiting job logs that it waits."""
 
 
 @runtime_checkable
 class Resident(Protocol):
-    """State that a phase needs on the device; between its phases it is in host memory."""
+    """State that a phase needs on the device; between phases the state is in host memory."""
 
     def load(self) -> None:
         """Load the state to the device."""
@@ -74,15 +74,15 @@ class NoGate:
 
 @dataclass(slots=True)
 class _Waits:
-    """Seconds that a job waited and loaded, for its metrics."""
+    """Seconds that a job waited for permits and loaded its states, for its metrics."""
 
     waited_s: dict[str, float] = field(default_factory=dict)
     start_s: dict[str, float] = field(default_factory=dict)
-    """Seconds to load the resident set, by phase."""
+    """Seconds to load the `resident` of a phase, by phase."""
 
 
 class PermitGate:
-    """Waits for permits of one job, which the arbiter gives."""
+    """Gate of one job, which waits for the arbiter's permits."""
 
     def __init__(
         self,
@@ -101,21 +101,21 @@ class PermitGate:
 
         Args:
             pools: pools that each phase uses; by default a phase uses the pool of its own name. The
-                phase `step` of a job whose profile is `colocated` uses both.
-            hosts: names of the nodes on which the job's processes already run, by pool. Jobs with
-                the same name share that node and take turns. Without it the job gets node numbers
-                in `place`, and has to start there.
-            keep: number of rollout nodes, the first ones, on which the tail of a rollout can
-                continue if another job can use the others (`progress`). 0: the tail leaves no node.
+                phase `step` of a job whose profile is `colocated` uses the rollout and train pools.
+            hosts: names of the nodes on which the job's processes already run, by pool. Jobs that
+                name the same node share it and take turns. None: the job gets node numbers in
+                `place`, and has to start its processes on these nodes.
+            keep: number of rollout nodes, counted from the first, on which a rollout's tail can
+                continue while another job uses the rest (`progress`). 0: the tail keeps all nodes.
             lease_s: seconds without renewal after which the job counts as failed.
-            wait_s: most seconds to wait for a place, and for each permit.
-            on_lost: called with a sentence if the nodes may belong to another job; it must not
-                return to the phase. Default: the process exits with code 75.
+            wait_s: maximum seconds to wait for a place, and for each permit.
+            on_lost: called with the reason if another job may get the nodes; must not let the
+                phase continue. Default: the process exits with code 75.
 
         Raises:
-            Refused: the cluster can never place the job.
+            JobRefused: the cluster can never place the job.
             TimeoutError: no place within `wait_s`.
-            ConnectionError: no answer, wrong password, no permission.
+            ConnectionError: the server does not answer, or refuses the password or a command.
         """
         self._url, self._job = url, store.check_name(job)
         self._pools = {STEP: ("rollout", "train")} | dict(pools or {})
@@ -128,11 +128,11 @@ class PermitGate:
         self._closed = threading.Event()
         self.waits = _Waits()
         self.host_gb: dict[str, float] = {}
-        """Measured host memory of the job on a node, by pool; empty if it is not measured."""
+        """Measured host memory of the job on a node in GB, by pool; empty if not measured."""
         self._inside = ""
-        """The phase that runs, "" for none."""
+        """Name of the running phase; "" if no phase runs."""
         self.asked = 0
-        """Number of the message that asked for the current phase."""
+        """Number of the message that requested the current phase."""
         self._speaks = threading.Lock()
         self.place: dict[str, Any] = {}
         try:
@@ -180,11 +180,11 @@ class PermitGate:
             self.leave(name, end - begin, begin - got + time.monotonic() - end)
 
     def enter(self, name: str) -> None:
-        """Wait for the permit of this phase.
+        """Wait for the permit to run phase `name`.
 
         Raises:
             TimeoutError: no permit within `wait_s`; the error names the jobs ahead.
-            ConnectionError: the server refuses this job.
+            ConnectionError: the server refuses this job, or does not answer within `wait_s`.
         """
         begin = time.monotonic()
         number = self._say("ask", pools=self._pools.get(name, (name,)))
@@ -204,21 +204,21 @@ class PermitGate:
         self._say("done", phase=name, seconds=seconds, switch_s=switch_s, **more)
 
     def has_on_host(self, host_gb: dict[str, float]) -> None:
-        """Set the host memory of the job on a node, by pool; `leave` reports it."""
+        """Set the host memory of the job on a node in GB, by pool, for `leave` to report."""
         self.host_gb = host_gb
 
     def progress(self, done: int, wanted: int, *, of: int) -> None:
-        """Report how many responses of a rollout are done. From the share `phase_mux.TAIL` on,
-        `leave_now` may return nodes. `of`: the rollout, as the value of `asked` in it."""
+        """Report that `done` of the `wanted` responses of a rollout are done. Once this share
+        reaches `phase_mux.TAIL`, `leave_now` may return nodes. `of`: value of `asked` in the
+        rollout."""
         self._say("progress", of=of, done=done, wanted=wanted)
 
     def leave_now(self, *, of: int) -> tuple[int, ...]:
-        """Ask the server which rollout nodes a rollout should leave because another job could start
-        there; return their indices in `hosts`. Call `freed` when their devices hold nothing of this
-        job.
+        """Return the rollout nodes, as indices in `hosts`, that a rollout should leave because
+        another job could start there. Call `freed` once these nodes' devices are empty.
 
         Raises:
-            ConnectionError: the server refuses this job.
+            ConnectionError: the server refuses this job, or does not answer within `wait_s`.
         """
         text = self._try(lambda: self._redis.get(store.key(self._job, "move")), "move")
         about = store.loads(text)
@@ -227,7 +227,7 @@ class PermitGate:
         return tuple(about["leave"])
 
     def freed(self, nodes: Sequence[int], *, of: int) -> None:
-        """Release these rollout nodes to other jobs until this rollout is over."""
+        """Release these rollout nodes to other jobs until the rollout `of` ends."""
         self._say("freed", of=of, nodes=list(nodes))
 
     def close(self) -> None:
@@ -237,7 +237,7 @@ class PermitGate:
             return
         self._closed.set()
         if not self._inside:
-            with contextlib.suppress(redis.RedisError):  # otherwise the lease expires
+            with contextlib.suppress(redis.RedisError):  # if this fails, the lease expires
                 self._redis.rpush(store.key(self._job, "in"), self._message("leave", {}))
                 self._redis.rpush(store.BELL, self._job)
         self._thread.join(store.TIMEOUT_S)
@@ -245,12 +245,12 @@ class PermitGate:
     # ---- messages
 
     def _register(self) -> None:
-        with contextlib.suppress(redis.exceptions.NoPermissionError):  # `mux add` has done it
+        with contextlib.suppress(redis.exceptions.NoPermissionError):  # `mux add` added the job
             self._redis.sadd(store.JOBS, self._job)
 
     def _say(self, what: str, **more: Any) -> int:
-        """Put a message into the inbox. Its number tells the arbiter which messages it has already
-        seen."""
+        """Append a message to the job's inbox and return its number. The arbiter ignores messages
+        whose number it has already seen."""
         with self._speaks:  # messages must arrive in the order of their numbers
             text = self._message(what, more)
             number = self._count
@@ -264,7 +264,7 @@ class PermitGate:
         return store.dumps(about | dict(more))
 
     def _try(self, call: Callable[[], Any], what: str) -> Any:
-        """Call, and repeat the call while the server is down."""
+        """Return `call()`; repeat the call for up to `wait_s` while the server is down."""
         end = time.monotonic() + self._wait_s
         is_away = False
         while True:
@@ -281,7 +281,7 @@ class PermitGate:
                 raise ConnectionError(store.why(error, self._url)) from error
 
     def _wait(self, what: str, ready: Callable[[], Any], missing: Callable[[], str]) -> Any:
-        """Wait until `ready` returns something, and return that."""
+        """Wait until `ready` returns a value other than None, and return this value."""
         begin = said = time.monotonic()
         while (found := self._try(ready, what)) is None:
             now = time.monotonic()
@@ -361,8 +361,8 @@ class PermitGate:
                     return
             except redis.RedisError as error:
                 if _refuses_connections(error):
-                    renewed = begin  # without a server no job gets our nodes
-            # One more pause, connection and answer still fit into the lease.
+                    renewed = begin  # no server: no other job can get the nodes
+            # The last third of the lease is for one more pause, connection and answer.
             if time.monotonic() - renewed > self._lease_s * 2 / 3 and not self._closed.is_set():
                 self._on_lost(f"its lease of {self._lease_s:g} s could not be renewed")
                 return
@@ -393,16 +393,16 @@ def connect(
     hosts: Callable[[Profile], Mapping[str, Sequence[str]]] | None = None,
     **more: Any,
 ) -> "PermitGate | NoGate":
-    """Return the gate of a job; if `url` is empty, one that lets every phase start at once.
+    """Return the gate of a job; if `url` is empty, a gate that lets every phase start at once.
 
-    `otherwise`: what to do without an answer or a place. `wait` waits for it, and raises if the job
-    can never have a place; `solo` runs as if the job had the nodes alone. If `profile` is None, the
-    one given to `mux add` is used, with this `slo`. `colocated`: the value that the profile must
-    have; None: either. `hosts`: returns the `hosts` of the `PermitGate` for a profile.
+    `otherwise`: what to do if the server does not answer or has no place. `wait`: wait, and raise
+    if the job can never have a place. `solo`: run as if no other job used the nodes. `profile`:
+    None uses the profile given to `mux add`, with this `slo`. `colocated`: the value that the
+    profile must have; None: any. `hosts`: function from a profile to `hosts` of the `PermitGate`.
 
     Raises:
-        ValueError: no profile, or one of another kind of job.
-        Refused, TimeoutError, ConnectionError: as `PermitGate`; with `solo` none of them.
+        ValueError: the job has no profile, or its profile has another value of `colocated`.
+        JobRefused, TimeoutError, ConnectionError: as `PermitGate`; never with `solo`.
     """
     if not url:
         return NoGate()
@@ -446,8 +446,8 @@ def stored(url: str, job: str, slo: float) -> Profile:
     """Return the profile given to `mux add --profile`.
 
     Raises:
-        ValueError: none was given.
-        ConnectionError: no answer, wrong password, no permission.
+        ValueError: `mux add` was given no profile for this job.
+        ConnectionError: the server does not answer, or refuses the password or a command.
     """
     try:
         found = store.loads(store.connect(url).get(store.key(store.check_name(job), "profile")))
@@ -463,7 +463,7 @@ def stored(url: str, job: str, slo: float) -> Profile:
 
 
 def phase(gate: "PhaseGate", name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function that is a phase: `@phase(gate, "rollout")`."""
+    """Decorate a function to run as a phase: `@phase(gate, "rollout")`."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -1,6 +1,6 @@
-"""Profile of a job, on which admission decides: its worst case, with every response at its limit,
-on nodes that it has alone. A run without other jobs writes it to `<run>/mux_profile.json`; `mux add
---profile` and `--mux.profile` read it."""
+"""Profile of a job, on which admission decides: worst-case times on unshared nodes, with every
+response at its maximum length. A run that shares no nodes writes `<run>/mux_profile.json`, which
+`mux add --profile` and `--mux.profile` read."""
 
 import json
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from rlcore.utils.errors import ConfigError
 
 FILE = "mux_profile.json"
 STEP = "step"
-"""Phase of a colocated job, on the nodes of both pools: a rollout and its training."""
+"""Phase of a colocated job on the nodes of both pools: a rollout and its training step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Resources of a job; the fields are those of `sched.cluster.Job`."""
+    """Times and resources of a job; the fields are documented in `sched.cluster.MuxJob`."""
 
     rollout_s: float
     train_s: float
@@ -33,8 +33,8 @@ class Profile:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Profile":
-        """Make a profile from plain values; unknown keys are ignored. ConfigError if a value is
-        missing or not a number."""
+        """Make a profile from plain values, ignoring unknown keys. Raise ConfigError if a value is
+        missing or has the wrong type."""
         known = {f.name for f in fields(cls)}
         found = {name: value for name, value in values.items() if name in known}
         colocated = found.pop("colocated", False)
@@ -51,7 +51,7 @@ class Profile:
 
     @classmethod
     def read(cls, path: Path) -> "Profile":
-        """Read a profile from a file. ConfigError if it holds none."""
+        """Read a profile from a file. Raise ConfigError if the file has no valid profile."""
         try:
             return cls.of(json.loads(path.read_text()))
         except (OSError, ValueError, AttributeError) as error:
@@ -62,10 +62,10 @@ class Profile:
 
 
 class Profiler:
-    """Keeps the profile of a run that has its nodes alone, from the metrics of every step. It takes
-    the maximum over all steps but the first, which fills caches that the others use. If responses
-    end before their limit, a step's time is scaled by limit / mean length. That is never too short,
-    since large batches cost less per token. With --debug.full_length no such estimate is needed."""
+    """Writes the profile of a run that shares no nodes, from the metrics of every step. Times are
+    maxima over all steps but the first, which fills caches. If responses end before their limit, a
+    step's times are scaled by limit / mean length. Scaled times are never too short, since large
+    batches cost less per token. With --debug.full_length, nothing is scaled."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Profiler:
         train_nodes: int,
         colocated: bool = False,
     ) -> None:
-        """`max_tokens`: most tokens of a response."""
+        """`max_tokens`: maximum number of tokens of a response."""
         self._path, self._max_tokens = folder / FILE, max_tokens
         self._nodes = {"rollout_nodes": rollout_nodes, "train_nodes": train_nodes}
         self._colocated = colocated

@@ -4,9 +4,9 @@ together.
     rank 0   ask ... permit | load | run | store | done
     others   ......... wait | load | run | store |
 
-A permit may take hours, and a collective has a deadline. So while rank 0 waits, all ranks meet
-every second, and a failed rank is noticed at once. The times of each phase are written to
-permits.jsonl, by the clock of rank 0's machine.
+A permit may take hours, but collectives have a deadline. So while rank 0 waits, all ranks run a
+collective every second, which also detects a failed rank at once. Rank 0 writes the times of each
+phase to permits.jsonl, by its machine's clock.
 """
 
 import json
@@ -36,12 +36,12 @@ def patiently(
     group: ProcessGroup | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> T | None:
-    """Run `call` on the rank that has one, however long it takes, and return its result; return
-    None on the others, whose `call` is None. Collective over `group`.
+    """Run `call`, which may take hours, on the one rank where it is not None. Return its result on
+    that rank, None on the other ranks. Collective over `group`.
 
     Raises:
-        Any exception of `call` on its own rank. The other ranks raise the same sentence, as a
-            ConfigError if it is one, else as a RuntimeError.
+        Any exception of `call` on its own rank. The other ranks raise an error with the same
+            message: ConfigError if `call` raised a ConfigError, else RuntimeError.
     """
     box: list[T] = []
     failed: list[Exception] = []
@@ -75,7 +75,7 @@ def patiently(
 
 
 class RanksGate:
-    """Gate of one rank; `protocols.PhaseGate`."""
+    """Gate of one rank, a `protocols.PhaseGate`; all ranks enter and leave phases together."""
 
     def __init__(
         self,
@@ -89,28 +89,27 @@ class RanksGate:
         """Make the gate of this rank.
 
         Args:
-            gate: gate of the job on rank 0, None on the others.
-            folder: folder of the run on rank 0, None on the others.
+            gate: gate of the job on rank 0, None on the other ranks.
+            folder: folder of the run on rank 0, None on the other ranks.
             group: process group of all ranks.
-            alive: called repeatedly while all ranks wait.
+            alive: called about every second while all ranks wait.
             tell: called on rank 0 with the overhead of a phase, by metric name.
         """
         self._gate, self._group = gate, group
         self._path = folder / FILE if folder is not None else None
         self._is_inside = False
-        """Whether a phase runs; phases inside it are parts of it."""
+        """Whether a phase runs; further phases inside the running phase count as its parts."""
         self._switch_s = 0.0
-        """Seconds of loading and storing in the phase and its parts."""
+        """Seconds of loading and storing in the running phase and its parts."""
         self.tail: TailMoves | None = None
         """Set on rank 0 if the tail of a rollout may leave nodes."""
         self._alive, self._tell = alive, tell
 
     @contextmanager
     def phase(self, name: str, resident: object | None = None) -> Iterator[None]:
-        """Run a phase as `PermitGate.phase` does, on all ranks. A phase inside another one is a
-        part of it: it loads and stores, but needs no permit. If the phase fails, nothing is stored
-        and the permit is kept until the job's lease expires, since other ranks may still be at
-        work."""
+        """Run a phase as `PermitGate.phase` does, on all ranks. A phase inside another phase loads
+        and stores, but needs no permit. If the phase fails, nothing is stored, and the job keeps
+        the permit until its lease expires, since other ranks may still use the nodes."""
         assert resident is None or isinstance(resident, Resident), resident
         gate, asked = self._gate, time.time()
         is_part, self._is_inside = self._is_inside, True
@@ -121,7 +120,7 @@ class RanksGate:
         if resident is not None:
             resident.load()
         size = float(getattr(resident, "num_bytes", 0))
-        (size,) = collective.reduce_floats([size], "max", self._group)  # all ranks have loaded
+        (size,) = collective.reduce_floats([size], "max", self._group)  # waits for all loads
         began = time.time()
         yield
         collective.barrier(self._group)
@@ -136,7 +135,7 @@ class RanksGate:
             self._is_inside = False
             seconds, switch_s = left - granted - self._switch_s, self._switch_s
             leave = (lambda: gate.leave(name, seconds, switch_s)) if gate else None
-            patiently(leave, self._group, self._alive)  # the server may be down
+            patiently(leave, self._group, self._alive)  # may take long while the server is down
         if gate is None:
             return
         found = {} if is_part else {f"mux/wait_s/{name}": granted - asked}
@@ -156,8 +155,8 @@ class RanksGate:
         self._write(phase=name, **times, **more)
 
     def leave_early(self, cells: Sequence[Cell]) -> TailMoves | None:
-        """Let rollouts leave all but the first nodes in their tail, if another job could use them.
-        Return the policy for the controller on rank 0, None elsewhere.
+        """Let the tails of rollouts leave all but the first rollout nodes if another job could use
+        the nodes. Return the policy for the controller on rank 0, None on the other ranks.
 
         Args:
             cells: the engines on each rollout node.
@@ -167,7 +166,7 @@ class RanksGate:
         return self.tail
 
     def see(self, metrics: dict[str, float]) -> None:
-        """Pass the job's host memory from the metrics of a step to the gate, which reports it."""
+        """Pass the job's host memory, from a step's metrics, to the gate for its next report."""
         assert self._gate is not None
         pools = ("rollout", "train")
         self._gate.has_on_host({pool: metrics[f"perf/{pool}_node_gb"] for pool in pools})
@@ -191,12 +190,12 @@ def join(
     alive: Callable[[], None],
     tell: Callable[[dict[str, float]], None],
 ) -> RanksGate | None:
-    """Return the gate of all ranks; None if the job runs as if alone. Collective.
+    """Return the gate of this rank; None if the job does not share its nodes. Collective.
 
     Args:
-        connect: on rank 0: joins the cluster, or decides to run without it.
+        connect: on rank 0: joins the cluster, or returns a `NoGate` to run without sharing.
         folder: folder of the run, on rank 0.
-        alive: called repeatedly while all ranks wait.
+        alive: called about every second while all ranks wait.
         tell: called on rank 0 with the overhead of a phase, by metric name.
     """
     found = patiently(connect, group)

@@ -1,17 +1,17 @@
 """State that jobs and the arbiter share in Redis: keys and users. Values are JSON.
 
-A job's keys begin with `mux:job:<name>:`. It may write its inbox and its lease and read its permit
-and its place. `mux add` makes a Redis user for each job, and the server (ACL) refuses that user the
-keys of other jobs.
+A job's keys begin with `mux:job:<name>:`. A job writes its inbox and its lease, and reads its
+permit and its place. `mux add` makes a Redis user for each job; the server's access control list
+(ACL) denies this user the keys of other jobs.
 
     mux:jobs                 set: names of the jobs
     mux:bell                 list: notifies the arbiter of a new message in an inbox
-    mux:arbiter              token of the running arbiter; it expires
+    mux:arbiter              token of the running arbiter, which expires unless renewed
     mux:state                hash: all state of the arbiter
     mux:job:<name>:in        list: inbox, the job's numbered messages
     mux:job:<name>:profile   the profile given to `mux add --profile`
     mux:job:<name>:alive     the job's lease; if it has expired, the job counts as failed
-    mux:job:<name>:place     where the job was placed, or why not
+    mux:job:<name>:place     the job's nodes, or why the job has none
     mux:job:<name>:permit    the phase that the job may run
     mux:job:<name>:move      rollout nodes that the phase should leave
     mux:job:<name>:bell      list: notifies the job of a new place or permit
@@ -29,18 +29,18 @@ from rlcore.utils.errors import ConfigError
 from rlcore.utils.secret import hide
 
 TIMEOUT_S = 5.0
-"""Time-out of one answer of the server."""
+"""Seconds after which a missing answer of the server is an error."""
 MOST_LEASE_S = 600.0
-"""Longest lease. After an outage of the server, no job counts as failed for so long."""
+"""Maximum lease, and so the maximum time after an outage in which no job counts as failed."""
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 JOBS, BELL, ARBITER, STATE = "mux:jobs", "mux:bell", "mux:arbiter", "mux:state"
 COMMANDS = ("@connection", "get", "set", "rpush", "blpop", "del", "expire")
-"""Redis commands that a job's user may give."""
+"""Redis commands that a job's user may send."""
 
 
 class Client(Protocol):
-    """Commands of a blocking `redis.Redis` that decodes its answers. redis-py declares each of them
-    as possibly awaitable."""
+    """Commands of a blocking `redis.Redis` that decodes answers. This class types their results,
+    which redis-py declares as possibly awaitable."""
 
     def ping(self) -> bool: ...
 
@@ -83,16 +83,16 @@ class Client(Protocol):
 
 
 def connect(url: str, timeout_s: float = TIMEOUT_S) -> Client:
-    """Make a client; it connects at its first command.
+    """Make a client, which connects at its first command.
 
     Args:
-        timeout_s: time-out of a connection, and of an answer.
+        timeout_s: maximum seconds to wait for a connection, and for an answer.
 
     Raises:
-        ValueError: `url` is no address of a Redis server.
+        ValueError: `url` is not the address of a Redis server.
     """
     try:
-        # A retry inside the client could send a command twice; callers know if that is safe.
+        # A retry in the client could send a command twice; only callers know if this is safe.
         client = redis.Redis.from_url(
             url,
             decode_responses=True,
@@ -109,7 +109,7 @@ def connect(url: str, timeout_s: float = TIMEOUT_S) -> Client:
 
 
 def why(error: redis.RedisError, url: str) -> str:
-    """Describe an error of the server, and what to do."""
+    """Return a message with the error of the server and what to do about it."""
     where = f"--mux.url {hide(url)}"
     if isinstance(error, redis.AuthenticationError):
         return (
@@ -123,7 +123,7 @@ def why(error: redis.RedisError, url: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a job. ValueError if it cannot be part of a key."""
+    """Return the job's name. Raise ValueError if the name cannot be part of a key."""
     if not NAME.fullmatch(name):
         raise ConfigError(
             f"job {name!r}: the name must have 1 to 64 letters, digits, '_', '.' or '-'"
@@ -132,7 +132,7 @@ def check_name(name: str) -> str:
 
 
 def key(job: str, what: str) -> str:
-    """Return a key of a job."""
+    """Return the Redis key `what` of a job."""
     return f"mux:job:{job}:{what}"
 
 
@@ -141,12 +141,12 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str | None) -> Any:
-    """Decode a value; None if there is none."""
+    """Decode a JSON value; None if `text` is None."""
     return None if text is None else json.loads(text)
 
 
 def add_job(client: Client, job: str) -> str:
-    """Make a Redis user that sees only this job's keys; return its new password."""
+    """Make a Redis user that may access only this job's keys; return the new password."""
     check_name(job)
     password = secrets.token_urlsafe(24)
     client.acl_setuser(

@@ -1,14 +1,14 @@
-"""Long-tail migration of RollMux, arXiv 2512.11306: the tail of a rollout leaves nodes to the next
-job.
+"""Long-tail migration of RollMux, arXiv 2512.11306: the tail of a rollout releases nodes to the
+next job.
 
     slots        r0        r1
     rollout A    ########  ########      80 % of the responses are done, and job B waits for r1
-                 ####      B B B B       A continues on r0, from the tokens that it has
+                 ####      B B B B       A continues on r0, with its tokens so far
 
-The arbiter decides when and which nodes (`phase_mux.py`); this module is the job's side. The
-controller calls `TailMoves` after each response and from time to time, as it calls the policy that
-picks train ranks in `--mode stream`. A thread talks to the server, so a server that is down costs
-only the migration.
+The arbiter decides when to release which nodes (`phase_mux.py`); this module is the job's part. The
+controller calls `TailMoves` after each response and periodically, like the policy that picks train
+ranks in `--mode stream`. A thread talks to the server, so if the server is down, only the migration
+is lost.
 """
 
 import threading
@@ -21,18 +21,18 @@ from rlcore.sched.roles import Cell, GroupState, Live
 from rlcore.utils.log import log
 
 LOOK_S = 0.2
-"""Interval at which the server is asked in the tail of a rollout."""
+"""Seconds between requests to the server in the tail of a rollout."""
 
 
 class TailMoves:
-    """`Elastic` policy whose cells leave the rollout and train nothing. On rank 0."""
+    """`Elastic` policy whose released ranks leave the rollout and do not train. Runs on rank 0."""
 
     def __init__(self, gate: PermitGate, cells: Sequence[Cell], *, tail: float = TAIL) -> None:
         """Make the policy for one run.
 
         Args:
             cells: the engines on each rollout node, in the order of the job's `hosts`.
-            tail: share of finished responses from which on nodes may be left.
+            tail: minimum share of finished responses before nodes may be released.
         """
         self._gate, self._cells, self._tail = gate, cells, tail
         self._talk: _Talk | None = None
@@ -52,7 +52,7 @@ class TailMoves:
         if done < self._tail * wanted or self._leaving:
             return ()
         if self._talk is None:
-            # Prompts that replace others, or that were started as spares, are not the tail.
+            # Live requests of replacement or surplus prompts are not a tail.
             if wanted - sum(1 for _ in live()) < self._tail * wanted:
                 return ()
             self._talk = _Talk(self._gate, done, wanted)
@@ -60,7 +60,7 @@ class TailMoves:
         leaving = {rank for cell in chosen for rank in cell.leaders}
         if not chosen or leaving.issuperset(up):
             return ()
-        self._leaving, self._left = leaving, leaving.difference(up)  # failed engines count as left
+        self._leaving, self._left = leaving, leaving.difference(up)  # failed engines have left
         self._tell()
         return chosen
 
@@ -72,8 +72,8 @@ class TailMoves:
         self._tell()
 
     def end(self) -> tuple[Sequence[int], float] | None:
-        """End the rollout. Return the indices of the nodes that it had left, and when by
-        `time.time`; None if it had left none."""
+        """End the rollout. Return the indices of the nodes that the rollout has released, and the
+        `time.time` of the release; None if no node was released."""
         talk, self._talk = self._talk, None
         if talk is None:
             return None
@@ -88,11 +88,11 @@ class TailMoves:
 
 
 class _Talk:
-    """Exchange with the arbiter about one rollout, in a thread."""
+    """Communication with the arbiter about one rollout, in a thread."""
 
     def __init__(self, gate: PermitGate, done: int, wanted: int) -> None:
         self.nodes: Sequence[int] = ()
-        """Indices of the nodes to leave."""
+        """Indices of the nodes to release."""
         self.freed_at = 0.0
         self.may_free, self.over = threading.Event(), threading.Event()
         self._gate, self._progress = gate, (done, wanted)

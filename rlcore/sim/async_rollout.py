@@ -1,9 +1,8 @@
-"""The asynchronous loop over virtual engines: the shipped controller and sample buffer, with a
-simulated learner.
+"""Simulate asynchronous training on virtual engines, with the shipped controller and sample buffer
+and a simulated learner.
 
-Messages take no time. When the learner has trained a batch, the weights change. All engines pause
-for `sync_s` and then continue; requests in flight are prefilled again unless their KV cache is
-kept.
+Messages take no time. When the learner has trained a batch, all engines pause for `sync_s`, get the
+new weights, and continue. Running requests are prefilled again unless the KV cache is kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,21 +46,21 @@ from rlcore.sim.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Timing and samples of one batch."""
+    """Timing and samples of one training batch."""
 
     seconds: float
-    """Seconds from the previous batch to this one."""
+    """Seconds from the previous batch to this batch."""
     waited: float
-    """Seconds of these in which the learner waited for samples."""
+    """Part of `seconds` in which the learner waited for samples."""
     trained: float
-    """Seconds of these in which the learner trained the previous batch."""
+    """Part of `seconds` in which the learner trained the previous batch."""
     lengths: tuple[int, ...]
     ages: tuple[int, ...]
-    """Age of each response: versions between its first token and this batch."""
+    """Age of each response: policy versions between its first token and this batch."""
 
 
 class PromptLengths:
-    """Response lengths; all responses of a prompt are drawn together."""
+    """Response length by request; the lengths of all responses of a prompt are drawn together."""
 
     def __init__(self, generator: Workload, samples: int, seed: int) -> None:
         self.generator, self.samples, self.seed = generator, samples, seed
@@ -76,7 +75,7 @@ class PromptLengths:
 
 
 class EndlessPrompts:
-    """Endless source of prompts."""
+    """Endless source of prompts, each with `samples` responses."""
 
     def __init__(self, samples: int, prompt_tokens: int = 300, first: int = 0) -> None:
         self._samples, self._issued = samples, first
@@ -137,14 +136,14 @@ class SimAsyncRollout(Engines):
         self._flow, self._train_s, self._sync_s, self._mode = controller, train_s, sync_s, mode
         self._born: dict[str, int] = {}
         self._late: list[AnyEvent] = []
-        """Events that occurred while all engines paused."""
+        """Events that occurred while all engines were paused."""
         self._version = 0
         self._asked = self._last = self._training = 0.0
         self._steps = 0
         self.updates: list[Update] = []
 
     def run(self, steps: int) -> list[Update]:
-        """Simulate `steps` more updates and return them."""
+        """Simulate and return `steps` more updates."""
         self._steps += steps
         self.is_over = False
         if not self.updates and self._version == 0:
@@ -189,7 +188,7 @@ class SimAsyncRollout(Engines):
         self._tell(Wanted(rank=0))
 
     def _tell(self, event: Any) -> None:
-        if self._flow.done:  # paused engines send no events
+        if self._flow.done:  # delivered after the pause
             self._late.append(event)
             return
         if isinstance(event, Finished):
@@ -221,7 +220,7 @@ class SimAsyncRollout(Engines):
         engine.advance(self._now)
         for id in engine.begun:
             self._born.setdefault(id, self._version)
-        self._planned[rank - 1] += 1  # idle until it continues
+        self._planned[rank - 1] += 1  # no event until the engine continues
         self._tell(Held(rank=rank))
         if self._flow.done:
             self._push(self._now + self._sync_s, ("go", 0, self._version + 1))

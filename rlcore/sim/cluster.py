@@ -26,8 +26,8 @@ from rlcore.utils.seed import derive
 
 RowOf = Callable[[Request], int]
 PHASES = ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "resize_engines")
-"""Phases in the order of a step. `rollout` lasts until the end of the round, so it includes the
-rewards that are scored meanwhile; `reward` is the scoring after it."""
+"""Phases in the order of a step. `gen` lasts until the end of the round, so it includes the scoring
+during the round; `reward` is the scoring after the round."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,9 +38,9 @@ class StreamRule:
     earliest: float = StreamConfig.earliest
     latest: float = StreamConfig.latest
     checks_cache: bool = True
-    """Whether the live requests must fit into the KV caches of the remaining engines."""
+    """Whether the remaining engines' KV caches must have room for all unfinished requests."""
     once: bool = False
-    """Whether the released engines train only the groups that are complete at that time."""
+    """Whether engines train only the groups that are complete when these engines switch."""
     batch_tokens: int = 16_384
     """Approximate number of tokens that an engine trains at a time."""
 
@@ -53,7 +53,7 @@ class ClusterPlan:
     gpus: int
     tp: int
     costs: Callable[[int], EngineCost]
-    """Returns the costs of an engine over this many GPUs."""
+    """Returns the costs of an engine over the given number of GPUs."""
     training: TrainingCost
     workload: Workload
     num_prompts: int
@@ -62,15 +62,15 @@ class ClusterPlan:
     eta_prompts: float = TailConfig.eta_prompts
     eta_samples: float = TailConfig.eta_samples
     rewards: Callable[[RowOf], Rewards] = lambda row_of: Rewards()
-    """Makes the rewards of a run, which may adapt. `row_of` returns the prompt (row) of a
-    request."""
+    """Makes the rewards of a run, which may adapt during the run. `row_of` returns the data set row
+    of a request's prompt."""
     max_tp: int = 0
     """Maximum `tp` if the planner changes it between rounds; 0: `tp` is fixed."""
     min_tp: int = 1
     """Minimum `tp` for the planner: the smallest with enough memory for the weights and a KV
     cache."""
     reshard_s: Callable[[int], float] = lambda tp: 0.0
-    """Returns the seconds to change to engines of this many GPUs."""
+    """Returns the seconds to change to engines of the given number of GPUs."""
     overlap_logprobs: bool = False
     """Whether GPUs with nothing to decode compute the log-probs of finished responses (RLHFuse)."""
     stream: StreamRule | None = None
@@ -120,7 +120,7 @@ class SimRun:
         self._number = 0
 
     def steps(self, count: int) -> Iterator[SimStep]:
-        """Simulate the next steps. If the controller gives up a round, raise RuntimeError."""
+        """Simulate the next `count` steps. If the controller fails a round, raise RuntimeError."""
         for _ in range(count):
             yield self._step()
 
@@ -152,7 +152,7 @@ class SimRun:
         return step
 
     def _after(self, outcome: RoundResult) -> dict[str, float]:
-        """Return the seconds of each phase for the samples of a round."""
+        """Return the seconds of each phase for the samples of a finished round."""
         training = self._plan.training
         lengths = [p + n for p, n, done in outcome.samples() if not done]
         logprobs = training.logprobs_s(lengths)
@@ -204,7 +204,7 @@ class SimRun:
             rewards=self._rewards,
             max_running=plan.max_running,
             elastic=elastic,
-            # an engine has 1/engines of the GPUs that `training` is for
+            # `training` is for all GPUs, of which an engine has 1/engines
             train_s=lambda n: engines * (training.update_s(n) + training.logprobs_s(n)),
             trains_once=rule is not None and rule.once,
         )
@@ -222,7 +222,7 @@ class SimRun:
 
 
 def rows_in_order() -> Callable[[int], list[tuple[int, int]]]:
-    """Return a function that draws the next rows of an endless data set."""
+    """Return a function that returns the next (epoch, row) of an endless data set."""
     at = 0
 
     def next_rows(n: int) -> list[tuple[int, int]]:
@@ -244,7 +244,7 @@ class Summary:
     trained_share: float
     """Share of the decoded tokens that are trained."""
     idle: float
-    """Share of the engines' time in a rollout in which they were idle."""
+    """Share of the rollout time in which an engine was idle, mean over engines."""
     preemptions: float
     tokens: float
     """Mean number of response tokens that are trained in a step."""

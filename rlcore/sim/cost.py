@@ -9,7 +9,7 @@ from rlcore.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineCost:
-    """Cost of one engine. A decode step of b sequences with c tokens of context in total takes
+    """Cost of one engine. A decode step of b sequences with c context tokens in total takes
 
         step_s + sequence_s b + context_s c
 
@@ -17,7 +17,7 @@ class EngineCost:
     """
 
     step_s: float
-    """Seconds of an empty step, in which all weights are read."""
+    """Seconds of a step without sequences, in which all weights are read."""
     sequence_s: float = 0.0
     context_s: float = 0.0
     prefill_s: float = 0.0
@@ -25,8 +25,8 @@ class EngineCost:
     cache_tokens: float = math.inf
 
     def decode_s(self, sequences: int, context: float, steps: int) -> float:
-        """Return the seconds of `steps` steps, in each of which every sequence grows by a token;
-        `context` is that of the first step."""
+        """Return the seconds of `steps` steps, in each of which every sequence grows by a token.
+        `context`: total context tokens at the first step."""
         grown = sequences * steps * (steps - 1) / 2
         return steps * (self.step_s + self.sequence_s * sequences) + self.context_s * (
             steps * context + grown
@@ -52,13 +52,13 @@ class Gpu:
     name: str
     memory_gb: float
     bandwidth_gbs: float
-    """Bandwidth of the GPU memory."""
+    """Bandwidth of the GPU memory in GB/s."""
     tflops: float
-    """Dense bf16 throughput."""
+    """Dense bf16 throughput in TFLOP/s."""
     link_gbs: float
-    """One-way bandwidth to another GPU of the node."""
+    """One-way bandwidth in GB/s to another GPU of the node."""
     host_gbs: float = 64
-    """One-way bandwidth to host memory: PCIe 5, 16 lanes."""
+    """One-way bandwidth in GB/s to host memory; default: PCIe 5, 16 lanes."""
     per_node: int = 8
 
 
@@ -75,10 +75,10 @@ GPUS = {
 """GPUs by name, from NVIDIA's data sheets; H800 is an H100 with slower links."""
 
 EFFICIENCY = 0.6
-"""Share of peak bandwidth and arithmetic that engines reach; a round number."""
+"""Share of peak bandwidth and arithmetic that engines reach; assumed, not measured."""
 LAYER_OVERHEAD_S = 25e-6
-"""Overhead of one layer's kernels in a decode step, with CUDA graphs; about doubled by
-collectives if tp > 1."""
+"""Overhead of one layer's kernels in a decode step with CUDA graphs. With tp > 1, collectives about
+double this overhead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +102,8 @@ MODELS = {
         ModelSize(name="32B", parameters=32.8e9, layers=64, kv_bytes=262_144, hidden=5120),
     )
 }
-"""Models by name: Qwen2.5 7B, 14B, 32B and Qwen3 8B from their config.json; bf16, also for the KV
-cache."""
+"""Models by name: Qwen2.5 7B, 14B, 32B and Qwen3 8B, from config.json. Weights and KV cache are
+bf16."""
 
 
 def from_data_sheet(
@@ -113,7 +113,7 @@ def from_data_sheet(
 
     Args:
         utilization: share of a GPU's memory that the engine may use.
-        other_bytes: bytes of each GPU's share used by something else, such as a judge's weights.
+        other_bytes: bytes on each GPU, within this share, for other uses such as a judge's weights.
 
     Raises:
         ConfigError: the weights leave no room for a KV cache.
@@ -139,7 +139,7 @@ def from_data_sheet(
 
 
 def least_tp(costs: Callable[[int], EngineCost], tokens: int, tp: int) -> int:
-    """Return the smallest size up to `tp` whose KV cache holds a request of `tokens` tokens."""
+    """Return the smallest tp, halving from `tp`, whose KV cache holds a request of `tokens`."""
     while tp > 1:
         try:
             if costs(tp // 2).cache_tokens < tokens:
@@ -151,6 +151,6 @@ def least_tp(costs: Callable[[int], EngineCost], tokens: int, tp: int) -> int:
 
 
 def with_step(cost: EngineCost, measured: EngineCost, step_s: float) -> EngineCost:
-    """Scale `cost` to an engine whose empty step takes `step_s` instead of `measured.step_s`: both
-    are slower by the same factor."""
+    """Scale the empty step of `cost` by `step_s` / `measured.step_s`, the factor by which another
+    engine's empty step is slower than its cost model predicts."""
     return replace(cost, step_s=cost.step_s * step_s / measured.step_s)

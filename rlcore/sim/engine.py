@@ -1,9 +1,9 @@
 """A virtual engine: continuous batching over a cost model, in virtual time.
 
-All running requests grow by one token a step, so the state between two events has a closed form.
-Events are an end, a full KV cache and an arrival. An event costs the heap's logarithm, however many
-tokens are between. If the KV cache is full, the most recent request is preempted: it waits with its
-tokens and is prefilled again, as in real engines.
+All running requests grow by one token per step, so the state between two events has a closed form.
+Events are: a request ends, the KV cache is full, requests arrive. An event costs O(log(requests)),
+for any number of tokens since the last event. If the KV cache is full, the most recently started
+request is preempted. As in real engines, this request waits and is prefilled again.
 """
 
 import heapq
@@ -25,21 +25,21 @@ class SimRequest:
     """Final number of response tokens."""
     have: int = 0
     start: int = 0
-    """Step at which its first token in this engine is decoded."""
+    """Step at which this engine decodes the request's first token."""
     gone: bool = False
 
     def start_at(self, step: int) -> None:
-        """Start decoding; the first token is decoded at this step."""
+        """Start decoding, with the first token at `step`."""
         self.start = step
 
     def leave(self, step: int) -> None:
-        """Stop decoding at this step, and keep the tokens decoded so far."""
+        """Stop decoding at `step`, and keep the tokens decoded so far."""
         self.have += step - self.start
         self.gone = True
 
 
 class DecodeSpan(NamedTuple):
-    """Interval of uninterrupted work. A new one begins when the batch size crosses a power of
+    """Interval of uninterrupted work. A new interval begins when the batch size crosses a power of
     two."""
 
     start: float
@@ -90,11 +90,11 @@ class VirtualEngine:
         self._admit()
 
     def release(self, time: float) -> list[SimRequest]:
-        """Remove and return all requests, to be prefilled elsewhere."""
+        """Remove and return all requests, for prefill on another engine."""
         return self.abort([*self._running, *(job.id for job in self._waiting)], time)
 
     def abort(self, ids: list[RequestId], time: float) -> list[SimRequest]:
-        """Stop and return these requests, with their tokens so far."""
+        """Stop and return these requests, which keep the tokens decoded so far."""
         self.advance(time)
         wanted, out = set(ids), []
         for id in ids:
@@ -111,15 +111,15 @@ class VirtualEngine:
     # ---- time
 
     def next_event(self) -> float | None:
-        """Return the time at which the next request ends or the KV cache is full; None if nothing
-        runs."""
+        """Return the time at which the next request ends or the KV cache is full; None if no
+        request runs."""
         steps = self._steps_ahead()
         if steps is None:
             return None
         return self.now + self.cost.decode_s(len(self._running), self._context, steps)
 
     def advance(self, time: float) -> None:
-        """Work until `time`, which is before the next event."""
+        """Decode until `time`, which must be before the next event."""
         if self._running and time > self.now:
             ahead = self._steps_ahead()
             steps = self.cost.steps_within(len(self._running), self._context, time - self.now)
@@ -132,11 +132,11 @@ class VirtualEngine:
             self.now = time
 
     def stand_still(self, time: float) -> None:
-        """Stay idle until `time`, even with requests."""
+        """Stay idle until `time`, even if there are requests."""
         self.now = max(self.now, time)
 
     def step_to_event(self) -> list[SimRequest]:
-        """Work up to the next event and return the requests that end there."""
+        """Decode up to the next event, and return the requests that end at this event."""
         ahead = self._steps_ahead()
         assert ahead is not None
         seconds = self.cost.decode_s(len(self._running), self._context, ahead)
@@ -211,8 +211,8 @@ class VirtualEngine:
         self._waiting.appendleft(again)
 
     def _admit(self) -> None:
-        """Start waiting requests, oldest first, while they and the next tokens fit into the KV
-        cache."""
+        """Start waiting requests in order, while the KV cache has room for their tokens and one
+        more token of each request."""
         prefill = 0
         while self._waiting and len(self._running) < self.max_running:
             job = self._waiting[0]

@@ -1,4 +1,4 @@
-"""Simulated estimate of a training step, for `--dry-run`, before the run starts."""
+"""Estimate the time of a training step by simulation, before the run starts, for `--dry-run`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +16,15 @@ from rlcore.sim.workload import GENERATORS, Workload
 
 STEPS = 5
 LEAST_PARAMETERS = 1e8
-"""Minimum number of parameters; smaller models do not follow a GPU's data sheet."""
+"""Minimum number of parameters; the data sheet of a GPU does not predict smaller models."""
 LEAST_RESPONSES = 64
-"""Minimum number of responses of an earlier run whose lengths are used for the estimate."""
+"""Minimum number of responses of an earlier run for the estimate to use their lengths."""
 
 
 def step(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Summary, str]:
-    """Return the mean of some simulated steps, and the origin of the lengths. They come from
-    `earlier`, the rollouts.jsonl of a run, or from a generator cut at rollout.max_tokens. Rewards
-    take no time.
+    """Return the mean of `STEPS` simulated steps, and the origin of the lengths. Lengths come from
+    `earlier`, the rollouts.jsonl of a run, or from a generator capped at rollout.max_tokens.
+    Rewards take no time.
 
     Raises:
         ValueError: no estimate is possible for such a run; the error gives the reason.
@@ -34,13 +34,13 @@ def step(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple
 
 
 def rates(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Rates, str]:
-    """Return the rates of a step for the planner of `sched/balance.py`; otherwise as `step`."""
+    """Return rates of a step for the planner of `sched/balance.py`, and the origin of lengths."""
     made, said = plan(cfg, hf, gpus, gpu, earlier)
     return splits.rates(made), said
 
 
 def plan(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[ClusterPlan, str]:
-    """Return the cluster that the configuration describes; otherwise as `step`."""
+    """Return the simulation plan for the configuration, and the origin of the lengths."""
     model = model_of(hf)
     workload, said = lengths(cfg, earlier)
     rollout = cfg.rollout
@@ -75,7 +75,7 @@ def plan(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple
 
 
 def model_of(hf: HFConfig) -> ModelSize:
-    """Return the model properties. If the data sheet does not apply to the model, raise
+    """Return the model's properties. If the data sheet does not apply to the model, raise
     ValueError."""
     parameters = num_parameters(hf)
     if hf.num_experts:

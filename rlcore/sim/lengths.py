@@ -1,4 +1,4 @@
-"""Readers of response lengths: tables, serving traces, a run's own rollouts.jsonl."""
+"""Read response lengths from tables, serving traces, or the rollouts.jsonl of a run."""
 
 import csv
 import gzip
@@ -14,8 +14,8 @@ from rlcore.utils.errors import ConfigError
 RESPONSE = ("response_tokens", "num_tokens", "n_tokens", "GeneratedTokens", "output_length")
 PROMPT = ("prompt_tokens", "ContextTokens", "input_length")
 SAME_PROMPT = ("series", "model", "dataset", "source", "idx", "prompt")
-"""Columns that identify a prompt, as far as a file has them. If a row has neither of the last two,
-its prompt is unknown, and its lengths are pooled."""
+"""Columns that together identify a prompt; a file may lack some. If a row has neither `idx` nor
+`prompt`, its prompt is unknown, and its length is pooled with all such rows."""
 MOST = 10_000_000
 ALLOWED = (
     "give a .csv, .jsonl or .jsonl.gz file whose rows have a response's tokens, a whole number "
@@ -24,7 +24,7 @@ ALLOWED = (
 
 
 def read_lengths(path: Path, where: Mapping[str, str] | None = None) -> tuple[Recorded, str]:
-    """Return the lengths of a file, and a sentence about them. Rows whose columns differ from
+    """Return the lengths of a file, and a note on their origin. Rows whose columns differ from
     `where` are left out.
 
     Raises:
@@ -88,7 +88,7 @@ def _tokens(path: Path, line: int, row: Mapping[str, Any], names: tuple[str, ...
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, row)."""
+    """Yield (line number, row) for every row of a .csv or .jsonl file."""
     try:
         data = path.read_bytes()
         if path.suffix == ".gz":

@@ -1,5 +1,5 @@
-"""Baselines for the scheduler of many jobs: the cheapest possible partition, and simpler
-policies."""
+"""Baselines for RollMux's placement of jobs: the cheapest possible partition into groups, and
+simpler policies."""
 
 import math
 import random
@@ -11,15 +11,15 @@ from rlcore.sched.partition import cheapest_partition
 
 
 class Careless(Cluster):
-    """Scheduler that checks host memory only: it ignores saturation and SLOs."""
+    """Scheduler that checks only host memory, and ignores saturation and SLOs."""
 
     def _limit(self, group: JobGroup, job: MuxJob) -> float:
         return math.inf
 
 
 class Greedy(Careless):
-    """Scheduler that takes the lowest additional cost; ties go to the group with the highest
-    utilization."""
+    """Scheduler that places a job where the additional cost is lowest; ties go to the group with
+    the highest utilization."""
 
 
 class Random(Careless):
@@ -30,7 +30,7 @@ class Random(Careless):
         self._dice = random.Random(seed)
 
     def admit(self, job: MuxJob, on: Nodes | None = None) -> Decision:
-        """Place a job as `Cluster.admit`, at random."""
+        """Place a job as `Cluster.admit` does, but at random."""
         assert on is None, "placed at random, not on fixed nodes"
         passed: Counter[str] = Counter()
         offers = [self._isolated(job), *self._offers(job, passed)]
@@ -40,10 +40,10 @@ class Random(Careless):
 
 def optimum(jobs: Sequence[MuxJob], rollout: NodePool, train: NodePool) -> float:
     """Return the lowest cost per hour of any partition of these jobs into groups that meet all SLOs
-    by the closed form. Subset dynamic programming.
+    by the closed form of the period. The search is dynamic programming over subsets.
 
-    Node sets may overlap here and the closed form is assumed to hold, so this is a lower bound; it
-    is exact under these assumptions.
+    The result is a lower bound, since node sets may overlap and the closed form is assumed to hold.
+    Under these assumptions, the result is exact.
 
     Raises:
         ValueError: there are more than 12 jobs.
@@ -57,7 +57,7 @@ def optimum(jobs: Sequence[MuxJob], rollout: NodePool, train: NodePool) -> float
 
 
 def group_cost(jobs: Sequence[MuxJob], pools: tuple[NodePool, NodePool]) -> float | None:
-    """Return the lowest cost of one group; None if no number of nodes meets its SLOs."""
+    """Return the lowest cost of one group; None if no number of nodes meets all SLOs."""
     rollout, train = pools
     if len(jobs) == 1:
         return jobs[0].rollout_nodes * rollout.price + jobs[0].train_nodes * train.price
@@ -79,15 +79,15 @@ def group_cost(jobs: Sequence[MuxJob], pools: tuple[NodePool, NodePool]) -> floa
 
 
 def least_nodes(jobs: Sequence[MuxJob], limit: float, pool: NodePool) -> int:
-    """Return the minimum number of rollout nodes on which all loads stay below `limit`. Each job
-    takes `rollout_nodes` distinct ones. Branch and bound."""
+    """Return the minimum number of rollout nodes on which all loads stay within `limit`. Each job
+    takes `rollout_nodes` distinct nodes. The search is branch and bound."""
     order = sorted(jobs, key=lambda j: (-j.rollout_nodes, -j.rollout_s))
     best = sum(j.rollout_nodes for j in jobs)
     loads: list[float] = []
     memory: list[float] = []
 
     def place(at: int, node: int, left: int) -> None:
-        """Place the job at index `at` on `left` more nodes, from `node` on."""
+        """Place job `order[at]` on `left` more nodes, whose indices are at least `node`."""
         nonlocal best
         if len(loads) >= best:
             return

@@ -1,5 +1,5 @@
-"""Simulation of the jobs of one group over virtual slots, ordered by the shipped
-`sched/phase_mux.py`."""
+"""Simulation of the jobs of one group on virtual slots. The shipped `sched/phase_mux.py` orders
+their phases."""
 
 import heapq
 import math
@@ -20,14 +20,14 @@ class Iteration:
     train_s: float
     sync_s: float = 0.0
     tail_s: float = math.inf
-    """Seconds of the rollout until enough responses are done that the rest may move."""
+    """Seconds of the rollout until its tail begins, which may move to other slots."""
     moved_s: float = 0.0
-    """Seconds of the rest of the rollout after it has moved to the kept slots, with prefill."""
+    """Seconds of the tail, including its prefill, after the tail has moved to the kept slots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VirtualJob:
-    """A member of the group with its iterations."""
+    """A job of the group with the durations of its iterations."""
 
     member: Member
     iteration: Callable[[int], Iteration]
@@ -51,7 +51,7 @@ class SlotInterval:
 
 @dataclass(slots=True)
 class MuxTimeline:
-    """Record of a simulation."""
+    """Record of a simulation, with times in virtual seconds."""
 
     spans: list[SlotInterval] = field(default_factory=list)
     ends: dict[str, list[float]] = field(default_factory=dict)
@@ -59,16 +59,16 @@ class MuxTimeline:
     moves: int = 0
 
     def count_move(self) -> None:
-        """Count a rollout that has moved to the slots that it keeps."""
+        """Count a rollout whose tail has moved to the kept slots."""
         self.moves += 1
 
     def period(self, job: str, skip: int) -> float:
-        """Return the mean seconds of an iteration after the first `skip`."""
+        """Return the mean seconds of an iteration, without the first `skip` iterations."""
         ends = self.ends[job]
         return (ends[-1] - ends[skip]) / (len(ends) - 1 - skip)
 
     def busy(self, slots: Sequence[str], start: float, end: float) -> float:
-        """Return the share of the time in which these slots are held by a job."""
+        """Return the share of the time from `start` to `end` in which jobs hold these slots."""
         wanted = set(slots)
         total = sum(
             max(0.0, min(s.end, end) - max(s.start, start)) for s in self.spans if s.slot in wanted
@@ -78,14 +78,14 @@ class MuxTimeline:
 
 @dataclass(slots=True)
 class _JobProgress:
-    """Progress of a job."""
+    """Progress of a job within its current iteration."""
 
     job: VirtualJob
     number: int = 0
     step: str = ROLLOUT
     now: Iteration = field(default_factory=lambda: Iteration(rollout_s=1, train_s=1))
     left_s: float = 0.0
-    """Remaining seconds of the phase at full speed."""
+    """Remaining seconds of the current phase at full speed."""
     rate: float = 1.0
     at: float = 0.0
     version: int = 0
@@ -101,11 +101,11 @@ class _JobProgress:
         return (ROLLOUT, TRAIN) if self.job.colocated else (self.step,)
 
     def add_slots(self, slots: Sequence[str], now: float) -> None:
-        """Add slots to the phase."""
+        """Add slots to the current phase."""
         self.opened |= dict.fromkeys(slots, now)
 
     def start_phase(self, now: float, switch_s: Mapping[str, float]) -> None:
-        """Begin the phase."""
+        """Begin the phase whose slots have been granted."""
         self.left_s = self.now.rollout_s if self.step == ROLLOUT else self.now.train_s
         self.left_s += switch_s.get(self.step, 0.0)
         if self.job.colocated:
@@ -113,7 +113,7 @@ class _JobProgress:
         self.at, self.is_tail, self.has_moved = now, False, False
 
     def advance(self, now: float) -> None:
-        """Work until `now`."""
+        """Continue the phase until `now`."""
         self.left_s -= (now - self.at) * self.rate
         self.at = now
 
@@ -127,7 +127,7 @@ class _JobProgress:
         self.has_moved = True
 
     def change_speed(self, tail_share: float) -> None:
-        """Set the speed that the current slots allow. Earlier planned events become invalid."""
+        """Set the speed that the current slots allow, and invalidate all planned events."""
         self.rate = 1.0
         if self.step == ROLLOUT and not self.has_moved:
             live = 1 - tail_share if self.is_tail else 1.0
@@ -136,7 +136,7 @@ class _JobProgress:
         self.version += 1
 
     def end_phase(self) -> bool:
-        """Go to the next phase. Return whether it is the weight update."""
+        """Go to the next phase. Return whether the next phase is the weight update."""
         self.step = "sync" if self.job.colocated else STEPS[self.step]
         return self.step == "sync"
 
@@ -147,8 +147,8 @@ class _JobProgress:
 
 
 class MuxSimulation:
-    """Event simulation of a group. `switch_s` is the time of a switch at the start of a phase, by
-    pool; a job alone has none."""
+    """Event simulation of a group. `switch_s`: seconds of a switch at the start of a phase, by
+    pool; ignored if the group has only one job."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class MuxSimulation:
             self._at(0.0, "ask", job.member.job)
 
     def run(self, iterations: int) -> MuxTimeline:
-        """Simulate until every job has done `iterations`. If no job can continue, raise
+        """Simulate until every job has done `iterations` iterations. If no job can continue, raise
         RuntimeError."""
         while any(len(e) < iterations for e in self.trace.ends.values()):
             if not self._events:
@@ -230,7 +230,7 @@ class MuxSimulation:
         self._do(self.mux.freed(move.job, move.free, now), now)
 
     def _plan(self, name: str, run: _JobProgress, now: float) -> None:
-        """Update the speed of the phase and queue its new end."""
+        """Update the speed of the current phase, and queue the phase's new end."""
         run.change_speed(self._tail_share)
         self._at(now + max(0.0, run.left_s) / run.rate, "end", name)
         before_tail = run.left_s - (run.now.rollout_s - run.now.tail_s)

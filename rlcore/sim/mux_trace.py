@@ -1,5 +1,5 @@
-"""Trace of jobs that arrive at a cluster and leave after their iterations. The shipped
-`sched/cluster.py` places them, and costs are accounted."""
+"""Simulation of jobs that arrive at a cluster and leave after their iterations. The shipped
+`sched/cluster.py` places the jobs, and the simulation sums the cost of the nodes."""
 
 import heapq
 import random
@@ -12,7 +12,7 @@ from rlcore.sim.published_rollmux import MEAN_HOURS, SHAPES, SIGMA, SIZES, SLO, 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A job with its arrival time and its duration alone."""
+    """A job with its arrival time and its duration if it ran alone."""
 
     job: MuxJob
     at_s: float
@@ -27,9 +27,9 @@ class TraceResult:
     """Seconds from the first arrival to the last departure."""
     bill: float
     kept: float
-    """Share of the jobs that took at most their SLO times their duration alone."""
+    """Share of jobs that took at most `slo` times their duration alone."""
     promised: float
-    """Share of the jobs for which no iteration was planned beyond the SLO."""
+    """Share of jobs whose planned iterations never exceeded the SLO."""
     idle: tuple[float, float]
     """Share of the rented time in which rollout nodes and train nodes were idle."""
     peak: tuple[int, int]
@@ -55,14 +55,14 @@ class _Going:
     worst_s: float = 0.0
 
     def may_move(self, now: float, move_s: float) -> bool:
-        """Return whether the job meets its SLO over its whole duration if it loses `move_s` now,
-        even at the worst period."""
+        """Return whether the job would meet its SLO over its whole duration if it lost `move_s`
+        now, even at the worst period."""
         left = self.left - (now - self.at) / self.period_s
         budget = self.iterations * self.job.limit_s
         return now - self.came + move_s + left * self.job.limit_s <= budget
 
     def replan(self, now: float, period_s: float, lost_s: float) -> float:
-        """Continue with another period, after a loss of `lost_s` by a move. Return the new end
+        """Continue with the period `period_s` after a move that cost `lost_s`. Return the new end
         time."""
         self.left -= (now - self.at) / self.period_s
         self.at, self.period_s = now, period_s
@@ -74,7 +74,7 @@ class _Going:
 
 
 def draw_job(name: str, dice: random.Random, shapes: Sequence[str], sizes: Sequence[str]) -> MuxJob:
-    """Draw a job from the nine profiles; `sizes` may have repeated entries."""
+    """Draw a job with one of the given shapes and sizes; repeated entries are likelier."""
     share = SHAPES[dice.choice(shapes)]
     size = SIZES[dice.choice(sizes)]
     took, nodes = dice.uniform(*size.seconds), dice.choice(size.nodes)
@@ -91,7 +91,7 @@ def draw_job(name: str, dice: random.Random, shapes: Sequence[str], sizes: Seque
 
 
 def draw_trace(trace: JobTrace, seed: int) -> list[Arrival]:
-    """Draw Poisson arrivals with log-normal durations and weighted profiles."""
+    """Draw jobs with Poisson arrivals, log-normal durations and sizes by the trace's weights."""
     dice = random.Random(seed)
     times = sorted(dice.uniform(0, trace.hours * 3600) for _ in range(trace.jobs))
     hours = [dice.lognormvariate(0, SIGMA) for _ in times]
@@ -108,9 +108,9 @@ def draw_trace(trace: JobTrace, seed: int) -> list[Arrival]:
 def run_trace(
     cluster: Cluster, arrivals: Iterable[Arrival], *, repack: bool = False, move_s: float = 0.0
 ) -> TraceResult:
-    """Run a trace in which every iteration takes the worst-case period. `move_s` is the loss of a
-    job that `repack` moves; jobs that cannot afford it are not moved. If a job gets no nodes, raise
-    RuntimeError."""
+    """Simulate a trace in which every iteration takes the worst-case period. `move_s`: seconds that
+    a job loses when `repack` moves it; jobs that would then miss their SLO are not moved. If a job
+    gets no nodes, raise RuntimeError."""
     going: dict[str, _Going] = {}
     events: list[tuple[float, int, str, int, Arrival | None]] = []
     todo = sorted(arrivals, key=lambda a: a.at_s)
@@ -154,7 +154,7 @@ def run_trace(
                 moves += move.job != name
         touched = {id(g): g for g in groups if cluster.groups.get(g.id) is g}
         touched |= {id(g): g for g in cluster if moved.keys() & g.jobs.keys()}
-        if moved:  # groups that lost a job are new objects, too
+        if moved:  # `repack` also replaces groups that lost a job
             touched = {id(g): g for g in cluster}
         for group in touched.values():
             count = _replan(group, going, now, events, count, moved, move_s, new=name)

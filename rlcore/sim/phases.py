@@ -1,4 +1,4 @@
-"""Seconds of everything but decoding: training, weight updates, changes of `tp`, a judge."""
+"""Costs of all phases but decoding: training, weight updates, changes of `tp`, a judge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from rlcore.sim.cost import EFFICIENCY, Gpu, ModelSize
 
 MFU = 0.35
-"""Share of a GPU's arithmetic that training reaches; a round number. `--mfu` changes it."""
+"""Share of a GPU's peak arithmetic that training reaches; assumed, `--mfu` overrides this."""
 ADAM_BYTES = 16
-"""Bytes per parameter that move between GPU and host around a rollout: fp32 weights, gradient and
-two moments."""
+"""Bytes per parameter that move between GPU and host before and after a rollout: fp32 weights,
+gradient and two Adam moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,14 +18,14 @@ class TrainingCost:
 
         sample_s + token_s n + square_s n^2     forward and backward
 
-    seconds, and `forward_share` of that again for its log-probs before the update.
+    seconds. Log-probs before the update take a further `forward_share` of these seconds.
     """
 
     sample_s: float = 0.0
     token_s: float = 0.0
     square_s: float = 0.0
     forward_share: float = 1 / 3
-    """Time of a forward pass relative to forward and backward; doubled with a reference model."""
+    """Time of the log-probs relative to forward and backward; twice as much with a reference."""
     step_s: float = 0.0
     """Seconds per step to move the states from and to the host and to run the optimizer."""
     sync_s: float = 0.0
@@ -37,7 +37,7 @@ class TrainingCost:
         return len(lengths) * self.sample_s + self.token_s * sum(lengths) + self.square_s * squares
 
     def logprobs_s(self, lengths: Sequence[int]) -> float:
-        """Return the seconds of the log-probs of these samples before the first update."""
+        """Return the seconds of log-probs before the first update, for samples of these lengths."""
         return self.forward_share * self.update_s(lengths)
 
 
@@ -57,25 +57,25 @@ def training_from_data_sheet(
 
 
 def weights_s(model: ModelSize, gpu: Gpu, tp: int) -> float:
-    """Return the seconds to load weights into engines of `tp` ranks over the links of a node. This
-    applies to a weight update and to a change of `tp`, which the paper calls negligible. Recapture
+    """Return the seconds to load weights into engines of `tp` ranks over the links of a node, for a
+    weight update or a change of `tp`. The paper (RollPacker) calls the latter negligible. Recapture
     of CUDA graphs is not counted."""
     return 2 * model.parameters / tp / (EFFICIENCY * gpu.link_gbs * 1e9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeCost:
-    """Judge model that reads prompt and response and answers with one word: prefill only, one at a
-    time."""
+    """Cost of a judge model that answers with one word, so there is only prefill. Requests run one
+    at a time."""
 
     token_s: float
     least_s: float = 0.0
-    """Minimum seconds of one response, for the layers that are streamed from the host."""
+    """Minimum seconds of one response, to stream layers from the host."""
     is_overlapped: bool = True
-    """Whether the next layer is loaded while one computes, rather than after it."""
+    """Whether the next layer is loaded during the computation of a layer, not after it."""
 
     def seconds(self, tokens: int) -> float:
-        """Return the seconds of one response with its prompt."""
+        """Return the seconds to judge a prompt and response of `tokens` tokens."""
         compute = self.token_s * tokens
         return max(compute, self.least_s) if self.is_overlapped else compute + self.least_s
 
@@ -93,7 +93,7 @@ def judge_from_data_sheet(
     utilization: float = EFFICIENCY,
     streamed: bool = False,
 ) -> JudgeCost:
-    """Return a judge over `gpus` GPUs that compute at `utilization` of their data sheet."""
+    """Return the cost of a judge over `gpus` GPUs at `utilization` of their peak arithmetic."""
     read = 2 * model.parameters * (1 - JUDGE_SHARE) / gpus if streamed else 0.0
     return JudgeCost(
         token_s=2 * model.parameters / (utilization * gpu.tflops * 1e12 * gpus),
@@ -102,5 +102,5 @@ def judge_from_data_sheet(
 
 
 def judge_bytes(model: ModelSize, *, streamed: bool) -> float:
-    """Return the bytes that a judge takes on the GPUs that it shares."""
+    """Return the bytes of GPU memory that a judge's weights take."""
     return 2 * model.parameters * (JUDGE_SHARE if streamed else 1.0)

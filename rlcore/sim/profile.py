@@ -8,21 +8,21 @@ One JSON object:
     model      folder or name of the model; its weights are random, which costs the same
     device     "cpu, 2 cores", or a GPU's name
     dtype      data type of the engine, such as "bfloat16"
-    load       load average of the machine, before and after: above the number of cores, other
+    load       load average of the machine, before and after: if above the number of cores, other
                programs were running, and the seconds are unreliable
-    best_tp    the layout for `--rollout.tp`: see `best`
+    best_tp    the size to use for `--rollout.tp`: see `best`
     layouts    one object for every tensor-parallel size:
         tp             ranks of the engine
         cache_tokens   tokens that its KV cache holds
-        start_s        start of an engine until it accepts weights: the cost of a change of layout
+        start_s        seconds to start an engine until it accepts weights: cost of a change of tp
         decode         rows {"sequences", "context", "step_s"}: seconds of a decode step of
                        this many sequences with `context` tokens each (prompt and response, the
                        mean over the timed steps)
-        prefill        rows {"tokens", "seconds"}: one prompt to its first token
+        prefill        rows {"tokens", "seconds"}: one prompt, up to its first response token
         cost           fields of `sim.cost.EngineCost` that fit these rows best, with cache_tokens
         error          largest relative error of the fit among the decode rows
 
-Seconds are of the wall clock, sizes in tokens. `read` takes the file back,
+Seconds are wall-clock time, sizes are in tokens. `read` reads the file, and
 `EngineCost(**layout["cost"])` has all that a simulation needs.
 """
 
@@ -72,7 +72,7 @@ class EngineMeasurements:
 
 
 def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: float) -> EngineCost:
-    """Fit a cost model to the rows: least squares of relative errors, no term below 0.
+    """Fit a cost model to the rows, by least squares of relative errors with no term below 0.
 
     Raises:
         ConfigError: there is no row to fit.
@@ -84,7 +84,7 @@ def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: floa
     terms = [[1.0, r.sequences, r.sequences * r.context] for r in decode]
     step, sequence, context = _positive(terms, [r.step_s for r in decode])
     of_prompt = 0.0
-    if prefill:  # the constant belongs to the call, not to a token
+    if prefill:  # fit a constant per call as well, and drop it
         ones = [[1.0, r.tokens] for r in prefill]
         of_prompt = _positive(ones, [r.seconds for r in prefill])[-1]
     return EngineCost(
@@ -104,22 +104,22 @@ def error(cost: EngineCost, decode: Sequence[Decode]) -> float:
 
 def rate(cost: EngineCost, tp: int, sequences: int, context: float) -> float:
     """Return the tokens per second and rank at a load of `sequences` sequences of `context` tokens
-    per rank. An engine over tp ranks has tp times as many, or as many as its KV cache holds."""
+    per rank. An engine of tp ranks decodes tp times as many, limited by its KV cache."""
     most = cost.cache_tokens // max(context, 1)
     n = max(1, min(sequences * tp, int(min(most, 2**31))))
     return n / cost.decode_s(n, n * context, 1) / tp
 
 
 def best(layouts: Sequence[EngineMeasurements], sequences: int, context: float) -> int:
-    """Return the size with the most tokens per second and rank at this load per rank. Ties go to
-    the smallest size, whose failures affect the fewest ranks."""
+    """Return the tp with the most tokens per second and rank, at this load per rank. If sizes
+    tie, return the smallest, since its failures affect the fewest ranks."""
     return max(layouts, key=lambda x: (rate(x.cost, x.tp, sequences, context), -x.tp)).tp
 
 
 def to_json(
     layouts: Sequence[EngineMeasurements], *, best_tp: int, head: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the contents of the file. `head` has engine, model, device, dtype and load."""
+    """Return the contents of the file. `head`: engine, model, device, dtype and load."""
     return {
         "format": FORMAT,
         **head,
@@ -178,8 +178,8 @@ def _layout(row: Mapping[str, Any]) -> EngineMeasurements:
 
 
 def _positive(terms: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
-    """Return x >= 0 with the least sum of squares of (terms x - wanted) / wanted. As there are few
-    terms, every choice of nonzero ones is tried."""
+    """Return x >= 0 with the least sum of squares of (terms x - wanted) / wanted. There are few
+    terms, so every set of terms that may be nonzero is tried."""
     scale = np.asarray(wanted, np.float64)
     a = np.asarray(terms, np.float64) / scale[:, None]
     count, best_x, least = a.shape[1], np.zeros(a.shape[1]), math.inf

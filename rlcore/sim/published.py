@@ -1,14 +1,14 @@
-"""Published results of papers to compare simulations with, and the origin of each of our constants.
+"""Published results of RollPacker for comparison with simulations, and the origin of our constants.
 
-Nothing here is fitted to make a table agree, unless marked as fitted. [paper]: RollPacker, arXiv
-2509.21009 and its submission; [code]: its artifact, Farrrrland/RollPacker; [A8]: the generator of
-lengths in workload.py.
+Constants are not fitted to a table unless marked as fitted. [paper]: RollPacker, arXiv 2509.21009
+and the paper's submitted version. [code]: the paper's artifact, Farrrrland/RollPacker. [A8]: the
+generator of lengths in workload.py.
 """
 
 from dataclasses import dataclass
 
 PROMPTS, SAMPLES = 128, 8
-"""[paper] 6, P0 and R0."""
+"""Prompts per step and responses per prompt; [paper] section 6, P0 and R0."""
 
 # ---- figure 11
 
@@ -20,12 +20,12 @@ class Column:
     generator: str
     """Name of the generator in `workload.GENERATORS`."""
     step_s: float
-    """Seconds of a decode step at any batch size: the baseline's published mean over its cap, since
-    its longest responses reach the cap in every round [A8]."""
+    """Seconds of a decode step at any batch size: the baseline's published mean round divided by
+    the length cap, since the longest responses reach the cap in every round [A8]."""
     baseline_s: float
     fitted: bool
-    """Whether the generator is fitted on the ratios of this column [A8]. If so, agreement only
-    shows that one generator can reproduce them all, and is no prediction."""
+    """Whether the generator is fitted on the ratios of this column [A8]. If so, agreement is no
+    prediction; it only shows that one generator can reproduce all these ratios."""
     note: str = ""
 
 
@@ -77,7 +77,7 @@ FIGURE_11_SECONDS = {
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Model of [paper] 6 with its H800 cluster and its lengths."""
+    """Model of [paper] section 6 with the H800 cluster and the lengths used for this model."""
 
     model: str
     gpus: int
@@ -85,9 +85,9 @@ class System:
     column: str
     """Column of figure 11 whose generator is used."""
     step_s: float
-    """Seconds of an empty decode step. With the data sheet's costs of batch and context, the
-    baseline's rollout takes figure 11's 82, 277 and 673 s (20 steps, seed 0). Fitted on these three
-    numbers; the data sheet has 8.3, 9.7 and 19.5 ms."""
+    """Seconds of an empty decode step, fitted so that the baseline's rollout takes figure 11's 82,
+    277 and 673 s (20 steps, seed 0). The costs of batch and context are the data sheet's, which
+    gives 8.3, 9.7 and 19.5 ms for an empty step."""
 
 
 SYSTEMS = {
@@ -97,25 +97,24 @@ SYSTEMS = {
 }
 
 TRAINING_S = 277 / 0.72 * 0.23
-"""Training seconds of a step of 14B/16k over 32 GPUs with 1,024 samples. It is the share of 23 %
-beside a rollout of 72 % ([paper] table 1, math) that takes 277 s ([paper] figure 11). 88 s; code
-and judge give 88 and 86.
+"""Training seconds of a step of 14B/16k on 32 GPUs with 1,024 samples: 88 s. Training takes 23 % of
+the step, and rollout 72 % ([paper] table 1, math) or 277 s ([paper] figure 11). Table 1's rows for
+code and judge give 88 and 86 s.
 
-For other models and clusters: in proportion to parameters, samples and the cap of the length,
-against GPUs. That proportion is ours, and nothing is fitted on 7B and 32B. It is not in proportion
-to tokens: short rounds, which have half of them, take 93 s beside their rollout ([paper] figures
-10c, 11).
+For other models and clusters, we scale with parameters, samples and length cap, and inversely with
+GPUs; nothing is fitted on 7B and 32B. We do not scale with tokens, since short rounds have half the
+tokens but take 93 s besides the rollout ([paper] figures 10c, 11).
 """
 FORWARD_SHARE = 2 / 3
-"""Time of the log-probs of the actor and of a reference of its size ([paper] 6), each a third of
-forward and backward."""
+"""Time of log-probs relative to forward and backward: a third each for the actor and for a
+reference model of the same size ([paper] section 6)."""
 
 # ---- rewards
 
 MATH_WORKERS = 32
-"""[code] `world_size` of the math reward."""
+"""Number of workers of the math reward; [code] `world_size`."""
 MATH_S = 277 / 0.72 * 0.05 * MATH_WORKERS / (PROMPTS * SAMPLES)
-"""Seconds per response: 5 % of the step of table 1, 0.6 s. Fitted on that cell."""
+"""Seconds per response, 0.6: fitted on the reward's 5 % of a step in table 1 (math)."""
 SANDBOX_QUANTILES = (
     (0.0, 0.026),
     (0.01, 0.027),
@@ -127,16 +126,16 @@ SANDBOX_QUANTILES = (
     (0.99, 9.14),
     (1.0, 21.05),
 )
-"""[code] `data/time_list.json`: seconds of the reference programs of 2,001 prompts."""
+"""Quantiles of the seconds of 2,001 prompts' reference programs; [code] `data/time_list.json`."""
 LOOPING = 0.05
-"""Share of programs that loop; [paper] 4.3: about 5 % run into the 30 s."""
+"""Share of programs that loop; [paper] section 4.3: about 5 % reach the timeout of 30 s."""
 SANDBOX_WORKERS = MATH_WORKERS
 SANDBOX_TIMEOUT_S = 30.0
-"""Timeout in seconds, also from [paper] 4.3."""
+"""Timeout in seconds; [paper] section 4.3."""
 JUDGE_GPUS = 0.25
-"""Share of the GPUs that a dedicated judge has; [paper] 4.3."""
+"""Share of all GPUs that a dedicated judge has; [paper] section 4.3."""
 JUDGE_UTILIZATION = 0.226
-"""Share of its GPU's arithmetic that a judge reaches; [paper] figure 7b."""
+"""Share of the GPU's peak arithmetic that a judge reaches; [paper] figure 7b."""
 
 TABLE_1 = {
     # shares of a step of veRL, 14B/16k: rollout, reward, training
@@ -146,7 +145,7 @@ TABLE_1 = {
 }
 
 TABLE_2: dict[str, dict[str, tuple[float, ...]]] = {
-    # [paper], submission; arXiv v1 where it differs, in a summary
+    # [paper]: the submitted version, then arXiv v1 if its value differs
     "7B/8k": {"tail": (1.30,), "reward": (2.01,), "planner": (2.01, 2.02), "trainer": (2.03,)},
     "14B/16k": {
         "tail": (1.48,),
@@ -178,14 +177,14 @@ FIGURE_6_PREEMPTIONS = {
 }
 FIGURE_6_SECONDS = {("short", 1): 1029, ("long", 1): 1172, ("short", 2): 768, ("long", 2): 1284}
 UTILIZATION = 0.85
-"""[code] `gpu_memory_utilization`."""
+"""Share of GPU memory that an engine may use; [code] `gpu_memory_utilization`."""
 FIGURE_12A_SPEEDUP = 1.9
-"""Speed-up for 14B over 16 GPUs with the cap rising from 8k to 32k by 2k a step, against tp 1."""
+"""Speed-up of 14B on 16 GPUs over tp 1, with a length cap rising from 8k to 32k by 2k a step."""
 
 # ---- scaling, figure 14: 14B/16k
 
 SCALING = {
-    # GPUs: (prompts, veRL, RollPacker), samples a second against veRL over 32
+    # GPUs: (prompts, veRL, RollPacker), samples per second relative to veRL on 32 GPUs
     32: (128, 1.0, 2.22),
     64: (256, 1.42, 3.37),
     128: (512, 2.18, 4.81),

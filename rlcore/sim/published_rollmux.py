@@ -1,8 +1,7 @@
-"""Published results of RollMux to compare simulations with, and the origin of each of our
-constants.
+"""Published results of RollMux for comparison with simulations, and the origin of our constants.
 
-[paper]: arXiv 2512.11306 and its OSDI version (Weave). [ours]: not published, a stand-in chosen
-once and not to make a table agree, unless marked as fitted.
+[paper]: arXiv 2512.11306 and its OSDI version (Weave). [ours]: our assumption for a value that is
+not published; not fitted to a table unless marked as fitted.
 """
 
 from dataclasses import dataclass
@@ -12,17 +11,17 @@ from dataclasses import dataclass
 H20, H800 = 8 * 1.85, 8 * 5.28
 """Price in $ of a node of eight GPUs for an hour; [paper]."""
 NODE_GB = 1500.0
-"""[ours] host memory of a node; [paper] 1 to 2 TB."""
+"""Host memory of a node in GB; [ours], as [paper] has 1 to 2 TB."""
 WARM_S = {"rollout": 1.9, "train": 5.9}
-"""Seconds of a warm start by pool; [paper] OSDI: 0.9 to 1.9 and 4.1 to 5.9. The larger values are
-used, as a guarantee needs."""
+"""Seconds of a warm start by pool; [paper] OSDI: 0.9 to 1.9 and 4.1 to 5.9. We use the larger
+values, since admission guarantees the worst case."""
 COLD_S = {"v1": 80.0, "OSDI": 135.8}
-"""Maximum seconds of a start without the state in host memory; [paper]."""
+"""Maximum seconds of a cold start, without states in host memory; [paper]."""
 
 # ---- the nine profiles
 
 SHAPES = {"balanced": 1 / 2, "rollout-heavy": 3 / 4, "train-heavy": 1 / 3}
-"""Share rollout / (rollout + train) in the worst case; [ours]. The names are [paper]'s, the
+"""Ratio rollout / (rollout + train) in the worst case; [ours]. The names are [paper]'s, but the
 durations are not published."""
 
 
@@ -31,43 +30,43 @@ class Size:
     """Size class of a job; [ours]."""
 
     seconds: tuple[float, float]
-    """Range of the seconds of rollout and train together, uniformly distributed."""
+    """Range of the seconds of rollout plus train, uniformly distributed."""
     nodes: tuple[int, ...]
     """Choices for the number of nodes in each pool."""
     gb: float
-    """Host memory on each node."""
+    """Host memory in GB on each node."""
 
 
 SIZES = {
     "S": Size((100, 250), (1,), 150),
     "M": Size((250, 600), (1, 2), 300),
-    "L": Size((600, 1100), (2,), 490),  # [paper] a phase of 32B is up to 490 GB
+    "L": Size((600, 1100), (2,), 490),  # [paper] a phase of 32B takes up to 490 GB
 }
 SLO = (1.0, 2.0)
 """Range of the SLO, uniformly distributed; [paper]."""
 MEAN_HOURS, SIGMA = 27.9, 1.0
-"""Duration of a job alone: the mean is [paper]'s; the log-normal form and its width are [ours]."""
+"""Duration of a job alone: the mean is from [paper]; the log-normal form and width are [ours]."""
 
 # ---- traces
 
 
 @dataclass(frozen=True, slots=True)
 class JobTrace:
-    """Trace of jobs that arrive and leave."""
+    """Settings for a trace of jobs that arrive and leave."""
 
     jobs: int
     hours: float
-    """Duration of the Poisson arrivals. [ours]; the traces are not published."""
+    """Hours in which the jobs arrive (Poisson process); [ours], the traces are not published."""
     sizes: dict[str, float]
     """Weights of the size classes."""
 
 
 TRACE_200 = JobTrace(200, 336, {"S": 0.80, "M": 0.17, "L": 0.03})
-"""Trace of two weeks. The sizes are fitted on the cost of its jobs alone: 940 $/h / (200 x 27.9 h /
-370 h) is 62.3 $/h a job, 1.09 times that of 8 and 8 GPUs."""
+"""Trace of two weeks. The sizes are fitted on the cost of all jobs running alone: 940 $/h / (200 x
+27.9 h / 370 h) is 62.3 $/h a job, 1.09 times the cost of 8 H20 and 8 H800."""
 TRACE_300 = JobTrace(300, 580, {"S": 1.0, "M": 1.0, "L": 1.0})
 WINDOW_HOURS = 370
-"""Hours of the measured window; [paper] 188.8 k$ at 510 $/h."""
+"""Hours of the measured window; from [paper]: 188,800 $ at 510 $/h."""
 TRACE_200_TOLD = {
     "RollMux, $/h": 510,
     "solo, $/h": 940,
@@ -82,14 +81,14 @@ TRACE_200_TOLD = {
     "peak H20, solo": 328,
     "peak H800, solo": 328,
 }
-"""Published results for that trace. Its reduction of bubbles is read as the share of idle time that
-is removed."""
+"""Published results for `TRACE_200`. We read the published reduction of bubbles as the share of
+idle time that is removed."""
 
 OVER_OPTIMUM = {"RollMux": (1.01, 1.12), "random": (1.72, 2.00), "greedy": (1.38, 1.89)}
-"""Ratio of the cost to the optimum's: minimum and maximum over the workloads."""
+"""Ratio of the cost to the optimal cost: minimum and maximum over the workloads."""
 SLO_KEPT = {"RollMux": (1.0, 1.0), "random": (0.37, 0.58), "greedy": (0.42, 0.61)}
 DECISION_MS = 591
-"""Milliseconds of a decision at 2,000 jobs."""
+"""Milliseconds of a placement decision in a cluster with 2,000 jobs."""
 
 # ---- micro-benchmarks
 
@@ -99,8 +98,8 @@ class JobKind:
     """Kind of job in the micro-benchmarks."""
 
     rollout_per_train: float
-    """Ratio of rollout to training time; [paper] 2.5 and 6 for D and E. A and C are not published:
-    [ours], balanced and train-heavy as in `SHAPES`."""
+    """Ratio of rollout to training time. D and E: 2.5 and 6, [paper]. A and C: [ours], balanced and
+    train-heavy as in `SHAPES`, since nothing is published."""
     nodes: int = 1
     """Number of nodes in each pool; [paper]."""
     train_scaling: float = 0.0
@@ -109,27 +108,27 @@ class JobKind:
 KINDS = {
     "A": JobKind(1.0),
     "C": JobKind(0.5, nodes=2),
-    "D": JobKind(2.5, train_scaling=1.0),  # [ours] beside C it trains on all 16 H800
+    "D": JobKind(2.5, train_scaling=1.0),  # [ours] in a group with C, D trains on all 16 H800
     "E": JobKind(6.0),
 }
 SOLO_S = 300.0
-"""Seconds of an iteration of each kind alone; [ours]. [paper]: a phase takes 50 to 900 s."""
+"""Seconds of an iteration of a job alone; [ours]. [paper]: a phase takes 50 to 900 s."""
 MODEL, LENGTHS, PROMPTS, SAMPLES = "7B", "8k", 128, 8
-"""Workload that makes iterations differ: the generator of RollPacker's figure 11; [ours]."""
+"""Workload from which iterations vary: the generator of RollPacker's figure 11; [ours]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """Jobs on the nodes that the paper gives them."""
+    """A group of jobs, pinned to nodes as in the paper."""
 
     jobs: str
     pins: tuple[tuple[int, ...], ...]
     train: int
     over_solo: tuple[float, float]
-    """Cost efficiency relative to the jobs alone, in arXiv v1 and OSDI."""
+    """Cost efficiency relative to the jobs running alone, in arXiv v1 and OSDI."""
     over_colocated: float
     price: float
-    """Cost of the jobs alone against that of the group: the maximum possible gain; [ours]."""
+    """Cost of the jobs alone over the cost of the group: the maximum possible gain; [ours]."""
 
 
 MICRO = {
@@ -138,16 +137,16 @@ MICRO = {
     "C+D+D": Micro("CDD", ((0, 1), (0,), (1,)), 2, (2.11, 1.99), 1.661, 2.0),
 }
 OVER_GAVEL = (1.43, 1.78)
-"""Minimum and maximum of the three; OSDI."""
+"""Minimum and maximum gain over Gavel+ of the three groups; OSDI."""
 SLOWDOWN = (1.016, 1.098)
 """Minimum and maximum slowdown of a job; OSDI. v1: 1.05 to 1.09."""
 NAIVE_SLOWDOWN = (1.40, 1.64)
-"""Slowdown of two rollout-heavy jobs that share nodes without an order."""
+"""Slowdown of two rollout-heavy jobs that share nodes without a fixed order."""
 
 MIGRATION = (1.06, 1.28)
-"""Minimum and maximum gain of migration; the maximum is 14B with 8k."""
+"""Minimum and maximum gain of migration; the maximum is for 14B with 8k lengths."""
 MIGRATION_MODELS = (("7B", "8k"), ("14B", "8k"), ("14B", "16k"), ("32B", "32k"))
 """Models and lengths of the migration results: the second is [paper], the others are [ours]."""
 COLD_LOSS = 0.45
-"""Loss of throughput if states do not stay in host memory; OSDI."""
+"""Share of throughput lost if states do not stay in host memory; OSDI."""
 WARM_RATIO = {"v1": 48.0, "OSDI": 71.5}

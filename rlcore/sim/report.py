@@ -30,9 +30,9 @@ SAYS = {
     "stream": "stream: training while other engines decode",
 }
 IN_ORDER = ("resize_engines", *PHASES[:-1])
-"""Phases of a step, which begins with engines of the size that it needs."""
+"""Phases of a step in order; a step begins by resizing the engines if necessary."""
 MOST_ROWS = 64
-"""Maximum number of engines in a picture; of more, every n-th is shown."""
+"""Maximum number of engines in a picture; if there are more, every n-th engine is shown."""
 
 
 def table(arms: Mapping[str, Summary]) -> list[str]:
@@ -65,8 +65,8 @@ def _wide(phase: str) -> int:
 
 
 def gantt(arms: Mapping[str, Sequence[SimStep]], path: Path, title: str) -> None:
-    """Write a PNG of the activity over time, with one panel per arm on a common time axis and one
-    row per engine."""
+    """Write a PNG of the engines' activity over time, with one panel per arm on a common time axis
+    and one row per engine."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -112,7 +112,7 @@ def gantt(arms: Mapping[str, Sequence[SimStep]], path: Path, title: str) -> None
 
 
 def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Write a PNG of published against simulated values, two bars per cell. Cells on which a
+    """Write a PNG of published against simulated values, two bars per table cell. Cells to which a
     constant was fitted are hatched."""
     import matplotlib
 
@@ -198,7 +198,7 @@ def flash(tables: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
 
 def _bars(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw published and simulated ratios, hatched if a constant is fitted."""
+    """Draw published and simulated ratios; cells to which a constant was fitted are hatched."""
     rows = [r for r in rows if r["published"] is not None and r["published"] < 20]
     for at, r in enumerate(rows):
         hatch = "///" if r["fitted"] else None
@@ -218,7 +218,7 @@ def curves(
     is_log: bool = False,
     is_step: bool = False,
 ) -> None:
-    """Write a PNG with one curve per line. With `is_step`, a value holds until the next point."""
+    """Write a PNG with a curve for each of `lines`; `is_step` holds each value until the next."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -250,8 +250,8 @@ def curves(
 def timeline(
     happened: Mapping[str, MuxTimeline], path: Path, title: str, iterations: float = 5
 ) -> None:
-    """Write a PNG of the job that holds each slot over time, one panel per group, for the first
-    iterations."""
+    """Write a PNG that shows which job holds each slot over time, with one panel per group, for the
+    first `iterations` iterations."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -349,7 +349,7 @@ def _strength(running: int, most: int) -> float:
 
 def trace(arms: Mapping[str, Sequence[SimStep]], path: Path) -> None:
     """Write a file for ui.perfetto.dev or chrome://tracing, with one process per arm, one thread
-    per engine, and one for the phases of the whole."""
+    per engine, and one thread for the phases of the steps."""
     events: list[traces.Event] = []
     for pid, (name, steps) in enumerate(arms.items()):
         engines = max(len(s.outcome.spans) for s in steps)

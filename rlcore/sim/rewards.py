@@ -22,7 +22,7 @@ class SimScorer(Protocol):
     workers: int
 
     def seconds(self, request: Request, length: int) -> float:
-        """Return the seconds that a worker needs if it starts the response now."""
+        """Return the seconds that a worker needs to score the response, starting now."""
 
     def is_right(self, request: Request, length: int) -> bool:
         """Return whether the response is right."""
@@ -50,7 +50,7 @@ class FixedScorer:
 
 @dataclass(slots=True)
 class JudgeScorer:
-    """Scorer by a judge model: the time depends on the tokens that it reads."""
+    """Scorer by a judge model, whose time depends on the number of prompt and response tokens."""
 
     of_tokens: Callable[[int], float]
     workers: int
@@ -67,11 +67,11 @@ class JudgeScorer:
 
 @dataclass(slots=True)
 class SandboxScorer:
-    """Scorer that runs programs. A share of them loops and uses the whole timeout. The others take
-    their prompt's time, and half of them are right."""
+    """Scorer that runs programs. A share `looping` of them uses the whole timeout. The others take
+    their prompt's time, and a share `right` of these others is right."""
 
     quantiles: Sequence[tuple[float, float]]
-    """Distribution of program times as (share of the prompts, maximum seconds), from 0 to 1."""
+    """Distribution of program times: (share of prompts, maximum seconds), for shares 0 to 1."""
     looping: float
     """Share of the responses whose program loops."""
     workers: int
@@ -101,7 +101,7 @@ class SandboxScorer:
             self.timeout.scored(self.prompt_of(request), seconds, is_right)
 
     def _dice(self, request: Request) -> tuple[float, float]:
-        """Return two random numbers of the request."""
+        """Return two random numbers in [0, 1), fixed by the request."""
         bits = derive(self.seed, "program", request.id)
         return (bits >> 32) / 2**31, (bits & 0xFFFFFFFF) / 2**32
 
@@ -116,13 +116,13 @@ class SandboxScorer:
 
 @dataclass(slots=True)
 class ScorerPool:
-    """Workers of one scorer, first come, first served."""
+    """Workers of one scorer, which serve responses in order of arrival."""
 
     scorer: SimScorer
     _free: list[float] = field(default_factory=list)
 
     def done_at(self, now: float, request: Request, length: int) -> tuple[float, float]:
-        """Return the time at which the score is ready, and the seconds of worker time that it
+        """Return the time at which the score is ready, and the seconds of worker time that scoring
         takes."""
         if self.scorer.workers >= UNLIMITED:
             took = self.scorer.seconds(request, length)
@@ -140,8 +140,8 @@ class ScorerPool:
 
 
 class Rewards:
-    """Scorers by domain. With `after`, all responses are scored at the end of the rollout, as in
-    programs that run the phases one by one. Otherwise each is scored as soon as it ends."""
+    """Scorers by domain. With `after`, all responses are scored after the rollout, as in trainers
+    that run the phases one by one. Otherwise each response is scored as soon as it ends."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Rewards:
         self.after = after
 
     def after_all(self) -> "Rewards":
-        """Return the same scorers, run at the end of the rollout with a fixed timeout."""
+        """Return a copy that scores after the rollout, with a fixed timeout."""
         scorers = {name: pool.scorer for name, pool in self._pools.items()}
         fixed = {
             name: replace(scorer, timeout=None)
@@ -165,14 +165,14 @@ class Rewards:
         return Rewards(scorers | fixed, self._domain_of, after=True)
 
     def done_at(self, now: float, request: Request, length: int) -> tuple[float, float]:
-        """Return the time at which the score is ready, and the seconds of worker time that it
+        """Return the time at which the score is ready, and the seconds of worker time that scoring
         takes."""
         if self.after:
             return now, 0.0
         return self._pools[self._domain_of(request)].done_at(now, request, length)
 
     def score(self, request: Request, length: int, seconds: float) -> float:
-        """Return the score, 1 if the response is right, and record the scoring."""
+        """Record the scoring, and return the score: 1 if the response is right, else 0."""
         scorer = self._pools[self._domain_of(request)].scorer
         is_right = scorer.is_right(request, length)
         if not self.after:
@@ -180,8 +180,8 @@ class Rewards:
         return float(is_right)
 
     def all_at_once(self, responses: Sequence[tuple[Request, int]]) -> float:
-        """Return the seconds until the last of these (request, length) is scored, in the given
-        order."""
+        """Return the seconds until all `responses`, pairs (request, length) started in this order,
+        are scored."""
         ends = [0.0]
         for request, length in responses:
             pool = self._pools[self._domain_of(request)]

@@ -1,24 +1,24 @@
 """Simulation of RhymeRL: drafts from history, and workers that alternate between groups
 (arXiv:2508.18588).
 
-Decisions come from the shipped `sched/histopipe.py`. The draft window is the Markov chain of the
-forest's rule, which a test compares with the forest itself. The decoding of a worker has a closed
-form between two ends of responses.
+The shipped `sched/histopipe.py` makes the decisions. The draft window is a Markov chain with the
+rule of the suffix forest (the draft source); a test compares this chain with the forest itself.
+Between two finishing responses, the decoding time of a worker has a closed form.
 
 The following are assumptions, since the paper does not state them or we cannot measure them:
 
   - lengths: the generator of `workload.py`, with more variation between prompts and less within a
-    prompt than in RollPacker's data. With the original, 40 % of the prompts jump to a higher group
-    (16 % published for math, 28 % for code). Fitted to 20 %; the share of responses that migrate
-    is not fitted;
-  - seconds: the data sheet of an H100 at 60 %, two GPUs per engine; KV caches hold everything;
+    prompt than in RollPacker's data. With the original generator, 40 % of the prompts jump to a
+    higher group (16 % published for math, 28 % for code). This share is fitted to 20 %; the share
+    of responses that migrate is not fitted;
+  - seconds: the data sheet of an H100 at 60 %, two GPUs per engine; KV caches hold all requests;
   - drafts: .75 of the positions have a draft, and each drafted token is right with probability
     .90, independently. .90 gives the published acceptance (65 to 79 %), .75 is the low end of the
     published share of repeated tokens;
-  - training: .13 of the baseline's step on all GPUs, as published (rollout is 84 to 91 %); in the
-    pipeline on separate GPUs, in the best number;
-  - migration: a response beyond its group's threshold continues with the higher groups of the same
-    step in rotation, after a prefill of its tokens; from the highest group, in the next step.
+  - training: .13 of the baseline's step on all GPUs, as published (rollout is 84 to 91 %); the
+    pipeline trains on separate GPUs, with the best of several numbers of GPUs;
+  - migration: a response that exceeds its group's threshold is prefilled again in one of the higher
+    groups of the same step, in rotation; from the highest group, in the next step.
 """
 
 import math
@@ -41,8 +41,8 @@ AIMD_TABLE = (
     (0.95, 5.78, 0.80),
     (0.98, 8.8, 0.87),
 )
-"""Values derived from the paper's AIMD: probability that a token is right, tokens per forward,
-share accepted."""
+"""Values derived from the paper's AIMD rule: probability that a drafted token is right, tokens per
+forward, share of drafted tokens that are accepted."""
 ACCEPT = 0.90
 DRAFTED = 0.75
 ROLLOUT_SHARE = 0.87
@@ -52,8 +52,8 @@ LENGTHS = {
     name: replace(GENERATORS[name], sp=0.9, sr=0.3, b=4.0, s=0.1, a=-9.0) for name in ("8k", "16k")
 }
 PUBLISHED = {"8k": 1.9}
-"""Published mean speed-up over veRL, over models and tasks. The headline, 2.6, is of an unspecified
-setting."""
+"""Published speed-up over veRL, mean over models and tasks. The paper's headline, 2.6, is for an
+unspecified setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Window:
     """Long-run yield of drafts for one request in one forward."""
 
     tokens: float
-    """Tokens per forward, including the one sampled after the draft."""
+    """Tokens per forward, including the token sampled after the draft."""
     drafted: float
 
     @property
@@ -72,8 +72,8 @@ class Window:
 
 @lru_cache(maxsize=4096)
 def aimd(accept: float, cap: int = 32, start: int = 2, growth: int = 2, most: int = 32) -> Window:
-    """Return the stationary state of the draft window. It grows by `growth` up to `most` if the
-    whole draft is right, else it resets to `start`. Drafts have at most `cap` tokens. With `start`
+    """Return the stationary state of the draft window. The window grows by `growth` up to `most` if
+    the whole draft is right, else resets to `start`. Drafts have at most `cap` tokens. With `start`
     = `most` the window is fixed. Every token is right with probability `accept`."""
     share, window, states = 1.0, start, []
     while True:
@@ -91,11 +91,11 @@ def aimd(accept: float, cap: int = 32, start: int = 2, growth: int = 2, most: in
 
 @dataclass(frozen=True, slots=True)
 class ResponsePart:
-    """A response, or the rest of one."""
+    """A response, or a part of a response that migrates."""
 
     tokens: int
     context: int
-    """Context before these tokens: the prompt, and tokens decoded by another worker."""
+    """Number of tokens before these: the prompt, and tokens decoded by another worker."""
     is_prefilled: bool = True
     """Whether the context is in the KV cache; False if the response migrated."""
 
@@ -117,7 +117,7 @@ def decode_s(cost: EngineCost, parts: Sequence[ResponsePart], accept: float) -> 
                 gained, drafted = DRAFTED * (window.tokens - 1), DRAFTED * window.drafted
                 plain = cost.step_s + cost.sequence_s * alive
                 with_drafts = plain + cost.sequence_s * alive * drafted
-                if with_drafts > plain * (1 + gained):  # the gate
+                if with_drafts > plain * (1 + gained):  # the gate turns drafting off
                     gained = drafted = 0.0
             steps = tokens / (1 + gained)
             held = context + alive * (done + tokens / 2)
@@ -130,7 +130,7 @@ def decode_s(cost: EngineCost, parts: Sequence[ResponsePart], accept: float) -> 
 
 
 def worker_s(cost: EngineCost, parts: Sequence[ResponsePart], engines: int, accept: float) -> float:
-    """Return the seconds of several engines, over which the parts are distributed by length."""
+    """Return the seconds in which a worker's engines, each with a share of `parts`, decode them."""
     order = sorted(parts, key=lambda p: -p.tokens)
     return max(decode_s(cost, order[i::engines], accept)[0] for i in range(engines))
 
@@ -138,9 +138,9 @@ def worker_s(cost: EngineCost, parts: Sequence[ResponsePart], engines: int, acce
 def stability(
     workload: Workload, *, prompts: int, samples: int, epochs: int, seed: int
 ) -> dict[str, float]:
-    """Return statistics between epochs of a workload. `jump_up` is the share of prompts that move
-    to a higher one of 8 ranking groups, `jump_one` the share that moves by exactly one. `migrated`
-    is the share of responses that exceed their group's threshold."""
+    """Return statistics of the changes between epochs. `jump_up`: share of prompts that move to a
+    higher one of 8 ranking groups. `jump_one`: share that moves up by exactly one group.
+    `migrated`: share of responses that exceed their group's threshold."""
     rows = range(prompts)
     lengths = [
         {row: workload.lengths(row, samples, seed * 1000 + e) for row in rows}
@@ -181,8 +181,8 @@ class SplitCluster:
     def seconds(
         self, steps: Sequence[tuple[dict[int, list[int]], dict[int, list[int]]]], prompt: int
     ) -> float:
-        """Return the mean seconds of a step in the long run. A step has the responses of the
-        previous epoch and of this one, by prompt."""
+        """Return the mean seconds of a step in the long run. Each of `steps` has the response
+        lengths of the previous and of the current epoch, by prompt."""
         groups = min(histopipe.GROUPS, self.engines)
         free, trained, ends = [0.0] * groups, [0.0, 0.0], []
         late: list[ResponsePart] = []
@@ -195,7 +195,7 @@ class SplitCluster:
             parts, late = self._parts(ranked, before, after, prompt, late)
             for w in range(groups):
                 g = histopipe.group_of_worker(w, k, groups)
-                # Weights of the step before the last one at least: one step off-policy.
+                # One step off-policy: step k needs the weights after step k - 2.
                 start = max(free[w], trained[-2])
                 free[w] = start + worker_s(self.cost, parts[g], given[g], self.accept)
             trained.append(max(trained[-1], *free) + self.train_s)
@@ -210,15 +210,15 @@ class SplitCluster:
         prompt: int,
         groups: int,
     ) -> list[int]:
-        """Return the number of engines of each group (tier 2). The group keeps them for the run, so
-        the worker changes with the step."""
+        """Return the number of engines of each ranking group (tier 2). A group keeps its number for
+        the run, while its worker changes every step."""
         equal = [
             self.engines * (g + 1) // groups - self.engines * g // groups for g in range(groups)
         ]
         if not self.tiered:
             return equal
         parts, _ = self._parts(ranked, before, before, prompt, [])
-        self.answers = self.migrated = 0  # reset: these counted the history
+        self.answers = self.migrated = 0  # reset: `_parts` counted the history
 
         @cache
         def seconds(g: int, n: int) -> float:
@@ -234,7 +234,7 @@ class SplitCluster:
         prompt: int,
         late: list[ResponsePart],
     ) -> tuple[list[list[ResponsePart]], list[ResponsePart]]:
-        """Return the parts that every group decodes in a step, and the rest for the next step."""
+        """Return the parts that each group decodes in a step, and parts left for the next step."""
         groups = [
             [ResponsePart(n, prompt) for row in group for n in after[row]] for group in ranked
         ]

@@ -1,7 +1,7 @@
-"""ROLL Flash's tables from the shipped controller and sample buffer: published against simulated.
+"""ROLL Flash's tables (arXiv:2510.11345), simulated with the shipped controller and sample buffer.
 
-arXiv:2510.11345. Settings that the paper leaves open are constants here, with their origin. Cells
-that a constant was fitted to are marked, and so are cells that differ from the paper.
+Settings that the paper leaves open are constants here, with their origin. Table cells are marked if
+a constant was fitted to them, or if they differ from the paper.
 """
 
 import math
@@ -26,17 +26,17 @@ from rlcore.sim.workload import GENERATORS, Generator
 from rlcore.utils.seed import derive
 
 PROMPTS, SAMPLES = 256, 16
-"""Prompts and responses of a step: 256 is the paper's rollout batch; 16 responses each is ours."""
+"""Prompts per step (256: the paper's rollout batch) and responses per prompt (our assumption)."""
 MODEL, GPU, TP = MODELS["8B"], GPUS["H800"], 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Law:
-    """Assumed response lengths of a model, since the paper's are not available."""
+    """Assumed response lengths of a model; the paper's lengths are not available."""
 
     generator: Generator
     max_running: int
-    """Maximum number of requests per engine, so that its KV cache usually holds them."""
+    """Maximum number of running requests per engine; its KV cache usually has room for them."""
     speed_up: float
     """Published speed-up of asynchronous training over Sync-Naive on 128 GPUs."""
     prompts: int = PROMPTS
@@ -52,19 +52,19 @@ LAWS = {
     "8k": Law(generator=_around(8000), max_running=32, speed_up=2.13),
     "RollPacker": Law(generator=GENERATORS["32k"], max_running=256, speed_up=2.24),
 }
-"""Assumed lengths by name, with their median in tokens, of at most 32,768. 3k: a base model
-(published beside it: Qwen3-8B-Base), fitted on the speed-up of 16 + 24 GPUs. 8k: a thinking model
-(Think), ours, not fitted. Both have 1 in 20 responses in the tail. RollPacker: its 32k generator
-(workload.py) with median 800, whose longest response is more than 20 times that, as the paper says
-of its own."""
+"""Assumed lengths of at most 32,768 tokens, by name. `3k`: median 3,000, for a base model (the
+paper's Qwen3-8B-Base), fitted on the speed-up of 16 + 24 GPUs. `8k`: median 8,000, for a thinking
+model (the paper's Think), our assumption. In `3k` and `8k`, 1 in 20 responses is in the tail.
+`RollPacker`: its 32k generator (workload.py), median 800. The longest response is more than 20
+times the median, as ROLL Flash reports for its own lengths."""
 
 SIZES = (16, 32, 64, 128)
-"""Numbers of GPUs; speed-ups are published as numbers for the last only."""
+"""Numbers of GPUs; only the speed-up of 128 GPUs is published as a number."""
 GROWTH = 7.6
-"""Published growth of asynchronous throughput over 8 times the GPUs; the model is not stated."""
+"""Published growth of asynchronous throughput with 8 times the GPUs; the model is not stated."""
 SPLIT, SPLIT_SPEED_UP = (16, 24), 2.0
-"""GPUs that train and that infer, and their approximate published speed-up over Sync-Naive on the
-same 40; the model is not stated."""
+"""Number of GPUs that train and that sample, and the approximate published speed-up over Sync-Naive
+on 40 GPUs. The model is not stated."""
 ALPHAS = (0, 1, 2, 4, 8)
 SYNC_STEPS = 3
 """Number of simulated steps of Sync-Naive."""
@@ -83,27 +83,27 @@ MIDDLE = Generator(
     b=20.0,
     s=0.0,
 )
-"""Lengths for `queue` and `replication`, fitted on the two ratios of the first: a median of 2,000
-tokens, and for 1 in 20 prompts all responses reach the limit of 8,192. With the limit, the data
-sheet of an 8B on an H800 also gives the seconds: 8,192 steps of 9 ms are 75 s. Every other response
+"""Lengths for `queue` and `replication`, fitted on the two ratios of `queue`. The median is 2,000
+tokens; for 1 in 20 prompts, all responses reach the limit of 8,192. With this limit, the data sheet
+of an 8B on an H800 also explains the seconds: 8,192 steps of 9 ms take 75 s. Each further response
 of that length on the same worker adds 2.5 s. RollPacker's law, in which only some responses of a
 prompt are long, reproduces none of the five ratios."""
 KEPT = 0.75
-"""Share of the prompts with different rewards, which the filter keeps; also fitted."""
+"""Share of prompts whose rewards differ, so that the filter keeps them; also fitted."""
 QUEUE_REPLICAS, QUEUE_ROUNDS = 8, 10
-"""Number of workers (ours), and number of such batches per `--rounds`."""
+"""Number of engines (our assumption), and number of simulated batches per round of `--rounds`."""
 
 REPLICATION_S = {(32, 16): (116, 89), (64, 16): (149, 81), (16, 32): (162, 83)}
-"""Published seconds by (prompts, responses): with the responses of a prompt on one worker, and on
-any. The last is 16 x 64 in another source; a worker with 64 responses at the limit would need 250
-s."""
+"""Published seconds by (prompts, responses per prompt): with all responses of a prompt on one
+worker, and on any worker. Another source states 16 x 64 instead of 16 x 32, but a worker with 64
+responses at the limit would need 250 s."""
 REPLICATION_REPLICAS = 16
-"""Number of engines; ours."""
+"""Number of engines (our assumption)."""
 
 EPISODES, TURNS, TURN_TOKENS = 256, 23, 50
 LATENCY_S = 10.0, 10.0
-"""Published mean and standard deviation of an environment step's seconds: a Gaussian, cut at 0. The
-number of turns is fitted on the 892 s of the batch that steps together."""
+"""Published mean and standard deviation of an environment step's seconds: a Gaussian, cut at 0.
+`TURNS` is fitted on the 892 s of `ENV_S`."""
 ENV_S = 892, 362
 """Published seconds of a rollout: with all environments stepping together, and each
 independently."""
@@ -111,7 +111,7 @@ AGENTIC = {"ALFWorld": (1.58, 2.72), "SWE": (1.23, 1.81)}
 """Published speed-ups over the fully sequential version: with independent environments, and with
 training overlapped as well."""
 AGENTIC_GPUS, AGENTIC_INFER = 64, 4
-"""Number of GPUs in total, and number that sample if training is separate. Our assumptions."""
+"""Number of GPUs in total, and of those that sample if training is separate (our assumptions)."""
 
 
 def cost() -> EngineCost:
@@ -120,19 +120,19 @@ def cost() -> EngineCost:
 
 
 def learner(gpus: int) -> tuple[Callable[[Sequence[int]], float], float]:
-    """Return a function from sample lengths to the seconds of an update, and the seconds of a
-    weight update."""
+    """Return a function from sample lengths to the seconds of a training step, and the seconds of
+    a weight update."""
     training = training_from_data_sheet(MODEL, GPU, gpus)
     return lambda n: training.update_s(n) + training.logprobs_s(n), training.sync_s
 
 
 @dataclass(frozen=True, slots=True)
 class StepBound:
-    """Simulated seconds of a step with their bound."""
+    """Simulated seconds of a step, and their upper bound."""
 
     seconds: float
     bound: float
-    """Upper bound by Proposition 2."""
+    """Upper bound in seconds by Proposition 2."""
 
     @property
     def facts(self) -> dict[str, object]:
@@ -145,9 +145,9 @@ class StepBound:
 
 
 def sync_naive(law: Law, gpus: int, steps: int, seed: int) -> float:
-    """Return the seconds of a Sync-Naive step: all GPUs sample, then all train, and states move to
-    the host between. The responses of a prompt share one engine, and all requests start at once. No
-    proposition covers this case."""
+    """Return the seconds of a Sync-Naive step: all GPUs sample, then all train. Between the phases,
+    states move to the host. The responses of a prompt share one engine, and all requests start at
+    once. No proposition covers this case."""
     lengths, source = PromptLengths(law.generator, SAMPLES, seed), EndlessPrompts(SAMPLES)
     train_s, sync_s = learner(gpus)
     moved = training_from_data_sheet(MODEL, GPU, gpus).step_s
@@ -161,8 +161,8 @@ def sync_naive(law: Law, gpus: int, steps: int, seed: int) -> float:
 
 
 def flow(law: Law, train: int, infer: int, alpha: float, seed: int) -> SimAsyncRollout:
-    """Return asynchronous training with `train` and `infer` GPUs. Requests wait at the controller
-    for the first engine with room (queue scheduling), on any engine (prompt replication)."""
+    """Return a simulation of asynchronous training on `train` + `infer` GPUs. Each request waits at
+    the controller for the first engine with room (queue scheduling, prompt replication)."""
     train_s, sync_s = learner(train)
     return SimAsyncRollout(
         [cost()] * infer,
@@ -178,7 +178,7 @@ def flow(law: Law, train: int, infer: int, alpha: float, seed: int) -> SimAsyncR
 
 
 def measured(law: Law, train: int, infer: int, alpha: float, steps: int, seed: int) -> StepBound:
-    """Return the mean seconds of an update, after the first ones, which fill the buffer."""
+    """Return the mean seconds of an update and their bound, after the buffer has been filled."""
     made = flow(law, train, infer, alpha, seed)
     made.run(math.ceil(alpha) + 1)
     updates = made.run(steps)
@@ -189,8 +189,8 @@ def measured(law: Law, train: int, infer: int, alpha: float, steps: int, seed: i
 
 
 def best_share(law: Law, gpus: int, seed: int) -> int:
-    """Return the GPUs that train by Proposition 2, beta* = E mu_t / (mu_g + E mu_t), in multiples
-    of a sixteenth of all GPUs. mu are the seconds of one sample on one GPU."""
+    """Return the number of GPUs that train by Proposition 2, in sixteenths of all GPUs. Their share
+    is beta* = E mu_t / (mu_g + E mu_t): one GPU needs mu_g s to sample, E mu_t to train."""
     source, lengths = EndlessPrompts(SAMPLES), PromptLengths(law.generator, SAMPLES, seed)
     out = SimSettings([cost()] * gpus, lengths, max_running=law.max_running).run(
         Round(work=source(law.prompts), stop=StopAtAll())
@@ -206,28 +206,28 @@ def best_share(law: Law, gpus: int, seed: int) -> int:
 
 
 def bound_1(lengths: Sequence[int], workers: int, alpha: float) -> float:
-    """Return the bound of Proposition 1 in seconds of a batch: N times mu_g / K + L_g / ((alpha +
-    1) N). A token takes a second."""
+    """Return Proposition 1's bound for the seconds of N samples on K workers: N mu_g / K + L_g /
+    (alpha + 1). mu_g, L_g: mean and maximum seconds of a sample; a token takes a second."""
     batches = len(lengths) / (4 * workers)
     return sum(lengths) / batches / workers + max(lengths) / (alpha + 1)
 
 
 def bound_2(law: Law, lengths: Sequence[int], infer: int, alpha: float, trained: float) -> float:
-    """Return the bound of Proposition 2: max(N E mu_t / (beta K), N mu_g / ((1 - beta) K) + L_g /
-    (alpha + 1)), plus a weight update. With alpha 0 the two phases alternate, so it is their sum. A
-    worker is a slot in an engine's batch at full load, and mu_g is the time of such a slot.
-    `trained` is the seconds of training in a step, the first of the two terms."""
+    """Return the bound of Proposition 2, plus a weight update: max(N E mu_t / (beta K), N mu_g /
+    ((1 - beta) K) + L_g / (alpha + 1)). With alpha 0, phases alternate, so the terms are added. The
+    share beta of K workers trains (E passes). The other workers are slots of engines' full batches,
+    and mu_g is the time of a sample in a slot. `trained`: the first term, in seconds."""
     work, longest = _generation(law, lengths, infer)
     samples, mean = law.prompts * SAMPLES, sum(lengths) / len(lengths)
-    again = (1 + alpha) * samples * mean * cost().prefill_s / infer  # KV caches are rebuilt
+    again = (1 + alpha) * samples * mean * cost().prefill_s / infer  # rebuild KV caches
     generated = work + again + longest / (alpha + 1)
     sync_s = learner(1)[1]
     return (max(trained, generated) if alpha else trained + generated) + sync_s
 
 
 def _generation(law: Law, lengths: Sequence[int], infer: int) -> tuple[float, float]:
-    """Return the seconds of a step's samples over all slots, and of the longest one in its slot. On
-    average, a request has half of its length decoded, and long ones are present for longer."""
+    """Return the seconds of a step's samples over all slots, and of the longest sample in its slot.
+    On average, a running request has decoded half its length; longer requests weigh more."""
     c, full = cost(), law.max_running
     total, samples = sum(lengths), law.prompts * SAMPLES
     behind = sum(n * n for n in lengths) / (2 * total)
@@ -245,8 +245,8 @@ def _holds(seconds: float, bound: float) -> bool:
 
 
 def broken(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """Return the cells in which a proposition does not hold, so the simulation or the bound is
-    wrong."""
+    """Return the table cells that break a proposition's bound, so that the simulation or the bound
+    is wrong."""
     return [str(r["cell"]) for r in rows if r.get("holds") is False]
 
 
@@ -275,7 +275,7 @@ def scaling(steps: int, seed: int) -> TableResult:
 
 
 def staleness(steps: int, seed: int) -> TableResult:
-    """Return the speed-up of 16 + 24 GPUs over Sync-Naive on 40, by alpha."""
+    """Return the speed-up of 16 train + 24 rollout GPUs over Sync-Naive on 40 GPUs, by alpha."""
     rows: list[Row] = []
     for name, law in LAWS.items():
         naive = sync_naive(law, sum(SPLIT), SYNC_STEPS, seed)
@@ -293,8 +293,8 @@ def staleness(steps: int, seed: int) -> TableResult:
 
 
 def splits(steps: int, seed: int) -> TableResult:
-    """Return the samples per second for every split of 40 GPUs with alpha 2, and the split of
-    Proposition 2."""
+    """Return the samples per second for every split of 40 GPUs with alpha 2, and the split that
+    Proposition 2 gives."""
     rows: list[Row] = []
     notes = []
     for name, law in list(LAWS.items())[:1]:
@@ -310,8 +310,8 @@ def splits(steps: int, seed: int) -> TableResult:
 
 
 def propositions(steps: int, seed: int) -> TableResult:
-    """Return simulated seconds of a batch and the bounds of Propositions 1 and 2, which must not be
-    below. For the first, 64 workers have one slot each and training takes no time."""
+    """Return simulated seconds of a batch and the bounds of Propositions 1 and 2, which they must
+    not exceed. For Proposition 1, 64 workers have one slot each and training takes no time."""
     rows: list[Row] = []
     for alpha in ALPHAS:
         found, bound = list_scheduling(64, alpha, 4 * steps, seed)
@@ -351,8 +351,8 @@ def list_scheduling(workers: int, alpha: float, steps: int, seed: int) -> tuple[
 
 
 def queue(steps: int, seed: int) -> TableResult:
-    """Return the seconds until 8 groups are kept, for 8 x 8 with dynamic filtering, relative to
-    batches."""
+    """Return the seconds until dynamic filtering has kept 8 groups of 8 responses, with queue
+    scheduling relative to whole batches."""
     arms = {
         "queue": (MIDDLE, Running),
         "a prompt only for one that is dropped": (MIDDLE, StopAtFirst),
@@ -389,8 +389,8 @@ def queue(steps: int, seed: int) -> TableResult:
 
 
 class Running(StopAtFirst):
-    """Stop policy as in ROLL's scheduler: whenever a prompt ends, kept or dropped, another starts,
-    until enough are kept."""
+    """Stop policy as in ROLL's scheduler: whenever a group ends, kept or dropped, another prompt
+    starts, until enough groups are kept."""
 
     def judge(self, groups: Mapping[GroupId, GroupState], group: GroupState) -> Verdict:
         verdict = super().judge(groups, group)
@@ -407,7 +407,7 @@ def _keeps(group: str, seed: int, round_: int) -> bool:
 
 
 class _Filter(Rewards):
-    """Scores that are equal within a group if the filter drops it."""
+    """Scores that are equal within each group that the filter is to drop."""
 
     def __init__(self, seed: int, round_: int) -> None:
         super().__init__()
@@ -448,7 +448,7 @@ def _another(source: EndlessPrompts) -> Work:
 
 
 def replication(steps: int, seed: int) -> TableResult:
-    """Compare the responses of a prompt on one engine with those on any engine."""
+    """Compare running all responses of a prompt on one engine with running them on any engine."""
     rows: list[Row] = []
     for name, generator in (("", MIDDLE), ("; RollPacker's 16k lengths", GENERATORS["16k"])):
         for (prompts, samples), (one, anywhere) in REPLICATION_S.items():
@@ -478,9 +478,9 @@ def replication(steps: int, seed: int) -> TableResult:
 
 
 class Turns(Rewards):
-    """Environment seconds of an episode over all its turns. A request that waits for its
-    environment holds no slot of the engine, so the position of the waits between the tokens does
-    not matter."""
+    """Environment seconds of an episode over all its turns, added after its last token. A request
+    that waits for its environment holds no engine slot, so the order of tokens and waits does not
+    matter."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -493,7 +493,7 @@ class Turns(Rewards):
 
 
 def agentic(steps: int, seed: int) -> TableResult:
-    """Compare environments that step together, independently, and with training overlapped."""
+    """Compare environments that step together, independently, and beside overlapped training."""
     together = sum(_together(derive(seed, "together", k)) for k in range(steps)) / steps
     engines, tokens = [cost()] * AGENTIC_GPUS, _fixed(TURNS * TURN_TOKENS)
     apart = 0.0
@@ -510,7 +510,7 @@ def agentic(steps: int, seed: int) -> TableResult:
     ]
     share = (AGENTIC_GPUS - AGENTIC_INFER) / AGENTIC_GPUS
     for name, (by_itself, beside) in AGENTIC.items():
-        # the published ratio is (together + t) / (apart + t)
+        # from the published ratio: (together + train) / (apart + train)
         train = (together - by_itself * apart) / (by_itself - 1)
         made = SimAsyncRollout(
             [cost()] * AGENTIC_INFER,
@@ -542,8 +542,8 @@ def agentic(steps: int, seed: int) -> TableResult:
 
 
 def _together(seed: int) -> float:
-    """Return the seconds of episodes that step together: in each turn the tokens, then the slowest
-    environment."""
+    """Return the seconds of episodes that step together: each turn decodes, then waits for the
+    slowest environment."""
     dice = np.random.default_rng(seed)
     latency = np.maximum(dice.normal(*LATENCY_S, (TURNS, EPISODES)), 0).max(axis=1).sum()
     running = EPISODES // AGENTIC_GPUS

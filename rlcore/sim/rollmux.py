@@ -1,5 +1,5 @@
-"""RollMux's experiments with the shipped schedulers (`sched/cluster.py`, `sched/phase_mux.py`):
-published against simulated."""
+"""RollMux's experiments, simulated with the shipped schedulers (`sched/cluster.py`,
+`sched/phase_mux.py`) and compared with the published values."""
 
 import random
 import statistics
@@ -29,7 +29,7 @@ POOLS = (
 SLOTS = 8
 """Number of GPUs in a node."""
 KEEP, KEPT = 4, (1, 2, 4)
-"""Number of engines of a node that a tail keeps: the default, and the choices."""
+"""Number of engines per node on which a rollout's tail continues: the default, and all choices."""
 
 
 @dataclass(slots=True)
@@ -49,19 +49,19 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLengths:
-    """Lengths of one rollout: time of the last response, start of the tail, and number of
-    tokens."""
+    """Duration of one rollout until its last response, start of its tail (the longest fifth of
+    the responses), and number of tokens."""
 
     seconds: float
     tail_s: float
     tokens: int
     moved_s: Mapping[int, float]
-    """Seconds of the tail after it has moved, with its prefill, by number of kept engines."""
+    """Seconds of a moved tail, including its prefill, by number of kept engines."""
 
 
 def finish_times(lengths: Sequence[int], prompt: int, cost: EngineCost) -> list[float]:
-    """Return the ascending finish times of responses that one engine decodes in one batch from the
-    start."""
+    """Return the finish times, in ascending order, of responses that one engine decodes as one
+    batch."""
     now, before, out = 0.0, 0, []
     for done, length in enumerate(sorted(lengths)):
         live = len(lengths) - done
@@ -101,9 +101,9 @@ def rounds(
 def _moved_s(
     lengths: Sequence[int], prompt: int, cost: EngineCost, kept: int, engines: int
 ) -> float:
-    """Return the seconds of the moved tail on `kept` engines. The tail is the longest fifth of the
-    responses, from the time at which the others are done. Requests from other engines are prefilled
-    first."""
+    """Return the seconds of a tail that moves to `kept` engines. The tail is the longest fifth of
+    the responses, once all other responses are done. Requests that come from other engines are
+    first prefilled."""
     at = int(TAIL * len(lengths))
     done = lengths[at]
     left = [length - done for length in lengths[at:]]
@@ -127,8 +127,8 @@ def batch_share(model: ModelSize, column: str, gpu: Gpu, tp: int) -> float:
 def iterations_of(
     kind: told.JobKind, shapes: Sequence[RolloutLengths], train: int
 ) -> list[Iteration]:
-    """Return iterations with the shape of the rounds, scaled to the mean durations of a kind and
-    trained on `train` nodes."""
+    """Return iterations that vary like the rollouts `shapes`, scaled to the mean durations of a
+    job kind and trained on `train` nodes."""
     mean_s = statistics.fmean(r.seconds for r in shapes)
     mean_tokens = statistics.fmean(r.tokens for r in shapes)
     train_s = told.SOLO_S / (1 + kind.rollout_per_train)
@@ -148,7 +148,7 @@ def iterations_of(
 def _group(
     micro: told.Micro, count: int, seed: int, *, migrates: bool
 ) -> tuple[list[VirtualJob], list[Sequence[Iteration]]]:
-    """Return the jobs of a group, and the iterations of each job alone."""
+    """Return the jobs of a group, and each job's iterations when it runs alone."""
     model, gpu = MODELS[told.MODEL], GPUS["H20"]
     jobs: list[VirtualJob] = []
     alone: list[Sequence[Iteration]] = []
@@ -175,7 +175,7 @@ def _cycled(its: Sequence[Iteration]) -> Callable[[int], Iteration]:
 
 
 def micro(count: int, seed: int) -> Result:
-    """Simulate three groups on the nodes that the paper gives them."""
+    """Simulate the three groups of the paper's micro-benchmarks, on the published nodes."""
     rows: list[Row] = []
     happened = {}
     slow: list[float] = []
@@ -227,8 +227,8 @@ def micro(count: int, seed: int) -> Result:
 
 
 def colocated_gain(one: told.Micro, where: str) -> float:
-    """Return the cost efficiency of colocated jobs on nodes of one kind, relative to the jobs alone
-    on two pools."""
+    """Return the cost efficiency of colocated jobs on nodes of one kind, relative to the same jobs
+    running alone on two pools."""
     price = {"H800": told.H800, "H20": told.H20}[where]
     faster = colocated_rollout(where)
     slower = GPUS["H800"].tflops / GPUS[where].tflops
@@ -244,7 +244,7 @@ def colocated_gain(one: told.Micro, where: str) -> float:
 
 @cache
 def colocated_rollout(where: str) -> float:
-    """Return the rollout time on this GPU relative to H20, from the data sheets."""
+    """Return the rollout time on GPU `where` relative to H20, from the data sheets."""
     model = MODELS[told.MODEL]
     seconds = [
         statistics.fmean(r.seconds for r in rounds(model, told.LENGTHS, GPUS[gpu], 1, 3, 0))
@@ -260,7 +260,7 @@ def _bubbles(
     jobs: Sequence[VirtualJob],
     alone: Sequence[Sequence[Iteration]],
 ) -> list[Row]:
-    """Return the share of the time in which nodes are idle, alone and in the group."""
+    """Return rows with the share of time that nodes are idle, for jobs alone and in the group."""
     end = min(e[-1] for e in trace.ends.values())
     rows = []
     for pool, took in ((ROLLOUT, "rollout_s"), (TRAIN, "train_s")):
@@ -309,7 +309,7 @@ def migration(count: int, seed: int) -> Result:
 
 def _shared(shapes: Sequence[Sequence[RolloutLengths]], share: float, tp: int, kept: int) -> float:
     """Return the seconds of an iteration of two rollout-heavy jobs on one rollout node. Tails
-    continue on `kept` engines; 0: they do not move."""
+    continue on `kept` engines; 0: tails do not move."""
     jobs = []
     for n, mine in enumerate(shapes):
         mean_train = statistics.fmean(r.seconds for r in mine) / KINDS["D"].rollout_per_train
@@ -335,7 +335,7 @@ def _shared(shapes: Sequence[Sequence[RolloutLengths]], share: float, tp: int, k
 
 
 def switches(count: int, seed: int) -> Result:
-    """Compare states kept in host memory with states that are loaded again."""
+    """Compare warm starts (states kept in host memory) with cold starts (states loaded again)."""
     rows = [row("start, cold / warm (v1)", told.WARM_RATIO["v1"], told.COLD_S["v1"] / 1.7)]
     rows.append(
         row("start, cold / warm (OSDI)", told.WARM_RATIO["OSDI"], told.COLD_S["OSDI"] / 1.9)
@@ -359,8 +359,8 @@ def switches(count: int, seed: int) -> Result:
 
 
 def _colocated(arrivals: Sequence[mux_trace.Arrival]) -> list[mux_trace.Arrival]:
-    """Return the jobs as colocated on their train nodes; their durations change with their
-    rollouts."""
+    """Return the jobs colocated on their train nodes, with durations for rollouts on these
+    nodes."""
     faster = colocated_rollout("H800")
     out = []
     for a in arrivals:
@@ -388,7 +388,7 @@ def _lines(arms: Mapping[str, mux_trace.TraceResult]) -> dict[str, list[tuple[fl
 
 
 def _of_trace(name: str, runs: Sequence[Mapping[str, mux_trace.TraceResult]]) -> list[Row]:
-    """Return unpublished results of every arm."""
+    """Return rows with results of every arm for which no values are published."""
     facts: dict[str, Callable[[mux_trace.TraceResult, mux_trace.TraceResult], float]] = {
         "$/h of the time until the last job is done": lambda o, ours: o.per_hour,
         "bill / RollMux's": lambda o, ours: o.bill / ours.bill,
@@ -427,7 +427,7 @@ OF_OTHERS = ("solo, $/h", "colocated, $/h", "peak H20, solo", "peak H800, solo")
 
 
 def trace200(count: int, seed: int) -> Result:
-    """Simulate two hundred jobs in two weeks; means over `count` traces."""
+    """Simulate 200 jobs in two weeks, and average over `count` traces."""
     runs = []
     for n in range(count):
         runs.append(_arms(draw_trace(told.TRACE_200, derive(seed, n)), derive(seed, n)))
@@ -455,7 +455,7 @@ def trace200(count: int, seed: int) -> Result:
 
 
 def trace300(count: int, seed: int) -> Result:
-    """Simulate three hundred jobs in 580 hours, for nine profiles and their mix."""
+    """Simulate 300 jobs in 580 hours, for each job size (S, M, L) and for their mix."""
     rows: list[Row] = []
     lines = {}
     for name, sizes in (("S", {"S": 1.0}), ("M", {"M": 1.0}), ("L", {"L": 1.0}), ("mixed", None)):
@@ -481,7 +481,7 @@ def trace300(count: int, seed: int) -> Result:
 
 
 def slo(count: int, seed: int) -> Result:
-    """Simulate the cost by the tightness of the SLO."""
+    """Simulate the cost as a function of the SLO."""
     arrivals = draw_trace(told.TRACE_200, seed)
     rows: list[Row] = []
     lines: dict[str, list[tuple[float, float]]] = {"RollMux": [], "with moves": []}
@@ -501,7 +501,7 @@ def slo(count: int, seed: int) -> Result:
 
 
 def group_size(count: int, seed: int) -> Result:
-    """Simulate the cost by the maximum number of jobs in a group."""
+    """Simulate the cost as a function of the maximum number of jobs in a group."""
     arrivals = draw_trace(told.TRACE_200, seed)
     rows: list[Row] = []
     lines: dict[str, list[tuple[float, float]]] = {"RollMux": []}
@@ -520,8 +520,8 @@ PER_INSTANCE = 12
 
 
 def against_optimum(count: int, seed: int) -> Result:
-    """Compare with the optimum on `count` instances of twelve jobs, for every profile and their
-    mix."""
+    """Compare bills with the optimum on `count` instances of twelve jobs, for each of the nine
+    profiles and for their mix."""
     rows: list[Row] = []
     workloads = {f"{shape} {size}": ([shape], [size]) for shape in SHAPES for size in SIZES}
     workloads["mixed"] = (list(SHAPES), list(SIZES))
@@ -586,7 +586,7 @@ SIZES_OF_CLUSTERS = (100, 200, 500, 1000, 2000, 5000, 10_000)
 
 
 def decisions(count: int, seed: int) -> Result:
-    """Measure the processor time of an admission by the number of jobs in the cluster."""
+    """Measure the processor time of an admission for several numbers of jobs in the cluster."""
     rows: list[Row] = []
     lines: dict[str, list[tuple[float, float]]] = {}
     dice = random.Random(seed)
@@ -621,7 +621,7 @@ def decisions(count: int, seed: int) -> Result:
 
 
 EXPERIMENTS: dict[str, tuple[Callable[[int, int], Result], int]] = {
-    # function, and number of rounds (instances, decisions) without --rounds
+    # function, and default of --rounds: the number of rounds, traces, instances or decisions
     "micro": (micro, 100),
     "migration": (migration, 60),
     "switches": (switches, 60),

@@ -1,4 +1,4 @@
-"""RollPacker's tables from the shipped controller and policies: published against simulated."""
+"""RollPacker's published tables beside simulations with the shipped controller and policies."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -19,11 +19,11 @@ from rlcore.sim.workload import GENERATORS, Recorded, Workload
 
 H800 = GPUS["H800"]
 
-# ---- figure 11: rounds alone
+# ---- figure 11: only rollout rounds
 
 
 def arm_of_figure_11(column: str, eta_prompts: float, eta_samples: float, seed: int) -> ClusterPlan:
-    """Return the plan of one cell: decoding only, with a constant step time."""
+    """Return the plan of one cell of figure 11: decoding only, with a constant step time."""
     at = published.FIGURE_11[column]
     cost = EngineCost(step_s=at.step_s)
     return ClusterPlan(
@@ -43,7 +43,7 @@ def arm_of_figure_11(column: str, eta_prompts: float, eta_samples: float, seed: 
 
 
 def figure_11(count: int, seed: int, data: Path) -> TableResult:
-    """Return a row per cell: the mean seconds of a round relative to the baseline."""
+    """Return a row per cell of figure 11: the mean seconds of a round relative to the baseline."""
     rows, notes = [], []
     for column, at in published.FIGURE_11.items():
         seconds = {}
@@ -75,8 +75,8 @@ def figure_11(count: int, seed: int, data: Path) -> TableResult:
 
 
 def training_of(system: System, prompts: int = PROMPTS, gpus: int = 0) -> TrainingCost:
-    """Return the training cost as published for 14B/16k, scaled for others
-    (`published.TRAINING_S`)."""
+    """Return the published training cost of 14B/16k (`published.TRAINING_S`), scaled by model size,
+    length cap and number of GPUs."""
     model = MODELS[system.model]
     scale = model.parameters / MODELS["14B"].parameters
     scale *= GENERATORS[system.column].cap / GENERATORS["16k"].cap
@@ -90,7 +90,7 @@ def training_of(system: System, prompts: int = PROMPTS, gpus: int = 0) -> Traini
 
 
 def costs_of(system: System, other_bytes: float = 0.0) -> Callable[[int], EngineCost]:
-    """Return the data-sheet costs, with the fitted step time at the published size."""
+    """Return data-sheet costs as a function of TP, with the fitted step time at `system.tp`."""
     model = MODELS[system.model]
     sheet = from_data_sheet(model, H800, system.tp)
 
@@ -127,8 +127,8 @@ def plan_of(
 def ladder(
     system: System, seed: int, *, prompts: int = PROMPTS, gpus: int = 0
 ) -> dict[str, ClusterPlan]:
-    """Return plans for veRL, the techniques of table 2 added one by one, and RLHFuse as the paper
-    strengthened it."""
+    """Return plans for veRL, for the techniques of table 2 added to veRL one by one, and for
+    RLHFuse as strengthened by the paper."""
     verl = plan_of("veRL", system, seed, prompts=prompts, gpus=gpus)
     tail = replace(verl, name="tail", schedule="tail_batching")
     judge = judge_bytes(MODELS["7B"], streamed=True)
@@ -157,7 +157,7 @@ def _run(plans: Mapping[str, ClusterPlan], count: int) -> dict[str, Summary]:
 
 
 def table_1(count: int, seed: int, data: Path) -> TableResult:
-    """Return the shares of a step of veRL."""
+    """Return the share of each phase in a step of veRL."""
     rows = []
     system = published.SYSTEMS["14B/16k"]
     for task, told in published.TABLE_1.items():
@@ -178,7 +178,7 @@ def _after(made: Callable[[RowOf], Rewards], row_of: RowOf) -> Rewards:
 
 
 def table_2(count: int, seed: int, data: Path) -> TableResult:
-    """Return speed-ups over veRL, with two rows where two versions were published."""
+    """Return speed-ups over veRL, with two rows for cells that two versions of the paper give."""
     rows = []
     for name, system in published.SYSTEMS.items():
         arms = ladder(system, seed)
@@ -215,12 +215,12 @@ def table_2(count: int, seed: int, data: Path) -> TableResult:
 
 
 def figure_10c(count: int, seed: int, data: Path) -> TableResult:
-    """Return the seconds of a short and of a long step of the whole system."""
+    """Return the seconds of a short and of a long step with all techniques."""
     rows = []
     for name, system in published.SYSTEMS.items():
         whole = ladder(system, seed)["trainer"]
         for what, plan in (("", whole), (", tp fixed", replace(whole, max_tp=0))):
-            steps = list(SimRun(plan).steps(max(count, 5)))  # at least one of them is long
+            steps = list(SimRun(plan).steps(max(count, 5)))  # at least one of 5 steps is long
             for kind, told in zip(("short", "long"), published.FIGURE_10C[name], strict=True):
                 found = summarize([s for s in steps if s.kind == kind])
                 rows.append(
@@ -248,7 +248,7 @@ def figure_10c(count: int, seed: int, data: Path) -> TableResult:
 
 
 def stream(count: int, seed: int, data: Path) -> TableResult:
-    """Return tables 3 and 4: 7B/8k, math, means over long rounds."""
+    """Return tables 3 and 4: seconds of a step of 7B/8k on math, averaged over long rounds."""
     system = published.SYSTEMS["7B/8k"]
     math = partial(rewards, "math", H800, "dedicated", system.gpus, seed)
     rest = published.STREAM_S["none"] - published.FIGURE_11["8k"].baseline_s
@@ -336,7 +336,7 @@ def planner(count: int, seed: int, data: Path) -> TableResult:
                 row(
                     f"figure 6, {kind}, tp 2 / tp 1, {what}",
                     told[kind, 2] / told[kind, 1],
-                    # a row's values are objects: these are numbers
+                    # mypy sees objects, but these values are numbers
                     float(ours[cells[1]]) / float(ours[cells[0]]),  # type: ignore[arg-type]
                 )
             )
@@ -373,7 +373,7 @@ def _planner_plan(model: str, gpus: int, tp: int, lengths: Workload, seed: int) 
 
 
 def _figure_12a(lengths: Recorded, seed: int) -> Row:
-    """Return the planner's speed-up over TP 1 while the cap grows from 8k to 32k."""
+    """Return the planner's speed-up over fixed TP 1 while the length cap grows from 8k to 32k."""
     seconds: dict[str, list[float]] = {}
     sizes: list[int] = []
     for name, top in (("fixed", 0), ("planner", H800.per_node)):

@@ -1,9 +1,8 @@
-"""Rounds of the shipped controller over virtual engines.
+"""Simulate rounds of the shipped controller over virtual engines.
 
-Every event has a virtual time; ties keep the order of creation, so a simulation is exactly
-repeatable. Messages take no time; workers score rewards first come, first served.
-
-A heap of events calls the shipped controller as a run does, which needs no SimPy.
+Every event has a virtual time. Simultaneous events keep their order of creation, so a simulation is
+exactly repeatable. Messages take no time. Reward workers score first come, first served. A heap of
+events calls the shipped controller as a real run does, so SimPy is not needed.
 """
 
 import heapq
@@ -58,16 +57,16 @@ class RoundResult:
     decoded: int
     """Number of decoded tokens of all responses, kept or not."""
     steps: int
-    """Largest number of decode steps of any engine."""
+    """Maximum number of decode steps of an engine."""
     preemptions: int
     last_finish: float
-    """Time at which the last response finished decoding; its reward comes later."""
+    """Time at which decoding of the last response ended; its score comes later."""
     reward_s: float
-    """Seconds of scoring after the end of the round, if scoring waits for it."""
+    """Seconds of scoring after the round, if scoring starts only when the round has ended."""
     idle: float
-    """Share of the engines' time in which they were idle."""
+    """Share of the round in which an engine was idle, mean over engines."""
     cache_used: float
-    """Largest share of its KV cache that any engine had in use."""
+    """Largest share of an engine's KV cache in use, maximum over all engines."""
     spans: list[list[DecodeSpan]] = field(default_factory=list)
     """Decoding intervals of each engine."""
     streamed: set[str] = field(default_factory=set)
@@ -75,15 +74,14 @@ class RoundResult:
     stream_spans: list[list[DecodeSpan]] = field(default_factory=list)
     """Training intervals of each engine; `running` is the number of groups."""
     stream_left_s: float = 0.0
-    """Remaining seconds of that training at the end of the round, divided over all engines."""
+    """Seconds of `stream_spans` that remain after the round, divided over all engines."""
     groups: list[str] = field(default_factory=list)
     """Group of each kept response."""
     events: int = 0
     stats: dict[str, float] = field(default_factory=dict)
 
     def samples(self) -> Iterator[tuple[int, int, bool]]:
-        """Yield (prompt length, response length, whether it is trained already) of each kept
-        response."""
+        """Yield (prompt length, response length, whether already trained) of each kept response."""
         for prompt, length, group in zip(self.prompts, self.lengths, self.groups, strict=True):
             yield prompt, length, group in self.streamed
 
@@ -121,7 +119,7 @@ class SimSettings:
             elastic: policy for which engines train while the others decode; rank r is engine r.
             train_s: seconds in which one engine's GPUs train samples of these lengths
                 (with prompt).
-            trains_once: each engine trains only the first groups that it is given.
+            trains_once: each engine trains only the first groups given to it.
         """
         self._costs, self._lengths = list(costs), lengths
         self._elastic, self._train_s, self._once = elastic, train_s, trains_once
@@ -130,23 +128,23 @@ class SimSettings:
         self._place = place
 
     def run(self, round_: Round) -> RoundResult:
-        """Run one round. If the controller gives it up, raise RuntimeError."""
+        """Run one round. If the controller reports a failure, raise RuntimeError."""
         return _RoundRun(self, round_).outcome()
 
 
 class Engines(ABC):
-    """Virtual engines under a controller, with the event queue. A subclass handles the further
-    commands and events."""
+    """Virtual engines under a controller, with the event queue. A subclass handles all
+    other commands and events."""
 
     def __init__(self, world: SimSettings, controller: Controller, first: int = 0) -> None:
-        """`first` is the rank of the first engine; the others follow it."""
+        """`first`: rank of the first engine; the other engines have the next ranks."""
         self._world, self._controller, self._first = world, controller, first
         self._engines = [VirtualEngine(cost, world._max_running) for cost in world._costs]
         self._requests: dict[str, Request] = {}
         self._length: dict[str, int] = {}
         self._queue: list[tuple[float, int, Any]] = []
         self._number = self._events = 0
-        self._planned: list[int] = [0] * len(self._engines)  # the newest plan of each engine
+        self._planned: list[int] = [0] * len(self._engines)  # newest plan number by engine
         self._now = self._last_finish = 0.0
         self.is_over = False
 
@@ -167,7 +165,7 @@ class Engines(ABC):
                 )
             time, _, (what, who, it) = heapq.heappop(self._queue)
             if what != "engine" or it == self._planned[who - self._first]:
-                break  # else the plan is outdated
+                break  # else a newer plan replaced this event
         self._now = time
         if what == "engine":
             self._step(who)
@@ -222,7 +220,7 @@ class Engines(ABC):
             self._push(at, ("reward", rank, (job.id, took)))
 
     def _plan(self, rank: int) -> None:
-        """Schedule the next event of this engine."""
+        """Schedule the next event of engine `rank`."""
         self._planned[rank - self._first] += 1
         time = self._engines[rank - self._first].next_event()
         if time is not None:
@@ -315,7 +313,7 @@ class _RoundRun(Engines):
                 raise RuntimeError(command.reason)
 
     def _release(self, rank: int) -> None:
-        """Release the engine's requests with their tokens; another engine prefills them."""
+        """Release the engine's requests with their tokens, for prefill on another engine."""
         partials = {}
         for job in self._engines[rank].release(self._now):
             none = _tokens(job.have)

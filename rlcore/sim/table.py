@@ -1,4 +1,4 @@
-"""Tables of published against simulated values, used by every experiment."""
+"""Tables that compare published and simulated values, for all experiments."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ Row = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class TableResult:
-    """A table of cells with notes."""
+    """A table with one row per cell of a published table, and notes."""
 
     title: str
     rows: list[Row]
@@ -17,8 +17,8 @@ class TableResult:
 def row(
     cell: str, published: float | None, simulated: float, *, fitted: bool = False, **more: object
 ) -> Row:
-    """Return a cell with its error as a difference; `published` is None if there is no published
-    value."""
+    """Return the row of a cell, with the error `simulated - published`. `published`: None if there
+    is no published value."""
     return {
         "cell": cell,
         "published": None if published is None else round(published, 3),
@@ -30,7 +30,7 @@ def row(
 
 
 def show(made: TableResult) -> list[str]:
-    """Return the table as lines of text, one per cell."""
+    """Return the table as lines of text, with one line per cell."""
     width = max(30, *(len(str(r["cell"])) + 2 for r in made.rows))
     lines = [made.title, "", f"{'cell':{width}}{'published':>11}{'simulated':>11}{'error':>10}"]
     for r in made.rows:

@@ -1,4 +1,4 @@
-"""A simulation plan from the options of `python -m rlcore sim run`."""
+"""Make a simulation plan from the options of `python -m rlcore sim run`."""
 
 import argparse
 import json
@@ -30,10 +30,10 @@ BASELINES = ("verl", "rlhfuse", "none")
 
 
 def plan(a: argparse.Namespace) -> tuple[ClusterPlan, list[str]]:
-    """Return the plan for the options of `sim run`, and sentences on the origin of its numbers.
+    """Return the plan for the options of `sim run`, and notes on the origin of the plan's numbers.
 
     Raises:
-        ConfigError: an option is invalid for the cluster; the error names it.
+        ConfigError: an option is invalid for the cluster; the error names the option.
     """
     gpu, model = _gpu(a.gpu), read_model(a.model)
     workload, said = _workload(a)
@@ -118,13 +118,13 @@ def plan(a: argparse.Namespace) -> tuple[ClusterPlan, list[str]]:
 def _measured(
     layouts: Mapping[int, profile.EngineMeasurements],
 ) -> tuple[Callable[[int], EngineCost], Callable[[int], float]]:
-    """Return functions from `tp` to the measured costs and to the seconds to start engines of that
-    size."""
+    """Return two functions of `tp`: measured costs of an engine of `tp` GPUs, and seconds to start
+    such engines."""
     return lambda tp: layouts[tp].cost, lambda tp: layouts[tp].start_s
 
 
 def baseline(ours: ClusterPlan, name: str) -> ClusterPlan:
-    """Return a baseline of the plan. `verl`: wait for every response, then score all, then train.
+    """Return a baseline of the plan. `verl`: wait for all responses, then score them, then train.
     `rlhfuse`: compute rewards and log-probs during the tail of the rollout."""
     plain = replace(ours, name=name, schedule="all", max_tp=0, stream=None)
     if name == "rlhfuse":
@@ -172,7 +172,7 @@ def _gpu(name: str) -> Gpu:
 
 
 def read_model(name: str) -> ModelSize:
-    """Return a model by name, or from a Hugging Face config.json."""
+    """Return the model of a known name, or of the Hugging Face config.json at path `name`."""
     found = {m.lower(): model for m, model in MODELS.items()}
     if name.lower() in found:
         return found[name.lower()]

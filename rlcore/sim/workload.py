@@ -1,5 +1,5 @@
-"""Response lengths of a workload. Each prompt has its own distribution: a long one stays long in
-later rounds."""
+"""Response lengths of a workload. Each prompt has its own distribution of lengths, so a prompt with
+long responses has long responses in later rounds, too."""
 
 import math
 import random
@@ -15,8 +15,8 @@ from rlcore.utils.seed import derive
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generator:
-    """Generator fitted by us to published lengths: a log-normal body and, with a probability per
-    prompt, a tail up to the cap.
+    """Generator of lengths, which we fitted to published lengths: a log-normal body and, with
+    probability q of the prompt, a tail up to the cap. e', e'' ~ N(0, 1) per response.
 
         z, e ~ N(0, 1) per prompt    q = sigmoid(a + b z + s e)
         body = exp(mu + sp z + sr e')    tail = exp(log cap + pt (0.3 - |e''|))
@@ -35,7 +35,7 @@ class Generator:
     """Seed of the data set, which determines the prompts."""
 
     def lengths(self, row: int, count: int, seed: int) -> list[int]:
-        """Return the lengths of `count` responses to the prompt of `row`; `seed` differs between
+        """Return the lengths of `count` responses to the prompt of `row`. `seed`: differs between
         rounds."""
         z, e = _characters(self.seed, row // BLOCK)[row % BLOCK]
         q = 1 / (1 + math.exp(-(self.a + self.b * z + self.s * e)))
@@ -68,13 +68,13 @@ GENERATORS: Mapping[str, Generator] = {
     "16k": _16K,
     "32k": Generator(cap=32_768, mu=6.709, sp=0.005, sr=0.674, pt=1.683, a=-4.037, b=1.646, s=0.06),
 }
-"""Generators by name, fitted on the ratios of figure 11 of RollPacker, each on its own column; 8k
-is 16k with another cap."""
+"""Generators by name, each fitted on its column of figure 11 of RollPacker (ratios); 8k is 16k with
+a lower cap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Measured lengths by prompt, from which further ones are drawn."""
+    """Measured lengths by prompt, from which the lengths of a round are drawn."""
 
     by_prompt: Sequence[Sequence[int]]
     prompt_tokens: int = 300
@@ -84,7 +84,7 @@ class Recorded:
         return max(map(max, self.by_prompt))
 
     def lengths(self, row: int, count: int, seed: int) -> list[int]:
-        """Draw `count` lengths, without replacement while there are enough."""
+        """Draw `count` lengths of the row's prompt, with replacement only if there are too few."""
         own = self.by_prompt[row % len(self.by_prompt)]
         dice = random.Random(derive(seed, "lengths", row))
         if count <= len(own):
