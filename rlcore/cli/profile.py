@@ -72,13 +72,13 @@ def main(argv: Sequence[str]) -> int:
         type=int,
         nargs="+",
         default=[1, 8, 32],
-        help="numbers of sequences per rank (default: %(default)s)",
+        help="batch sizes, in sequences per rank (default: %(default)s)",
     )
     p.add_argument(
         "--context",
         type=int,
         nargs="+",
-        help="tokens per sequence; default: 1/8 and 1/2 of the longest",
+        help="tokens per sequence; default: 1/8 and 1/2 of the longest possible",
     )
     p.add_argument(
         "--steps", type=int, default=512, help="maximum decode steps per row (default: %(default)s)"

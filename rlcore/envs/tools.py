@@ -66,7 +66,7 @@ class ToolsConfig(EnvConfig):
     tools: tuple[Literal["calc", "python"], ...] = ("calc", "python")
     """Tools that the policy may call. `calc`: a calculator. `python`: programs in a sandbox."""
     program_timeout_s: Annotated[float, above(0)] = 10.0
-    """Seconds after which a program is killed, as its result then reports."""
+    """Seconds after which a program is killed; its result then reports the timeout."""
     max_result_chars: Annotated[int, at_least(20)] = 2000
     """Maximum number of characters of a tool's result; a longer result is cut in the middle."""
     require_isolation: bool = False
