@@ -113,11 +113,11 @@ class InProcess:
 
     def fail(self, reason: str) -> None:
         """Raise RuntimeError: the engine cannot end without its process."""
-        raise RuntimeError(f"an engine in this process cannot be ended alone: {reason}")
+        raise RuntimeError(f"an engine in this process cannot be stopped separately: {reason}")
 
     def restart(self) -> None:
         """Raise RuntimeError: the engine cannot restart without its process."""
-        raise RuntimeError("an engine in this process cannot be started again alone")
+        raise RuntimeError("an engine in this process cannot be restarted separately")
 
     def is_starting(self, timeout_s: float) -> bool:
         """Return False: a constructed engine has started."""

@@ -52,7 +52,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     n."""
     _check_k(num_samples, k)
     if not 0 <= num_right <= num_samples:
-        raise ValueError(f"{num_right} correct of {num_samples} samples is impossible")
+        raise ValueError(f"{num_right} correct of {num_samples} samples: must be at most all")
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
@@ -75,8 +75,8 @@ def evaluation(
     counts = {len(s) for s in scores.values()}
     if len(counts) != 1 or counts == {0}:
         raise ValueError(
-            f"evaluation of {name}: samples per prompt differ, {sorted(counts)}; draw as many for "
-            "each prompt"
+            f"evaluation of {name}: samples per prompt differ, {sorted(counts)}; draw the same "
+            "number for each prompt"
         )
     k = counts.pop()
     core, aux = f"val-core/{name}/acc", f"val-aux/{name}"

@@ -290,7 +290,7 @@ class PermitGate:
                     f"job {self._job}: waited {self._wait_s:g} s for {what}; {missing()}"
                 )
             if now - said > SAY_EVERY_S:
-                log.info("mux: has waited for %s for %.0f s; %s", what, now - begin, missing())
+                log.info("mux: job has waited for %s for %.0f s; %s", what, now - begin, missing())
                 said = now
             bell = store.key(self._job, "bell")
             self._try(lambda: self._redis.blpop([bell], timeout=LOOK_S), what)  # noqa: B023

@@ -207,7 +207,7 @@ class AsyncRollout:
             file = folder / "controller.msgpack"
             if not file.is_file():
                 raise ConfigError(
-                    f"--run.resume {folder.parent}: was written by a replay, which saves no "
+                    f"--run.resume {folder.parent}: was written by a replay, which does not save "
                     "running requests; resume the replayed run, or use --run.resume fresh"
                 )
             saved, owner_now = decode(file.read_bytes(), Saved), self._owner_now(folder)

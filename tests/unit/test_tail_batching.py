@@ -170,7 +170,7 @@ def test_a_source_that_is_full_is_closed_while_the_other_goes_on():
 
 def test_a_source_without_a_number_is_named():
     source = tail(4, 1, prompt_of=by_source, quotas={"math": 4})
-    with pytest.raises(ValueError, match="domain 'code' without a quota"):
+    with pytest.raises(ValueError, match="domain 'code' has no quota"):
         source.next_round(Sampling())
 
 
@@ -272,8 +272,8 @@ def test_a_queue_of_other_data_is_refused_and_nothing_is_lost():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"eta_prompts": 0.9}, "eta_prompts 0.9: at least 1"),
-        ({"eta_samples": float("nan")}, "eta_samples nan: at least 1"),
+        ({"eta_prompts": 0.9}, "eta_prompts 0.9: must be at least 1"),
+        ({"eta_samples": float("nan")}, "eta_samples nan: must be at least 1"),
         ({"num_prompts": 0}, "num_prompts 0: must be at least 1"),
         ({"quotas": {"a": 1, "b": 2}}, "sum to the 4 prompts of a step"),
         ({"quotas": {"a": 0, "b": 4}}, "each be at least 1"),

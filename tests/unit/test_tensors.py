@@ -44,7 +44,7 @@ def test_lengths_that_disagree_are_named():
     with pytest.raises(ValueError, match=r"advantage has shape \[5\] for 6 tokens"):
         batch(advantage=torch.zeros(5)).check()
     odd = batch().with_(cu_seqlens=cumulative([3, 2]))
-    with pytest.raises(ValueError, match="cu_seqlens ends at 5 and there are 6 tokens"):
+    with pytest.raises(ValueError, match="cu_seqlens ends at 5 but the batch has 6 tokens"):
         odd.check()
 
 
