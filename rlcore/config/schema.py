@@ -86,7 +86,7 @@ class DataConfig:
     """Prompt files (.jsonl, .parquet), or one generated task: `label`, `oneline`, `frozenlake` or
     `blackjack`."""
     val: tuple[str, ...] = ()
-    """Validation files or generated tasks, each reported by its name."""
+    """Validation files or generated tasks, each reported under its own name."""
     prompts_per_step: Annotated[int, above(0)] = 32
     """Number of prompts that one step trains on."""
     prompt_field: str = "question"
@@ -320,8 +320,8 @@ class CriticConfig:
     clip_grad: Clip = 1.0
     """Maximum gradient norm of the critic; inf: no clipping."""
     clip_value: Clip = 0.5
-    """Clip range of a value around its value before the step's first update, in the value loss;
-    inf: no clipping."""
+    """Clip range in the value loss: how far a value may move from its value before the step's first
+    update; inf: no clipping."""
     warmup_steps: Annotated[int, at_least(0)] = 0
     """Number of steps at the start of the run that train only the critic."""
 
@@ -588,7 +588,7 @@ class LogConfig:
     prometheus_port: Annotated[int, at_least(0, at_most=65535, note="; 0: none")] = 0
     """Port at which rank 0 serves the latest metrics, http://HOST:PORT/metrics; 0: disabled."""
     prometheus_host: str = "127.0.0.1"
-    """Address on which the metrics are served, to everyone who can reach it."""
+    """Address on which rank 0 serves the metrics, without authentication."""
     plot: bool = True
     """Whether to draw curve.png when the run ends; `rlcore plot RUN` draws it at any time."""
     progress: bool = True

@@ -213,7 +213,7 @@ def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
         twin = known[_fingerprint(both[0].text)]
         log.warning(
             "data.val %s: %d of %d prompts are also in data.train, e.g. row %d (row %d of %s "
-            "there), so its accuracy is not held-out",
+            "there), so it is not held-out data",
             name,
             len(both),
             len(rows),

@@ -70,7 +70,7 @@ class ToolsConfig(EnvConfig):
     max_result_chars: Annotated[int, at_least(20)] = 2000
     """Maximum number of characters of a tool's result; a longer result is cut in the middle."""
     require_isolation: bool = False
-    """Whether to refuse to run programs on a machine without namespaces for a sandbox."""
+    """Whether to refuse to run programs on a machine without Linux namespaces for a sandbox."""
 
     def problems(self) -> list[str]:
         """See `EnvConfig.problems`."""

@@ -52,7 +52,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     n."""
     _check_k(num_samples, k)
     if not 0 <= num_right <= num_samples:
-        raise ValueError(f"{num_right} correct of {num_samples} samples: must be at most all")
+        raise ValueError(f"{num_right} correct of {num_samples} samples is impossible")
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 

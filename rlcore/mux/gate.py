@@ -274,7 +274,7 @@ class PermitGate:
                 if isinstance(error, redis.AuthenticationError) or time.monotonic() > end:
                     raise ConnectionError(store.why(error, self._url)) from error
                 if not is_away:
-                    log.warning("mux: %s; %r waits for it", store.why(error, self._url), what)
+                    log.warning("mux: %s; %r is retried", store.why(error, self._url), what)
                 is_away = True
                 time.sleep(0.2)
             except redis.RedisError as error:

@@ -295,7 +295,7 @@ def _check(number: int, piece: TensorPiece, specs: Sequence[_Spec], num_bytes: i
     """Check a piece; return None if it has no elements."""
     name = f"pieces[{number}]"
     if not 0 <= piece.tensor < len(specs):
-        raise ValueError(f"{name}.tensor {piece.tensor}: must be one of {len(specs)} tensors")
+        raise ValueError(f"{name}.tensor {piece.tensor}: the plan has only {len(specs)} tensors")
     spec = specs[piece.tensor]
     shape = tuple(piece.shape)
     if any(n < 0 for n in shape):

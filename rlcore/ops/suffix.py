@@ -357,7 +357,7 @@ class ReferenceForest:
         flat, starts = tokens.tolist(), response_offsets.tolist()
         for p, key in enumerate(keys.tolist()):
             if key in made:
-                raise ValueError(f"keys[{p}] {key}: must list every prompt once")
+                raise ValueError(f"keys[{p}] {key}: is listed twice; list every prompt once")
             mine = range(prompt_offsets[p], prompt_offsets[p + 1])
             made[key] = self._index(
                 [flat[starts[r] : starts[r + 1]] for r in mine],
@@ -401,7 +401,7 @@ class ReferenceForest:
             if handle not in self._requests:
                 raise ValueError(f"handles[{i}] {handle}: is not open (closed, or never opened)")
             if once and handle in seen:
-                raise ValueError(f"handles[{i}] {handle}: must list every handle once")
+                raise ValueError(f"handles[{i}] {handle}: is listed twice; list every handle once")
             seen.add(handle)
         return [self._requests[h] for h in handles.tolist()]
 

@@ -176,7 +176,7 @@ class DeviceForest:
             if handle not in self._open:
                 raise ValueError(f"handles[{i}] {handle}: is not open (closed, or never opened)")
             if handle in seen:
-                raise ValueError(f"handles[{i}] {handle}: must list every handle once")
+                raise ValueError(f"handles[{i}] {handle}: is listed twice; list every handle once")
             seen.add(handle)
         return given
 

@@ -62,7 +62,7 @@ class CodeRewardConfig(RewardConfig):
     """Whether programs may import this environment's packages in addition to the standard
     library."""
     require_isolation: bool = False
-    """Whether to refuse to start on a machine without namespaces, instead of warning."""
+    """Whether to fail at start-up on a machine without Linux namespaces; otherwise only warn."""
 
 
 @dataclass(frozen=True)

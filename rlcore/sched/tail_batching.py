@@ -249,7 +249,7 @@ def check(
     """Raise ConfigError if no round is possible with these numbers."""
     for name, value in (("eta_prompts", eta_prompts), ("eta_samples", eta_samples)):
         if not value >= 1:
-            raise ConfigError(f"{name} {value:g}: must be at least 1 (1: no extra ones)")
+            raise ConfigError(f"{name} {value:g}: must be at least 1; 1 starts no extra work")
     for name, value in (("num_prompts", num_prompts), ("num_samples", num_samples)):
         if value < 1:
             raise ConfigError(f"{name} {value}: must be at least 1")

@@ -228,7 +228,7 @@ SPEC = TensorSpec((4, 4), F32)
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"tensor": 1}, r"pieces\[0\].tensor 1: must be one of 1 tensors"),
+        ({"tensor": 1}, r"pieces\[0\].tensor 1: the plan has only 1 tensors"),
         ({"shape": (-1, 4)}, r"pieces\[0\].shape \(-1, 4\): sizes must be 0 or more"),
         ({"strides": (4,)}, r"pieces\[0\].strides \(4,\): must have 2 entries"),
         ({"strides": (-4, 1)}, r"pieces\[0\].strides \(-4, 1\).* 0 or more"),
