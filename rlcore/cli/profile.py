@@ -346,7 +346,7 @@ class Bench:
                 left -= isinstance(event, Finished)
             if time.monotonic() > end:
                 raise TimeoutError(
-                    f"--rollout.stall_timeout_s {self._deadline_s:g} is over: {left} of "
+                    f"--rollout.stall_timeout_s {self._deadline_s:g} exceeded: {left} of "
                     f"{sequences} sequences of {prompt} + {steps} tokens are unfinished; raise it"
                 )
         return events

@@ -120,7 +120,7 @@ class AsyncRollout:
         self._thread.join(timeout=2 * self._deadline_s)
         if self._thread.is_alive():
             raise TimeoutError(
-                f"--rollout.stall_timeout_s {self._deadline_s:g} is over: the controller is still "
+                f"--rollout.stall_timeout_s {self._deadline_s:g} exceeded: the controller is still "
                 "running"
             )
         self._thread = None
