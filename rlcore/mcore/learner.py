@@ -412,7 +412,7 @@ class MegatronLearner:
 
     def _must_be_itself(self, what: str) -> None:
         if self._reference is not None and self._reference.is_in_place:
-            raise RuntimeError(f"{what} inside reference(): call {what} after the block")
+            raise RuntimeError(f"{what} inside reference(): must be called after the block")
 
     # ---- forward and backward
 
