@@ -112,12 +112,12 @@ class InProcess:
     failure = ""
 
     def fail(self, reason: str) -> None:
-        """Raise RuntimeError: the engine cannot be terminated without its process."""
-        raise RuntimeError(f"an engine in this process cannot be ended alone: {reason}")
+        """Raise RuntimeError: the engine cannot end without its process."""
+        raise RuntimeError(f"an engine in this process cannot be stopped separately: {reason}")
 
     def restart(self) -> None:
         """Raise RuntimeError: the engine cannot restart without its process."""
-        raise RuntimeError("an engine in this process cannot be started again alone")
+        raise RuntimeError("an engine in this process cannot be restarted separately")
 
     def is_starting(self, timeout_s: float) -> bool:
         """Return False: the engine has started once it is constructed."""

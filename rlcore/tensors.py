@@ -75,12 +75,12 @@ class Batch:
                     name = self.ids[row] if self.ids else f"row {row}"
                     raise ValueError(
                         f"sample {name}: {f.name} of token {t - int(self.cu_seqlens[row])} is "
-                        f"{float(value[t])}; losses need finite numbers, so look at what made it"
+                        f"{float(value[t])}; must be finite, so check the pass that produced it"
                     )
         if int(self.cu_seqlens[-1]) != self.num_tokens:
             raise ValueError(
-                f"batch: cu_seqlens ends at {int(self.cu_seqlens[-1])} and there are "
-                f"{self.num_tokens} tokens; lengths and tokens must agree"
+                f"batch: cu_seqlens ends at {int(self.cu_seqlens[-1])} but the batch has "
+                f"{self.num_tokens} tokens; both must be equal"
             )
 
     def with_(self, **changes) -> "Batch":

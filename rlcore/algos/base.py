@@ -65,10 +65,10 @@ class AlgoConfig:
     """Keys of every algorithm."""
 
     has_ratio: ClassVar[bool] = True
-    """Whether the loss weighs tokens by p / p_old itself. With bypass_mode this ratio is
-    already the correction; a loss without a ratio gets the weight p / p_sampler instead."""
+    """Whether the loss weights tokens by p / p_old itself. With bypass_mode this ratio is already
+    the correction; a loss without a ratio gets the weight p / p_sampler instead."""
     uses_entropy: ClassVar[bool] = False
-    """Whether the loss has a gradient through `x.entropy`, which is omitted otherwise to save
+    """Whether the loss has a gradient through `x.entropy`; if not, that gradient is skipped to save
     time."""
     drops_tokens: ClassVar[bool] = False
     """Whether the loss removes tokens from the denominators (`LossOutput.mask`)."""
@@ -90,16 +90,16 @@ class AlgoConfig:
     (rlcore/algos/reduce.py)."""
     equal_reward_groups: Literal["keep", "drop"] = "keep"
     """Handling of groups whose scores are all equal, so that no response is preferred. `keep`:
-    train them. `drop`: remove them from the batch and its denominators."""
+    train on them. `drop`: remove them from the batch and its denominators."""
     truncated_responses: Literal["keep", "drop"] = "keep"
-    """Handling of responses cut at rollout.max_tokens. `keep`: train them. `drop`: remove them from
-    the batch and its denominators, but not from their group's baseline (DAPO's overlong
+    """Handling of responses cut at rollout.max_tokens. `keep`: train on them. `drop`: remove them
+    from the batch and its denominators, but not from their group's baseline (DAPO's overlong
     filtering)."""
     overlong_share: Share = 0.0
-    """Share of rollout.max_tokens at its end in which longer responses lose reward, linearly up to
-    overlong_penalty (DAPO's soft overlong punishment); 0: off."""
+    """Final share of rollout.max_tokens in which a response loses reward, linearly with its length
+    up to overlong_penalty (DAPO's soft overlong punishment); 0: off."""
     overlong_penalty: Annotated[float, at_least(0)] = 1.0
-    """Reward that a response of rollout.max_tokens loses, with overlong_share."""
+    """Reward subtracted from a response of rollout.max_tokens tokens, with overlong_share."""
 
     rollout_is: Literal["none", "token", "sequence"] = "token"
     """Importance weight min(p_old / p_sampler, threshold) on the policy loss. `token`: of each
@@ -109,8 +109,8 @@ class AlgoConfig:
     rollout_is_batch_normalize: bool = False
     """Whether to divide the rollout_is weights by their mean over the step."""
     rollout_rs: tuple[Rejection, ...] = ()
-    """Rules (verl's names, <tokens>_<estimator>) that reject tokens or responses whose sampler and
-    learner differ too much. Rejected tokens leave the denominators too; a token must pass all
+    """Rules (verl's names, <tokens>_<estimator>) that reject tokens or responses for which sampler
+    and learner differ too much. Rejected tokens do not count in denominators; a token must pass all
     rules."""
     rollout_rs_threshold: tuple[str, ...] = ()
     """Thresholds, one per rule of rollout_rs. k1 takes the bounds of p_sampler / p_old as
@@ -126,8 +126,8 @@ class AlgoConfig:
     """Coefficient of the KL to the reference model in the loss; above 0, the initial weights are
     kept as reference."""
     kl_type: KL = "k3"
-    """Estimator of the KL in the loss. k1's gradient is zero in expectation and k3's is that of the
-    reverse KL; k1+ and k3+ have their values with k2's gradient."""
+    """Estimator of the KL in the loss. The gradient of k1 is zero in expectation, that of k3 is the
+    reverse KL's; k1+ and k3+ have the values of k1 and k3 and the gradient of k2."""
     kl_reward_coef: Annotated[float, at_least(0)] = 0.0
     """Coefficient of the KL to the reference model that is subtracted from the reward of each
     token."""

@@ -24,7 +24,7 @@ class CISPOConfig(AlgoConfig):
     """Keys of `--algo cispo`."""
 
     clip_low: Clip = 0.2
-    """Lower clip range; the weight p / p_old is clipped at 1 - clip_low, 1 or more: no bound."""
+    """Lower clip range; the weight p / p_old is clipped at 1 - clip_low; 1 or more: no bound."""
     clip_high: Clip = 0.2
     """Upper clip range; the weight p / p_old is clipped at 1 + clip_high."""
     unified_mask: bool = False

@@ -32,11 +32,11 @@ class DAPOConfig(AlgoConfig):
     clip_dual: DualClip = 10.0
     """Dual clip, the maximum ratio where the advantage is negative; 0: off."""
     equal_reward_groups: Literal["keep", "drop"] = "drop"
-    """Handling of groups whose scores are all equal. `keep`: train them. `drop`: remove them from
-    the batch, the filter of dynamic sampling."""
+    """Handling of groups whose scores are all equal. `keep`: train on them. `drop`: remove them
+    from the batch, the filter step of dynamic sampling."""
     overlong_share: float = 0.2
-    """Share of rollout.max_tokens at its end in which longer responses lose reward, linearly up to
-    overlong_penalty; 0: off."""
+    """Final share of rollout.max_tokens in which a response loses reward, linearly with its length
+    up to overlong_penalty; 0: off."""
 
 
 def loss(x: LossInputs, cfg: DAPOConfig) -> LossOutput:

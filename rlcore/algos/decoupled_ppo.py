@@ -31,10 +31,10 @@ class DecoupledPPOConfig(AlgoConfig):
 
     rollout_is: Literal["none", "token", "sequence"] = "none"
     """Importance weight p_old / p_sampler of the objective; must be `none` unless algo.behave is
-    `none`, since that weighs already."""
+    `none`, since algo.behave already applies a weight."""
     behave: Literal["token_mask", "truncate", "none"] = "token_mask"
     """Handling of tokens whose weight p_prox / p_behave exceeds behave_cap. `token_mask`: no loss.
-    `truncate`: the cap as weight. `none`: weight 1 for all tokens."""
+    `truncate`: weight behave_cap. `none`: all tokens have weight 1."""
     behave_cap: Annotated[float, above(0, unbounded=True, note="; inf is no cap")] = 5.0
     """Maximum weight p_prox / p_behave; inf: no cap."""
     clip_low: Clip = 0.2

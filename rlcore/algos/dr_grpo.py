@@ -25,10 +25,10 @@ class DrGRPOConfig(AlgoConfig):
     """Keys of `--algo dr_grpo`."""
 
     norm_adv_by_std: bool = False
-    """Whether to divide the advantages by their group's standard deviation, which causes the bias
-    of difficulty."""
+    """Whether to divide the advantages by their group's standard deviation, which causes a
+    difficulty bias."""
     loss_agg_mode: Aggregation = "seq-mean-token-sum-norm"
-    """Aggregation of per-token losses; a mean over each response causes the bias of length."""
+    """Aggregation of per-token losses; a mean over each response causes a length bias."""
     clip_low: Clip = 0.2
     """Lower clip range; the ratio p / p_old is clipped at 1 - clip_low."""
     clip_high: Clip = 0.2

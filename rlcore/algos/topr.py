@@ -28,8 +28,8 @@ class TOPRConfig(AlgoConfig):
     """Keys of `--algo topr`."""
 
     level: Literal["token", "sequence"] = "token"
-    """Ratio that tapers responses with a score of 0 or less. `token`: each token's own (ROLL).
-    `sequence`: the whole sequence's (paper)."""
+    """Ratio, at most 1, by which responses with a score of 0 or less are scaled. `token`: each
+    token's own ratio (ROLL). `sequence`: the whole sequence's ratio (paper)."""
     positive_weight: Annotated[float, at_least(0)] = 1.0
     """Weight of responses with a score above 0."""
     negative_weight: Annotated[float, at_least(0)] = 1.0

@@ -30,17 +30,17 @@ class JudgeConfig:
     """Make a tiny judge model for the generated task `label`."""
 
     out: Path
-    """Folder of the judge and its rubric, rubric.jinja."""
+    """Folder to which the judge and its rubric, rubric.jinja, are written."""
     seed: int = 0
     """Seed of weights and training data."""
     steps: int = 600
-    """Maximum number of training steps; 0: random weights."""
+    """Maximum number of training steps; 0: keep the random weights."""
     rows: int = 256
     """Number of training rows per step."""
     lr: float = 3e-3
     """Learning rate after warm-up; it decays to a tenth."""
     target: float = 0.995
-    """Share of correct verdicts, on three fresh batches in a row, that ends the training."""
+    """Share of correct verdicts at which the training ends, on three fresh batches in a row."""
 
 
 def main(argv: Sequence[str]) -> int:

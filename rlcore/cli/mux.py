@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = p.add_subparsers(dest="command", required=True)
-    up = commands.add_parser("up", help="start Redis and the arbiter, unless they run")
+    up = commands.add_parser("up", help="start Redis and the arbiter, unless already running")
     for pool in (arbiter.ROLLOUT, arbiter.TRAIN):
         up.add_argument(f"--{pool}-pool", type=int, required=True, help=f"nodes of the {pool} pool")
         up.add_argument(
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
             f"--{pool}-switch-s",
             type=float,
             default=6.0,
-            help="seconds of a switch to another job (default: %(default)s)",
+            help="seconds to switch to another job (default: %(default)s)",
         )
     up.add_argument(
         "--host", default="127.0.0.1", help="address on which Redis listens (default: %(default)s)"
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
             "--dir",
             type=Path,
             default=Path("runs/mux"),
-            help="folder of the state (default: %(default)s)",
+            help="folder of the mux's state (default: %(default)s)",
         )
     a = p.parse_args(argv)
     run = {"up": _up, "add": _add, "status": _status, "down": _down, "arbiter": _arbiter}
@@ -327,4 +327,4 @@ def _await(ready: Any, what: str) -> None:
         if ready():
             return
         time.sleep(0.05)
-    raise RuntimeError(f"mux: waited {START_S:g} s for {what}")
+    raise RuntimeError(f"mux: time-out of {START_S:g} s while waiting for {what}")

@@ -72,13 +72,13 @@ def main(argv: Sequence[str]) -> int:
         type=int,
         nargs="+",
         default=[1, 8, 32],
-        help="numbers of sequences per rank (default: %(default)s)",
+        help="batch sizes, in sequences per rank (default: %(default)s)",
     )
     p.add_argument(
         "--context",
         type=int,
         nargs="+",
-        help="tokens per sequence; default: 1/8 and 1/2 of the longest",
+        help="tokens per sequence; default: 1/8 and 1/2 of the longest possible",
     )
     p.add_argument(
         "--steps", type=int, default=512, help="maximum decode steps per row (default: %(default)s)"
@@ -346,7 +346,7 @@ class Bench:
                 left -= isinstance(event, Finished)
             if time.monotonic() > end:
                 raise TimeoutError(
-                    f"--rollout.stall_timeout_s {self._deadline_s:g} is over: {left} of "
+                    f"--rollout.stall_timeout_s {self._deadline_s:g} exceeded: {left} of "
                     f"{sequences} sequences of {prompt} + {steps} tokens are unfinished; raise it"
                 )
         return events

@@ -27,7 +27,7 @@ class SFTConfig:
     """Make a tiny Qwen3 model and warm-start it on a generated task by supervised fine-tuning."""
 
     out: Path
-    """Folder of the model."""
+    """Folder to which the model is written."""
     task: Literal["label", "oneline", "frozenlake"] = "label"
     """Generated task to learn; its characters are the vocabulary."""
     seed: int = 0
@@ -39,13 +39,13 @@ class SFTConfig:
     rows_per_step: int = 32
     """Number of training rows per step."""
     probe_every: int = 5
-    """Number of steps between two probes of the accuracy."""
+    """Number of steps between two measurements of the accuracy."""
     probe_from: int = 100
-    """First step with a probe."""
+    """First step at which the accuracy is measured."""
     probe_prompts: int = 512
-    """Number of prompts in the probe set."""
+    """Number of prompts on which the accuracy is measured."""
     target: float = 0.5
-    """Sampled accuracy on the probe set that ends the warm start."""
+    """Accuracy of sampled answers at which the warm start ends."""
     hidden: int = 128
     """Hidden size of the model."""
     layers: int = 3

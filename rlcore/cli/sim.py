@@ -68,7 +68,7 @@ def _add_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--gpus", type=int, default=32, help="number of GPUs")
     p.add_argument("--tp", type=int, default=2, help="GPUs per engine")
     p.add_argument(
-        "--max-tp", type=int, default=0, help="maximum engine size of the planner; 0: fixed size"
+        "--max-tp", type=int, default=0, help="maximum GPUs per engine for the planner; 0: fixed"
     )
     p.add_argument("--gpu", default="h100", help=f"GPU: {', '.join(GPUS).lower()}")
     p.add_argument(
@@ -91,7 +91,7 @@ def _add_run(p: argparse.ArgumentParser) -> None:
         help="response lengths: 16k, 32k, or a file (rlcore/sim/README.md)",
     )
     p.add_argument(
-        "--where", nargs="*", default=[], metavar="COLUMN=VALUE", help="rows of the --lengths file"
+        "--where", nargs="*", default=[], metavar="COLUMN=VALUE", help="rows of --lengths to use"
     )
     p.add_argument(
         "--schedule",
@@ -100,15 +100,15 @@ def _add_run(p: argparse.ArgumentParser) -> None:
         help="policy that ends a rollout",
     )
     p.add_argument(
-        "--eta-prompts", type=float, default=TailConfig.eta_prompts, help="as --tail.eta_prompts"
+        "--eta-prompts", type=float, default=TailConfig.eta_prompts, help="see --tail.eta_prompts"
     )
     p.add_argument(
-        "--eta-samples", type=float, default=TailConfig.eta_samples, help="as --tail.eta_samples"
+        "--eta-samples", type=float, default=TailConfig.eta_samples, help="see --tail.eta_samples"
     )
     p.add_argument(
         "--stream",
         action="store_true",
-        help="let half of the engines train early, as --mode stream",
+        help="let half of the engines stop early and train (--mode stream)",
     )
     p.add_argument("--reward", choices=user.REWARDS, default="none", help="kind of reward")
     p.add_argument("--judge", choices=user.JUDGES, default="shared", help="placement of a judge")
@@ -214,11 +214,11 @@ def _add_papers(p: argparse.ArgumentParser) -> None:
         "what",
         nargs="?",
         choices=[w for w in rollpacker.TABLES if not w[0].isdigit()],
-        help="experiment without a number in the paper",
+        help="experiment that has no number in the paper",
     )
     p.add_argument("--figure", choices=["11", "10c"], help="figure of the paper")
     p.add_argument("--table", choices=["1", "2"], help="table of the paper")
-    p.add_argument("--rounds", type=int, default=100, help="rounds per cell")
+    p.add_argument("--rounds", type=int, default=100, help="rounds simulated per table cell")
     p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     p.add_argument(
         "--picture", type=Path, help="PNG file that compares published and simulated values"
@@ -273,7 +273,7 @@ def _add_rollmux(p: argparse.ArgumentParser) -> None:
         help="PNG file that compares published and simulated values, or shows curves",
     )
     p.add_argument(
-        "--timeline", type=Path, help="PNG file of the jobs on each GPU over time (micro)"
+        "--timeline", type=Path, help="PNG file of each GPU's jobs over time; only with `micro`"
     )
     p.add_argument("--json", type=Path, help="JSON file for the results")
 
@@ -310,7 +310,7 @@ def _rollmux(a: argparse.Namespace) -> int:
 
 
 def _add_rhymerl(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--steps", type=int, default=24, help="steps per arm")
+    p.add_argument("--steps", type=int, default=24, help="steps per compared setting")
     p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     p.add_argument("--json", type=Path, help="JSON file for the results")
 
@@ -330,9 +330,9 @@ def _rhymerl(a: argparse.Namespace) -> int:
 
 def _add_flash(p: argparse.ArgumentParser) -> None:
     p.add_argument("what", nargs="+", choices=list(roll_flash.TABLES), help="tables to simulate")
-    p.add_argument("--rounds", type=int, default=8, help="policy updates per cell")
+    p.add_argument("--rounds", type=int, default=8, help="policy updates per table cell")
     p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
-    p.add_argument("--picture", type=Path, help="PNG file of all tables in --json")
+    p.add_argument("--picture", type=Path, help="PNG file of all tables in the --json file")
     p.add_argument(
         "--json", type=Path, help="JSON file for the tables; other tables in it are kept"
     )

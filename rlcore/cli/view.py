@@ -20,11 +20,11 @@ def _main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="rlcore view", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--out", type=Path, help="HTML file; default: <run>/rollouts.html")
-    parser.add_argument("--last", type=int, default=0, help="number of last steps; 0: all")
+    parser.add_argument("--last", type=int, default=0, help="show only the last N steps; 0: all")
     args = parser.parse_args(argv)
     try:
         if args.last < 0:
-            raise ConfigError(f"--last {args.last}: 0 for all steps, or a number of steps")
+            raise ConfigError(f"--last {args.last}: must be 0 (all steps) or a number of steps")
         path, responses = view.write(args.run, args.out, args.last)
     except (ConfigError, OSError) as error:
         print(f"rlcore view: {error}", file=sys.stderr)

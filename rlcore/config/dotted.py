@@ -43,7 +43,7 @@ def section(option: str, name: str, module: ModuleType, base: type[Section]) -> 
     if len(own) > 1:
         names = ", ".join(c.__name__ for c in own)
         raise ConfigError(
-            f"{option} {name}: {len(own)} subclasses of {base.__name__} ({names}); keep one"
+            f"{option} {name}: {len(own)} subclasses of {base.__name__} ({names}); keep only one"
         )
     return own[0] if own else base
 

@@ -33,12 +33,12 @@ class SelectConfig:
     single responses; empty: none."""
     mode: Literal["sync", "stream", "async"] = "sync"
     """Training loop. `sync`: sample, then train, strictly on-policy. `stream`: on-policy, but half
-    of the ranks train complete groups while the others decode the last responses. `async`: separate
-    ranks sample without waiting for the optimizer, and samples are at most async.alpha policy
+    of the ranks train on complete groups while the others decode the last responses. `async`:
+    separate ranks sample without waiting for the optimizer; samples are at most async.alpha policy
     versions old."""
     schedule: Literal["all", "tail_batching"] = "all"
     """Policy that ends a rollout. `all`: wait for every response. `tail_batching`: start more
-    prompts than needed, train the first to complete, and defer the rest to a separate long
+    prompts than needed, train on the first to complete, and defer the rest to a separate long
     round."""
 
 
@@ -55,9 +55,9 @@ class RunConfig:
     steps: Annotated[int, at_least(0)] = 200
     """Number of training steps, each a rollout and its updates."""
     resume: str = "auto"
-    """Start of the run. `auto`: from its newest checkpoint, if any. `fresh`: anew, with an older
-    run moved aside. A path: from that checkpoint. If Slurm or torchrun restarts the run, it always
-    continues from its own newest checkpoint."""
+    """Start of the run. `auto`: from its newest checkpoint, if any. `fresh`: from step 0; an
+    earlier run of this name is moved aside. A path: from that checkpoint. If Slurm or torchrun
+    restarts the run, it always continues from its own newest checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +86,9 @@ class DataConfig:
     """Prompt files (.jsonl, .parquet), or one generated task: `label`, `oneline`, `frozenlake` or
     `blackjack`."""
     val: tuple[str, ...] = ()
-    """Validation files or generated tasks, each reported by its name."""
+    """Validation files or generated tasks, each reported under its own name."""
     prompts_per_step: Annotated[int, above(0)] = 32
-    """Number of prompts trained in one step."""
+    """Number of prompts that one step trains on."""
     prompt_field: str = "question"
     """Name of the column with the prompt."""
     answer_field: str = "answer"
@@ -103,13 +103,13 @@ class DataConfig:
     max_prompt_tokens: Annotated[int, above(0)] = 1024
     """Maximum number of tokens in a prompt; longer prompts are left out and reported."""
     bad_rows: Literal["skip", "refuse"] = "skip"
-    """Handling of invalid rows. `skip`: leave them out, and report their number and line. `refuse`:
-    end the run."""
+    """Handling of invalid rows. `skip`: leave them out, and report how many and on which lines.
+    `refuse`: end the run."""
     shuffle: bool = True
     """Whether to shuffle the prompts in every epoch."""
     num_prompts: Annotated[int, at_least(0)] = 0
     """Maximum number of rows per training file, or number of rows of a generated task; 0: all rows
-    of a file, an endless task."""
+    of a file, or an endless task."""
     num_val_prompts: Annotated[int, at_least(0)] = 0
     """Maximum number of rows per validation file or task; 0: all rows of a file, 1,024 rows of a
     task."""
@@ -126,12 +126,12 @@ class RolloutConfig:
     """Tensor-parallel size of an engine, over neighbouring ranks of one node; above 1 only with
     SGLang."""
     adaptive_tp: bool = False
-    """Whether to adapt the engines' size between rounds, from rollout.tp on; only with SGLang. It
-    doubles if preemptions rise and is halved after rounds without any, separately for short and
-    long rounds (rlcore/sched/planner.py)."""
+    """Whether to adapt the engines' size between rounds, starting from rollout.tp; only with
+    SGLang. The size doubles if preemptions rise and halves after rounds without any, separately for
+    short and long rounds (rlcore/sched/planner.py)."""
     max_tp: Annotated[int, at_least(0)] = 0
-    """Maximum engine size with rollout.adaptive_tp; 0: the ranks of a node, as far as they divide
-    the model's heads."""
+    """Maximum engine size with rollout.adaptive_tp; 0: the ranks of a node, or fewer if the model's
+    heads cannot be divided by more."""
     sglang_args: tuple[str, ...] = ()
     """Further SGLang server arguments as `key=value`, such as `attention_backend=triton`."""
     gpu_memory_utilization: Annotated[float, above(0, below=1)] = 0.8
@@ -168,22 +168,22 @@ class RolloutConfig:
     kv_cache_tokens: Annotated[int, above(1, off=0, note="; 0: as many as fit")] = 0
     """Number of KV-cache tokens per engine of rollout.tp ranks; 0: sized by
     rollout.max_running_requests (torch) or rollout.gpu_memory_utilization (SGLang). With 0, batch
-    composition can depend on free memory, so set it for bit-exact resumes. Engines that change
-    their size scale this and rollout.max_running_requests with it."""
+    composition can depend on free memory, so set it for bit-exact resumes. If an engine's size
+    changes, this and rollout.max_running_requests scale with it."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Data type of the engine; `auto`: model.dtype."""
     quantize: Literal[
         "none", "int8", "int8_tensor", "int8_w8a8", "int4", "int3", "fp8", "fp4", "fp3"
     ] = "none"
     """Number format to which the torch engine rounds attention and MLP weights at every weight
-    update. Products stay in rollout.dtype, so it changes the samples and not the speed."""
+    update. Matrix products stay in rollout.dtype, so the samples change but not the speed."""
     draft: Literal["none", "ngram", "history", "history_reward"] = "none"
-    """Source of drafts for speculative decoding, which changes no sample. `ngram`: the request's
-    own text. `history`: also earlier epochs' responses to the prompt, by most frequent
+    """Source of drafts for speculative decoding, which does not change samples. `ngram`: the
+    request's own text. `history`: also earlier epochs' responses to the prompt, by most frequent
     continuation. `history_reward`: as `history`, but by largest sum of rewards."""
     fp32_lm_head: bool = False
-    """Whether the engine computes the output layer in fp32 whatever rollout.dtype is (the torch
-    engine also its last norm)."""
+    """Whether the engine computes the output layer in fp32, whatever rollout.dtype is; the torch
+    engine then also computes the final norm in fp32."""
     threads: Annotated[int, above(0)] = 1
     """Number of CPU threads per engine."""
     progress_interval_s: Annotated[float, at_least(0)] = 0.5
@@ -200,25 +200,25 @@ class DraftConfig:
     max_length: Annotated[int, at_least(1, at_most=4096)] = 32
     """Maximum number of tokens in a draft."""
     verify_tokens: Annotated[int, at_least(2, at_most=256)] = 8
-    """Number of tokens per request in one SGLang verification: the last token and a draft, which is
-    shorter than this. On a GPU the number is fixed, since CUDA graphs are captured for it."""
+    """Number of tokens per request in one SGLang verification: the last token, then the draft,
+    which is cut to fit. On a GPU the number is fixed, since CUDA graphs are captured for it."""
     initial_length: Annotated[int, above(0)] = 2
-    """Maximum length of a request's first draft, and of the next draft after a rejected one. With
-    draft.adaptive it is up to a quarter of draft.max_length in small batches."""
+    """Maximum length of a request's first draft, and of the next draft after a rejected one. In
+    small batches draft.adaptive raises it to up to a quarter of draft.max_length."""
     length_growth: Annotated[int, at_least(0)] = 2
-    """Number of tokens by which the maximum length grows after a fully accepted draft. For a fixed
-    length set draft.initial_length to draft.max_length."""
+    """Number of tokens by which the maximum length grows after a fully accepted draft. For drafts
+    of fixed length, set draft.initial_length to draft.max_length."""
     min_match: Annotated[int, at_least(1, at_most=64)] = 1
-    """Minimum number of last tokens that must occur in an earlier text to draft its continuation
-    (paper: 3)."""
+    """Minimum number of a request's most recent tokens that must match an earlier text, whose
+    continuation is then the draft (paper: 3)."""
     max_match: Annotated[int, at_least(0)] = 0
-    """Maximum number of last tokens to match; 0: no limit (paper: 7)."""
+    """Maximum number of a request's most recent tokens to match; 0: no limit (paper: 7)."""
     max_spec_factor: Annotated[float, at_least(0)] = 4.0
     """Maximum length of a draft as a multiple of the match length; 0: no limit (as in the
     paper)."""
     min_token_prob: Share = 0.3
-    """Minimum probability of a draft among the continuations found, at which it is cut; 0: no
-    limit."""
+    """Minimum probability of a draft (its share of the continuations found), below which it is cut;
+    0: no limit."""
     adaptive: bool = True
     """Whether to measure decode steps with and without drafts, draft only if that is faster, and
     shorten drafts in large batches. Otherwise drafts are always on."""
@@ -285,11 +285,11 @@ class TrainConfig:
     clip_grad: Clip = 1.0
     """Maximum gradient norm; inf: no clipping."""
     max_skipped_updates: Annotated[int, at_least(0)] = 10
-    """Number of consecutive updates with a non-finite loss or gradient that ends the run; 0: never.
-    Each such update is skipped and counted (actor/skipped)."""
+    """Number of consecutive updates with a non-finite loss or gradient after which the run ends; 0:
+    never. Each such update is skipped and counted (actor/skipped)."""
     moe_aux_loss_coef: float = 0.0
-    """Coefficient of the load-balancing loss of MoE models; must be 0, others are not supported
-    yet."""
+    """Coefficient of the load-balancing loss of MoE models; must be 0, since other values are not
+    supported yet."""
     offload: bool = False
     """Whether engine and learner take turns on the device: the learner moves to host memory during
     rollout, and the engine sleeps during training. On the CPU only the gradients are released."""
@@ -300,8 +300,8 @@ class TrainConfig:
     and dr_grpo). Otherwise log-probs and their gradient are fused, and the loss itself runs in
     torch."""
     head_chunk_tokens: Annotated[int, at_least(0)] = 0
-    """Maximum number of tokens whose logits exist at a time, to save memory; 0: the whole
-    micro-batch. Without train.fused_loss the output layer is then computed twice."""
+    """Maximum number of tokens whose logits are in memory at a time; 0: the whole micro-batch. If
+    set without train.fused_loss, the output layer is computed twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,10 +320,10 @@ class CriticConfig:
     clip_grad: Clip = 1.0
     """Maximum gradient norm of the critic; inf: no clipping."""
     clip_value: Clip = 0.5
-    """Clip range of a value around its value before the step's first update, in the value loss;
-    inf: no clipping."""
+    """Clip range in the value loss: how far a value may move from its value before the step's first
+    update; inf: no clipping."""
     warmup_steps: Annotated[int, at_least(0)] = 0
-    """Number of first steps in which only the critic is trained."""
+    """Number of steps at the start of the run that train only the critic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,7 +345,7 @@ class RewardConfig:
     engine."""
     adaptive_timeout: bool = False
     """Whether a prompt with a correct response gets a shorter timeout: timeout_factor times the
-    slowest correct one in all epochs. It is at least min_timeout_s and at most timeout_s."""
+    scoring time of its slowest correct response so far, from min_timeout_s to timeout_s."""
     timeout_factor: TimeoutFactor = 1.5
     """Ratio of the timeout to the scoring time of the slowest correct response, with
     adaptive_timeout."""
@@ -383,24 +383,24 @@ class EnvConfig:
     max_turns: Annotated[int, above(0)] = 16
     """Maximum number of the policy's turns in an episode; a longer episode is cut."""
     max_turn_tokens: Annotated[int, at_least(0)] = 0
-    """Maximum number of tokens in a turn; 0: what is left of rollout.max_tokens."""
+    """Maximum number of tokens in a turn; 0: the rest of rollout.max_tokens."""
     max_running_episodes: Annotated[int, above(0)] = 256
     """Maximum number of episodes per rank that have an environment at a time; further ones wait. An
     episode that waits for its environment does not count towards rollout.max_running_requests."""
     workers: Annotated[int, above(0)] = 2
     """Number of processes per rank that run environments, each environment in its own thread."""
     timeout_s: Annotated[float, above(0)] = 60.0
-    """Seconds after which a reset or step fails its episode. The process is ended when its other
-    episodes are over."""
+    """Seconds after which a reset or step fails its episode. The environment process ends once its
+    other episodes have ended."""
     retries: Annotated[int, at_least(0)] = 1
-    """Number of restarts of an episode whose environment failed, each in a process of its own.
-    After the last failure it scores 0 and is not trained."""
+    """Number of restarts of an episode whose environment failed, each in a new process. If the last
+    restart fails, the episode scores 0 and is not trained on."""
     num_groups: Annotated[int, at_least(0)] = 0
-    """Number of groups started per step, of which the first data.prompts_per_step to complete are
-    trained; 0: start no more. With --mode async use async.extra_prompts instead."""
+    """Number of groups started per step; the first data.prompts_per_step to complete are trained
+    on. 0: no extra groups. With --mode async use async.extra_prompts instead."""
     group_size: Annotated[int, at_least(0)] = 0
-    """Number of episodes started per group, of which the first rollout.samples_per_prompt to finish
-    are trained; 0: start no more."""
+    """Number of episodes started per group; the first rollout.samples_per_prompt to finish are
+    trained on. 0: no extra episodes."""
 
     def problems(self) -> list[str]:
         """Return an error for each conflict in the keys that a subclass adds."""
@@ -412,17 +412,17 @@ class TailConfig:
     """Keys of `--schedule tail_batching`, see rlcore/sched/tail_batching.py."""
 
     eta_prompts: Oversampling = 1.25
-    """Ratio of prompts started in a short round to data.prompts_per_step."""
+    """Prompts started in a short round, as a multiple of data.prompts_per_step."""
     eta_samples: Oversampling = 1.25
-    """Ratio of responses started per prompt to rollout.samples_per_prompt, of which the first to
+    """Responses started per prompt, as a multiple of rollout.samples_per_prompt; the first to
     finish are kept. Above 1, groups are biased towards short responses."""
     dataset_quotas: tuple[str, ...] = ()
-    """Number of prompts per dataset in a step, as `dataset=prompts`, together
-    data.prompts_per_step; empty: no quotas."""
+    """Number of prompts per dataset in a step, as `dataset=prompts`; the numbers must sum to
+    data.prompts_per_step. Empty: no quotas."""
     dynamic_sampling: bool = False
-    """Whether to replace groups of equal rewards by further prompts (DAPO's dynamic sampling)."""
+    """Whether new prompts replace groups whose rewards are all equal (DAPO's dynamic sampling)."""
     max_eta_prompts: Oversampling = 4.0
-    """Maximum ratio of prompts started in a round to data.prompts_per_step, with
+    """Maximum number of prompts started in a round, as a multiple of data.prompts_per_step, with
     tail.dynamic_sampling. At the limit the round ends with fewer groups."""
 
 
@@ -431,13 +431,13 @@ class StreamConfig:
     """Keys of `--mode stream`, see rlcore/sched/stream.py."""
 
     earliest: Share = 0.2
-    """Share of finished responses from which half of the engines may stop decoding and start
-    training."""
+    """Share of responses that must have finished before half of the engines may stop decoding and
+    start training."""
     latest: Share = 0.5
-    """Share of finished responses after which no engine stops early."""
+    """Share of finished responses above which no engine stops early any more."""
     check_every: Annotated[float, above(0, at_most=1)] = 0.05
-    """Share of responses between two checks whether the remaining requests fit into the other
-    engines."""
+    """Share of responses that finish between two checks whether the remaining requests fit into the
+    other engines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -445,18 +445,18 @@ class AsyncConfig:
     """Keys of `--mode async`, see rlcore/sched/staleness.py."""
 
     alpha: Annotated[float, at_least(0)] = 2.0
-    """Maximum policy versions between a sample's first token and its training; fractions are
-    allowed, 0: synchronous. At most (1 + alpha) x data.prompts_per_step prompts are running or
+    """Maximum number of policy versions between a sample's first token and its training; may be a
+    fraction, 0: synchronous. At most (1 + alpha) x data.prompts_per_step prompts are running or
     finished."""
     weight_update: Literal["recompute", "in_place"] = "recompute"
-    """KV cache of running requests, which continue with the new weights. `recompute`: compute it
-    anew. `in_place`: keep that of the old weights, which is faster."""
+    """What a weight update does to the KV cache of running requests. `recompute`: recompute it with
+    the new weights. `in_place`: keep it, which is faster."""
     extra_prompts: Annotated[int, at_least(0)] = 0
-    """Number of additional running prompts; the slowest are dropped when they exceed
+    """Number of additional running prompts; the slowest prompts are dropped when they exceed
     async.alpha."""
     dynamic_sampling: bool = False
-    """Whether to replace groups of equal rewards by further prompts (DAPO's dynamic sampling). A
-    batch takes at most four times its number of prompts; then such groups are trained."""
+    """Whether new prompts replace groups whose rewards are all equal (DAPO's dynamic sampling). A
+    batch draws at most four times its prompts; beyond that, such groups are trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -492,17 +492,17 @@ class CheckpointConfig:
     keep: Annotated[int, at_least(0)] = 2
     """Number of checkpoints kept; 0: all."""
     on_error: Literal["stop", "continue"] = "stop"
-    """Handling of a checkpoint that cannot be written, such as to a full disk. `stop`: end the run.
-    `continue`: report and count it (training/failed_saves), and try again at the next one; after
-    the last step it ends the run. Earlier checkpoints are kept."""
+    """Handling of a checkpoint that cannot be written, e.g. because the disk is full. `stop`: end
+    the run. `continue`: report and count it (training/failed_saves) and continue; the run fails
+    only if the last checkpoint cannot be written. Earlier checkpoints are kept."""
     grace_s: Annotated[float, at_least(0, at_most=600, note=", since launchers wait no longer")] = (
         25.0
     )
-    """Seconds after SIGTERM to finish the step, save and exit with code 0; 0: exit at once. A
-    longer step exits with 143, and the run resumes from the previous checkpoint. Slurm allows
-    KillWait (30 s by default) or GraceTime."""
+    """Seconds after SIGTERM to finish the step, save and exit with code 0; 0: exit at once. If the
+    step takes longer, the run exits with code 143 and resumes from the previous checkpoint. Slurm
+    allows KillWait (30 s by default) or GraceTime."""
     export_hf: bool = True
-    """Whether to write a Hugging Face folder at the end, `<run>/hf`."""
+    """Whether to export the final model in Hugging Face format to `<run>/hf`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -514,7 +514,7 @@ class SyncConfig:
     owners broadcast their shards inside their node. `two_stage`: one copy is sent to each site and
     broadcast inside it. `auto`: `two_stage` with cluster.rollout_ranks, else `gather`."""
     bucket_mb: Annotated[int, above(0)] = 256
-    """Size in MiB of a bucket, the unit in which weights are sent; a weight update holds one at a
+    """Size in MiB of a bucket, the unit in which weights are sent; one bucket is in memory at a
     time."""
     ranks_per_site: Annotated[int, at_least(0)] = 0
     """Number of neighbouring ranks that share a fast network; 0: the ranks of a node."""
@@ -525,11 +525,11 @@ class ClusterConfig:
     """Roles of the ranks, network and devices."""
 
     rollout_ranks: Annotated[int, at_least(0)] = 0
-    """Number of last ranks that only sample, while the others train; 0: every rank does both in
-    turn."""
+    """How many ranks, counted from the last, only sample while the others train; 0: every rank does
+    both in turn."""
     gpu_memory_gb: Annotated[float | None, at_least(0, note=" GB; 0: no check")] = None
     """Memory of a GPU in GB (10^9 bytes) that `--dry-run` compares the plan with; 0: no check.
-    None: that of the local GPU, or 80 without one."""
+    None: that of the local GPU, or 80 if there is none."""
     timeout_s: Annotated[float, above(0)] = 600.0
     """Seconds after which a collective or another wait between ranks fails."""
     interface: str = ""
@@ -552,21 +552,21 @@ class MuxConfig:
     job: str = ""
     """Name of the job at the server; empty: the name of the run."""
     profile: str = ""
-    """File mux_profile.json of a run that had its nodes alone; empty: the one given to `rlcore mux
-    add --profile`."""
+    """File mux_profile.json of a run on unshared nodes; empty: the one given to `rlcore mux add
+    --profile`."""
     slo: Annotated[float, at_least(1, note="; 1 is the speed on unshared nodes")] = 2.0
     """Maximum time of an iteration as a multiple of its time on unshared nodes."""
     if_unavailable: Literal["wait", "solo"] = "wait"
-    """Behaviour without a reply of the server or without a place. `wait`: wait for it. `solo`: run
-    as if alone."""
+    """Behaviour if the server does not reply or has no free nodes for the job. `wait`: wait for
+    them. `solo`: run without the server."""
     tail_nodes: Annotated[int, at_least(0)] = 0
     """Number of rollout nodes that keep the tail of a rollout when another job could use the
-    others; 0: all. The tail begins at 80 % of the responses, and moved requests continue from their
-    tokens."""
+    others; 0: all. The tail begins at 80 % of the responses; moved requests keep the tokens
+    generated so far."""
     lease_s: Annotated[float, at_least(1, note=", or a short delay counts as a failure")] = 15.0
-    """Seconds without a sign of life after which a job counts as failed and loses its permits."""
+    """Seconds without a heartbeat after which a job counts as failed and loses its permits."""
     max_wait_s: Annotated[float, above(0)] = 86400.0
-    """Maximum seconds to wait for a place and for each permit."""
+    """Maximum seconds that the job waits to be placed on nodes, and for each permit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -576,11 +576,11 @@ class LogConfig:
     rollouts: Annotated[int, at_least(-1, note="; -1: all")] = 4
     """Number of samples of rank 0's engine written to rollouts.jsonl per step; -1: all."""
     rollout_tokens: Annotated[int, at_least(-1, note="; -1: all")] = 0
-    """Number of tokens per step that rollouts.jsonl has with text, log-prob and version for `rlcore
-    view`, first responses first; -1: all. A token takes about 20 bytes and 5 us."""
+    """Number of tokens per step written to rollouts.jsonl with text, log-prob and version for
+    `rlcore view`, first responses first; -1: all. A token takes about 20 bytes and 5 us."""
     trace_steps: Annotated[int, at_least(-1, note="; -1: all")] = 0
-    """Number of steps from process start that every rank records for `rlcore trace`: phases,
-    responses, rewards and engine load; -1: all. A response takes about 400 bytes."""
+    """Number of steps, counted from process start, that every rank records for `rlcore trace`:
+    phases, responses, rewards and engine load; -1: all. A response takes about 400 bytes."""
     tensorboard: bool = True
     """Whether to write TensorBoard logs."""
     wandb: str = ""
@@ -588,9 +588,9 @@ class LogConfig:
     prometheus_port: Annotated[int, at_least(0, at_most=65535, note="; 0: none")] = 0
     """Port at which rank 0 serves the latest metrics, http://HOST:PORT/metrics; 0: disabled."""
     prometheus_host: str = "127.0.0.1"
-    """Address on which the metrics are served, to everyone who can reach it."""
+    """Address on which rank 0 serves the metrics, without authentication."""
     plot: bool = True
-    """Whether to draw curve.png at the end; `rlcore plot RUN` draws it at any time."""
+    """Whether to draw curve.png when the run ends; `rlcore plot RUN` draws it at any time."""
     progress: bool = True
     """Whether to show progress bars on a terminal."""
 
@@ -600,23 +600,23 @@ class DebugConfig:
     """Tests and experiments; not for training."""
 
     shuffle_rewards: bool = False
-    """Whether to shuffle rewards over the samples of a step, as a control that must not learn."""
+    """Whether to shuffle rewards over the samples of a step, so that nothing can be learned."""
     kill_at_step: int = 0
     """Step at whose end rank 0 is killed with SIGKILL, for tests of resuming; 0: never."""
     deterministic_order: bool = False
-    """Whether the shorter of two responses counts as the first, after waiting for all of them. Runs
-    with `--schedule tail_batching` then repeat bit by bit, without its gain in time."""
+    """Whether to wait for all responses and then count shorter ones as finished first. Runs with
+    `--schedule tail_batching` then repeat bit by bit, but are no faster than with `all`."""
     replay: str = ""
-    """File rounds.jsonl of an earlier run, or its folder, whose order of responses is repeated so
+    """File rounds.jsonl (or the folder) of an earlier run, whose order of responses is repeated so
     that every step has the same batch. Rounds are found by their prompts' ids, so a resumed run may
     replay the rest of a longer log. With --mode async: folder of a run with debug.record, whose
-    batches are trained again token by token."""
+    batches are trained on again with identical tokens."""
     record: bool = False
     """Whether to write what debug.replay needs with --mode async (events and trained samples) to
     `<run>/record`, 12 bytes per token."""
     rollout_tp: Annotated[tuple[int, ...], at_least(1)] = ()
-    """Tensor-parallel sizes of the SGLang engines in steps 1, 2, ...; the last one holds for all
-    further steps. Empty: rollout.tp."""
+    """Tensor-parallel sizes of the SGLang engines in steps 1, 2, ...; later steps use the last one.
+    Empty: rollout.tp."""
     env_barrier: bool = False
     """Whether all episodes of a rank wait for the slowest environment in every turn, to measure
     env-level asynchrony. It also fixes the order of episodes in a batch."""
@@ -626,8 +626,8 @@ class DebugConfig:
     decode_floor_ms: Annotated[float, at_least(0)] = 0.0
     """Minimum milliseconds per decode step, to imitate a memory-bound GPU."""
     full_length: bool = False
-    """Whether all responses have rollout.max_tokens tokens, the worst case of a step, to write a
-    job's mux_profile.json."""
+    """Whether to force all responses to rollout.max_tokens tokens, the worst case, for a job's
+    mux_profile.json."""
 
 
 @dataclass(frozen=True, kw_only=True)

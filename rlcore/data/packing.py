@@ -23,7 +23,7 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
         if not len(s.tokens) == len(s.logps) == len(s.versions):
             raise ValueError(
                 f"sample {s.id}: has {len(s.tokens)} tokens, {len(s.logps)} log-probs and "
-                f"{len(s.versions)} versions; the engine must give one of each"
+                f"{len(s.versions)} versions; the engine must return one of each per token"
             )
     parts = list(chain.from_iterable((s.prompt, s.tokens) for s in samples))
     lengths = np.array([len(p) for p in parts], dtype=np.int64)

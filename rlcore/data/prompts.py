@@ -212,8 +212,8 @@ def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
         total += len(both)
         twin = known[_fingerprint(both[0].text)]
         log.warning(
-            "data.val %s: %d of %d prompts are also in data.train, such as row %d (row %d of %s "
-            "there), so accuracy is not held out",
+            "data.val %s: %d of %d prompts are also in data.train, e.g. row %d (row %d of %s "
+            "there), so it is not held-out data",
             name,
             len(both),
             len(rows),
@@ -444,7 +444,7 @@ def _messages(asked: Any, config: PromptSettings) -> list[dict[str, Any]]:
     for m in asked:
         good = isinstance(m, dict) and isinstance(m.get("role"), str)
         if not good or not isinstance(m.get("content"), str):
-            raise ValueError(f"field {key!r} has a message without role and content as text")
+            raise ValueError(f"field {key!r}: a message lacks role or content as text")
         messages.append(dict(m))
     if not messages[-1]["content"].strip():
         raise ValueError(f"field {key!r} is empty")

@@ -57,7 +57,7 @@ class Alfworld(gymnasium.Env[str, str]):
         super().reset(seed=seed)
         path = (options or {}).get("game")
         if not path:
-            raise ValueError("the row has no field game, the path of an ALFWorld game")
+            raise ValueError("the row has no field game; set it to the path of an ALFWorld game")
         self.close()
         self._game = self._open(str(path))
         return self._shown(*self._game.reset()), {}

@@ -44,7 +44,7 @@ class _Slot:
         closed."""
         with self.lock:
             if self.is_closed:
-                raise RuntimeError("closed before its reset")
+                raise RuntimeError("the environment was closed before its reset")
             self.env = make()
             return self.env.reset(seed=seed, options=options)
 

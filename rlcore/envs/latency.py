@@ -27,13 +27,13 @@ class LatencyConfig(EnvConfig):
     turns: Annotated[int, at_least(1)] = 4
     """Number of turns in an episode."""
     mean_s: Annotated[float, at_least(0)] = 0.1
-    """Mean seconds of a step, normally distributed and at least 0."""
+    """Mean seconds of a step; durations are normally distributed, cut at 0."""
     std_s: Annotated[float, at_least(0)] = 0.1
-    """Standard deviation in seconds of a step."""
+    """Standard deviation in seconds of a step's duration."""
     fail_slow: Share = 0.0
     """Share of the steps that take env.slow_factor times as long."""
     slow_factor: Annotated[float, at_least(0)] = 10.0
-    """Ratio of a slow step's duration to a normal one, with env.fail_slow."""
+    """Ratio of a slow step's duration to that of a normal step, with env.fail_slow."""
     fail_stop: Share = 0.0
     """Share of the steps that never end."""
     answer: str = ";"

@@ -55,7 +55,7 @@ class SweConfig(EnvConfig):
     max_turns: int = 40
     timeout_s: float = 900.0
     command_timeout_s: Annotated[float, above(0)] = 120.0
-    """Seconds after which a command is killed, as its observation then reports."""
+    """Seconds after which a command is killed; its observation then reports the timeout."""
     tests_timeout_s: Annotated[float, above(0)] = 600.0
     """Seconds after which the tests count as failed."""
     max_output_chars: Annotated[int, at_least(100)] = 8000

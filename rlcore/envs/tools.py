@@ -66,11 +66,11 @@ class ToolsConfig(EnvConfig):
     tools: tuple[Literal["calc", "python"], ...] = ("calc", "python")
     """Tools that the policy may call. `calc`: a calculator. `python`: programs in a sandbox."""
     program_timeout_s: Annotated[float, above(0)] = 10.0
-    """Seconds after which a program is killed, as its result then reports."""
+    """Seconds after which a program is killed; its result then reports the timeout."""
     max_result_chars: Annotated[int, at_least(20)] = 2000
     """Maximum number of characters of a tool's result; a longer result is cut in the middle."""
     require_isolation: bool = False
-    """Whether to refuse to run programs on a machine without namespaces for a sandbox."""
+    """Whether to refuse to run programs on a machine without Linux namespaces for a sandbox."""
 
     def problems(self) -> list[str]:
         """See `EnvConfig.problems`."""
@@ -118,7 +118,7 @@ class Tools(gymnasium.Env[str, str]):
         try:
             if tool not in self._config.tools:
                 there = " ".join(self._config.tools)
-                raise ValueError(f"there is no tool {tool}; there is {there}")
+                raise ValueError(f"there is no tool {tool}; use one of: {there}")
             result = f"{calculate(text):.12g}" if tool == "calc" else self._python(text)
         except (ValueError, TypeError, ArithmeticError, SyntaxError, RecursionError) as error:
             self._errors += 1
@@ -164,10 +164,10 @@ def calculate(text: str) -> float:
     ValueError, TypeError, ArithmeticError or SyntaxError if the text is invalid or too large."""
     text = text.strip().replace("^", "**")
     if len(text) > _MOST_CHARS:
-        raise ValueError(f"an expression of {len(text)} characters: at most {_MOST_CHARS}")
+        raise ValueError(f"an expression of {len(text)} characters: must be at most {_MOST_CHARS}")
     tree = ast.parse(text, mode="eval")
     if sum(1 for _ in ast.walk(tree)) > _MOST_NODES:
-        raise ValueError("too long an expression")
+        raise ValueError("the expression has too many parts")
     found = float(_value(tree.body))
     if not math.isfinite(found):
         raise ValueError("the value is not finite")
@@ -196,15 +196,15 @@ def _value(node: ast.expr) -> float:
             if function is round and len(values) == 2:
                 return round(values[0], int(values[1]))
             return float(function(*values))
-    raise ValueError(f"{ast.unparse(node)[:80]!r} is no arithmetic")
+    raise ValueError(f"{ast.unparse(node)[:80]!r} is not arithmetic")
 
 
 def _power(base: float, exponent: float) -> float:
     if abs(exponent) > _MOST_POWER:
-        raise ValueError(f"a power of {exponent:g}: at most {_MOST_POWER}")
+        raise ValueError(f"a power of {exponent:g}: must be at most {_MOST_POWER}")
     found = base**exponent
     if isinstance(found, complex):
-        raise ValueError("a root of a negative number")
+        raise ValueError("the root of a negative number is not real")
     return found
 
 

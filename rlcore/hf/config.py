@@ -59,7 +59,7 @@ class HFConfig:
     """Sizes and switches of one decoder-only model."""
 
     path: Path | None
-    """Folder that it was read from; None for a config made in memory."""
+    """Folder that the config was read from; None if it was made in memory."""
     arch: Arch
     vocab_size: int
     hidden_size: int

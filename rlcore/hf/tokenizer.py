@@ -213,9 +213,9 @@ def _backend(folder: Path, settings: Mapping[str, Any], key: str) -> Backend:
             backend.add_tokens([AddedToken(token["content"], **flags)])
             if backend.token_to_id(token["content"]) != number:
                 raise ConfigError(
-                    f"{folder}: token {token['content']!r} has id {number} in"
-                    " tokenizer_config.json, which does not follow on tokenizer.json;"
-                    " fetch both files again"
+                    f"{folder}: token {token['content']!r} has id {number} in "
+                    "tokenizer_config.json, which is not the next free id of tokenizer.json; "
+                    "fetch both files again"
                 )
     return backend
 

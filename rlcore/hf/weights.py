@@ -246,7 +246,7 @@ def _write_shards(
         total += tensor.nbytes
         dtype = dtype or str(tensor.dtype).removeprefix("torch.")
     if missing:
-        raise ValueError(f"tensor {next(iter(missing))} is missing; give all of the model")
+        raise ValueError(f"tensor {next(iter(missing))} is missing; give all tensors of the model")
     flush()
     if len(shards) == 1:
         (part / "0.safetensors").rename(part / SINGLE)

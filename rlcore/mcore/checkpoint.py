@@ -78,7 +78,7 @@ def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm")
             the extra rows for padding.
     """
     if not (path / "metadata.json").is_file():
-        raise ConfigError(f"{path}: holds no complete checkpoint; choose another or start anew")
+        raise ConfigError(f"{path}: has no complete checkpoint; choose another or start a new run")
     index.check(path)
     saved = dist_checkpointing.load_common_state_dict(str(path))["rlcore"].get("head", "lm")
     if saved != head:

@@ -193,5 +193,5 @@ def check_model(hf: HFConfig, train: TrainConfig) -> None:
     if hf.num_experts and train.tp > 1 and not train.sp:
         raise ConfigError(
             f"--train.sp False: a model with experts under --train.tp {train.tp} needs sequence "
-            "parallel; leave --train.sp on"
+            "parallelism; leave --train.sp on"
         )

@@ -389,17 +389,17 @@ class MegatronLearner:
     def _must_be_fusible(self, batch: Batch, loss: Loss | ValueLoss) -> None:
         if not hasattr(loss, "policy"):
             raise ConfigError(
-                "--train.fused_loss: this loss has no `policy` and cannot be fused; turn it off"
+                "--train.fused_loss: this loss has no `policy` to fuse; turn fused_loss off"
             )
         if batch.num_tokens and batch.rollout_log_probs is None:
             raise ConfigError(
-                "--train.fused_loss: the batch has no rollout_log_probs; set it or "
-                "turn fused_loss off"
+                "--train.fused_loss: the batch has no rollout_log_probs; set them or turn "
+                "fused_loss off"
             )
         if batch.weight is not None and bool((batch.mask & (batch.weight == 0)).any()):
             raise ConfigError(
-                "--train.fused_loss: the batch has weight 0 on trained tokens, whose log-probs the "
-                "fused op does not read; take them out of its mask, or turn fused_loss off"
+                "--train.fused_loss: the batch has weight 0 on trained tokens, whose log-probs "
+                "the fused op skips; mask these tokens out, or turn fused_loss off"
             )
 
     def _must_be_here(self, what: str, *parts: Part) -> None:
@@ -412,7 +412,7 @@ class MegatronLearner:
 
     def _must_be_itself(self, what: str) -> None:
         if self._reference is not None and self._reference.is_in_place:
-            raise RuntimeError(f"{what} inside reference(): call it after the block")
+            raise RuntimeError(f"{what} inside reference(): must be called after the block")
 
     # ---- forward and backward
 

@@ -78,7 +78,7 @@ def _check(index: Any) -> None:
     for place in index.storage_data.values():
         path = PurePath(place.relative_path)
         if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"it names {path}, which is not in its folder")
+            raise ValueError(f"the file names {path}, which is not in its folder")
 
 
 def load_bytes(planner: DefaultLoadPlanner, item: Any, value: io.BytesIO) -> None:

@@ -112,7 +112,7 @@ def _check_same(wanted: ParallelLayout, found: ParallelLayout) -> None:
         if ours != theirs:
             raise ValueError(
                 f"--train.{name} {ours}: another learner of this process has {theirs}, and both "
-                "share their process groups; use one layout for both, or close it"
+                "share their process groups; use one layout for both, or close that learner"
             )
 
 

@@ -74,8 +74,8 @@ def evaluation(
     counts = {len(s) for s in scores.values()}
     if len(counts) != 1 or counts == {0}:
         raise ValueError(
-            f"evaluation of {name}: samples per prompt differ, {sorted(counts)}; draw as many for "
-            "each prompt"
+            f"evaluation of {name}: samples per prompt differ, {sorted(counts)}; draw the same "
+            "number for each prompt"
         )
     k = counts.pop()
     core, aux = f"val-core/{name}/acc", f"val-aux/{name}"

@@ -355,7 +355,7 @@ class Arbiter:
         elif what == "progress":
             held = self._mux[group].held(name)
             if known.keep and not set(held) <= set(_rollout_slots(known)):
-                raise ValueError("only a phase that holds just rollout nodes can release some")
+                raise ValueError("only a phase that holds no train nodes can release rollout nodes")
             todo = self._mux[group].progress(name, int(said["done"]), int(said["wanted"]), now)
             self._carry_out(group, todo)
         elif what == "freed":

@@ -274,7 +274,7 @@ class PermitGate:
                 if isinstance(error, redis.AuthenticationError) or time.monotonic() > end:
                     raise ConnectionError(store.why(error, self._url)) from error
                 if not is_away:
-                    log.warning("mux: %s; %r waits for it", store.why(error, self._url), what)
+                    log.warning("mux: %s; %r is retried", store.why(error, self._url), what)
                 is_away = True
                 time.sleep(0.2)
             except redis.RedisError as error:
@@ -290,7 +290,7 @@ class PermitGate:
                     f"job {self._job}: waited {self._wait_s:g} s for {what}; {missing()}"
                 )
             if now - said > SAY_EVERY_S:
-                log.info("mux: has waited for %s for %.0f s; %s", what, now - begin, missing())
+                log.info("mux: job has waited for %s for %.0f s; %s", what, now - begin, missing())
                 said = now
             bell = store.key(self._job, "bell")
             self._try(lambda: self._redis.blpop([bell], timeout=LOOK_S), what)  # noqa: B023

@@ -151,7 +151,7 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
     low, high = torch.aminmax(tokens)
     if int(low) < 0 or int(high) >= vocab_size:
         t = int(((tokens < 0) | (tokens >= vocab_size)).nonzero()[0])
-        raise ValueError(f"tokens: {int(tokens[t])} at {t}; must be 0 to {vocab_size - 1}")
+        raise ValueError(f"tokens: {int(tokens[t])} at index {t}; must be 0 to {vocab_size - 1}")
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
@@ -248,14 +248,14 @@ class _LogProb(torch.autograd.Function):
             return row_grad(logits, *rest, empty_like(logits)), None, None, None, None, None
         if ctx.logits is None:
             raise RuntimeError(
-                "log_probs with in_place: a second backward; the first one has overwritten the "
-                "logits; set in_place False"
+                "log_probs with in_place: a second backward is not possible, since the first one "
+                "has overwritten the logits; set in_place False"
             )
         logits, ctx.logits = ctx.logits, None
         if version(logits) != ctx.version:
             raise RuntimeError(
-                "log_probs with in_place: the logits were overwritten since the forward, such as "
-                "by another backward; set in_place for the last one only"
+                "log_probs with in_place: the logits were overwritten since the forward, e.g. by "
+                "another backward; set in_place only for the last backward"
             )
         return row_grad(logits, *rest, logits), None, None, None, None, None
 

@@ -113,7 +113,7 @@ class ReshardPlan:
         negative sizes or strides, unsupported casts, or more than four dimensions that cannot be
         joined."""
         if num_bytes < 0:
-            raise ValueError(f"num_bytes {num_bytes}: 0 or more")
+            raise ValueError(f"num_bytes {num_bytes}: must be 0 or more")
         self.num_bytes = num_bytes
         self._specs = [_full(i, spec) for i, spec in enumerate(tensors)]
         self._boxes = [
@@ -137,9 +137,9 @@ class ReshardPlan:
     def _move(self, tensors: Sequence[Tensor], bucket: Tensor, pack: bool) -> int:
         _check_bucket(bucket)
         if bucket.numel() != self.num_bytes:
-            raise ValueError(f"bucket: {bucket.numel()} bytes, the plan has {self.num_bytes}")
+            raise ValueError(f"bucket: has {bucket.numel()} bytes, the plan needs {self.num_bytes}")
         if len(tensors) != len(self._specs):
-            raise ValueError(f"tensors: {len(tensors)}, the plan has {len(self._specs)}")
+            raise ValueError(f"tensors: got {len(tensors)}, the plan needs {len(self._specs)}")
         device = bucket.device
         for i, (tensor, spec) in enumerate(zip(tensors, self._specs, strict=True)):
             if tensor.dtype != spec.dtype or tensor.shape != spec.shape or tensor.device != device:
@@ -282,12 +282,11 @@ def _as_bytes(x: Tensor) -> Tensor:
 def _full(number: int, spec: TensorSpec) -> _Spec:
     """Check a `TensorSpec` and fill in its strides."""
     if any(n < 0 for n in spec.shape):
-        raise ValueError(f"tensors[{number}].shape {spec.shape}: sizes are 0 or more")
+        raise ValueError(f"tensors[{number}].shape {spec.shape}: sizes must be 0 or more")
     strides = _contiguous(spec.shape) if spec.strides is None else tuple(spec.strides)
     if len(strides) != len(spec.shape) or any(n < 0 for n in strides):
         raise ValueError(
-            f"tensors[{number}].strides {strides}: one for each of {len(spec.shape)} dimensions, "
-            "0 or more"
+            f"tensors[{number}].strides {strides}: must have {len(spec.shape)} entries, 0 or more"
         )
     return _Spec(tuple(spec.shape), spec.dtype, strides)
 
@@ -296,39 +295,39 @@ def _check(number: int, piece: TensorPiece, specs: Sequence[_Spec], num_bytes: i
     """Check a piece; return None if it has no elements."""
     name = f"pieces[{number}]"
     if not 0 <= piece.tensor < len(specs):
-        raise ValueError(f"{name}.tensor {piece.tensor}: the plan has {len(specs)} tensors")
+        raise ValueError(f"{name}.tensor {piece.tensor}: the plan has only {len(specs)} tensors")
     spec = specs[piece.tensor]
     shape = tuple(piece.shape)
     if any(n < 0 for n in shape):
-        raise ValueError(f"{name}.shape {shape}: sizes are 0 or more")
+        raise ValueError(f"{name}.shape {shape}: sizes must be 0 or more")
     dtype = piece.dtype or spec.dtype
     if dtype != spec.dtype and not (dtype in _FLOATS and spec.dtype in _FLOATS):
         raise ValueError(
-            f"{name}.dtype {dtype}: tensor {piece.tensor} is {spec.dtype}; casts are between "
+            f"{name}.dtype {dtype}: tensor {piece.tensor} is {spec.dtype}; casts must be between "
             "float64, float32, bfloat16 and float16"
         )
     if dtype.itemsize not in _RAW:
-        raise ValueError(f"{name}.dtype {dtype}: elements of 1, 2, 4, 8 or 16 bytes")
+        raise ValueError(f"{name}.dtype {dtype}: elements must have 1, 2, 4, 8 or 16 bytes")
     strides = _contiguous(shape) if piece.strides is None else tuple(piece.strides)
     theirs = spec.strides if piece.tensor_strides is None else tuple(piece.tensor_strides)
     for field, value in (("strides", strides), ("tensor_strides", theirs)):
         if len(value) != len(shape) or any(n < 0 for n in value):
-            raise ValueError(
-                f"{name}.{field} {value}: one for each of {len(shape)} dimensions, 0 or more"
-            )
+            raise ValueError(f"{name}.{field} {value}: must have {len(shape)} entries, 0 or more")
     if piece.offset < 0 or piece.offset % dtype.itemsize:
-        raise ValueError(f"{name}.offset {piece.offset}: a multiple of {dtype.itemsize}, 0 or more")
+        raise ValueError(
+            f"{name}.offset {piece.offset}: must be a multiple of {dtype.itemsize}, 0 or more"
+        )
     if piece.start < 0:
-        raise ValueError(f"{name}.start {piece.start}: 0 or more")
+        raise ValueError(f"{name}.start {piece.start}: must be 0 or more")
     if 0 in shape:
         return None
     end = piece.offset + _span(shape, strides) * dtype.itemsize
     if end > num_bytes:
-        raise ValueError(f"{name}: ends at byte {end}, the bucket has {num_bytes}")
+        raise ValueError(f"{name}: ends at byte {end}, but the bucket has {num_bytes}")
     last, size = piece.start + _span(shape, theirs), _span(spec.shape, spec.strides)
     if last > size:
         raise ValueError(
-            f"{name}: ends at element {last} of tensor {piece.tensor}, which has {size}"
+            f"{name}: ends at element {last} of tensor {piece.tensor}, which has only {size}"
         )
     box = _Box(
         number, piece.tensor, shape, piece.offset, strides, dtype, piece.start, theirs, spec.dtype
@@ -336,7 +335,7 @@ def _check(number: int, piece: TensorPiece, specs: Sequence[_Spec], num_bytes: i
     dims = len(_joined(box))
     if dims > _DIMS:
         raise ValueError(
-            f"{name}: {dims} dimensions that cannot be joined, at most {_DIMS}; make it several"
+            f"{name}: {dims} dimensions cannot be merged, must be at most {_DIMS}; split it"
         )
     return box
 
@@ -344,8 +343,8 @@ def _check(number: int, piece: TensorPiece, specs: Sequence[_Spec], num_bytes: i
 def _check_bucket(bucket: Tensor) -> None:
     if bucket.dtype != torch.uint8 or bucket.dim() != 1 or not bucket.is_contiguous():
         raise ValueError(
-            f"bucket: {bucket.dtype}, shape {list(bucket.shape)}, strides {bucket.stride()}; a "
-            "contiguous uint8 tensor of one dimension is needed"
+            f"bucket: {bucket.dtype}, shape {list(bucket.shape)}, strides {bucket.stride()}; must "
+            "be a contiguous uint8 tensor of one dimension"
         )
     _check_storage("bucket", bucket)
     if bucket.device.type == "cuda" and bucket.data_ptr() % 16:
@@ -377,7 +376,7 @@ def _check_memory(name: str, tensor: Tensor, bucket: Tensor) -> None:
     overlaps the bucket's."""
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(
-            f"{name}: a lazy view (is_conj {tensor.is_conj()}, is_neg {tensor.is_neg()}); give "
+            f"{name}: is a lazy view (is_conj {tensor.is_conj()}, is_neg {tensor.is_neg()}); pass "
             "resolve_conj().resolve_neg() of it"
         )
     start, end = _check_storage(name, tensor)
@@ -434,7 +433,7 @@ def _runs(offset: int, shape: Sequence[int], strides: Sequence[int], item: int) 
         length *= dims.pop(0)[1]
     count = math.prod(n for _, n in dims)
     if count > _MAX_RUNS:
-        raise ValueError(f"pieces: one has {count} separate runs, at most {_MAX_RUNS}")
+        raise ValueError(f"pieces: one has {count} separate runs; must be at most {_MAX_RUNS}")
     starts = np.array([offset], dtype=np.int64)
     for step, n in reversed(dims):
         starts = (starts[:, None] + np.arange(n, dtype=np.int64) * (step * item)).reshape(-1)

@@ -303,24 +303,24 @@ class ReferenceForest:
             if not good:
                 raise ValueError(sentence)
 
-        need(1 <= min_match <= LIVE_CAP, f"min_match {min_match}: 1 to {LIVE_CAP}")
+        need(1 <= min_match <= LIVE_CAP, f"min_match {min_match}: must be 1 to {LIVE_CAP}")
         need(
             limit == 0 or limit >= min_match,
-            f"limit {limit}: 0 for none, or at least min_match {min_match}",
+            f"limit {limit}: must be 0 (none) or at least min_match {min_match}",
         )
-        need(0 <= min_prob <= 1, f"min_prob {min_prob}: from 0 to 1")
-        need(1 <= max_window <= 4096, f"max_window {max_window}: 1 to 4096")
+        need(0 <= min_prob <= 1, f"min_prob {min_prob}: must be from 0 to 1")
+        need(1 <= max_window <= 4096, f"max_window {max_window}: must be 1 to 4096")
         need(
             1 <= start_window <= max_window,
-            f"start_window {start_window}: 1 to max_window {max_window}",
+            f"start_window {start_window}: must be 1 to max_window {max_window}",
         )
-        need(0 <= growth <= 4096, f"growth {growth}: 0 to 4096")
-        need(knee >= 0, f"knee {knee}: 0 for unknown, or tokens per forward")
-        need(candidates >= 1, f"candidates {candidates}: at least 1")
-        need(1 <= live_match <= LIVE_CAP, f"live_match {live_match}: 1 to {LIVE_CAP}")
-        need(0 <= factor <= 4096, f"factor {factor}: 0 for none, to 4096")
-        need(0 <= stream <= 1 << 30, f"stream {stream}: 0 to {1 << 30}")
-        need(threads >= 0, f"threads {threads}: 0 for all cores, or more")
+        need(0 <= growth <= 4096, f"growth {growth}: must be 0 to 4096")
+        need(knee >= 0, f"knee {knee}: must be 0 (unknown) or tokens per forward")
+        need(candidates >= 1, f"candidates {candidates}: must be at least 1")
+        need(1 <= live_match <= LIVE_CAP, f"live_match {live_match}: must be 1 to {LIVE_CAP}")
+        need(0 <= factor <= 4096, f"factor {factor}: must be 0 (none) to 4096")
+        need(0 <= stream <= 1 << 30, f"stream {stream}: must be 0 to {1 << 30}")
+        need(threads >= 0, f"threads {threads}: must be 0 (all cores) or more")
         self.limit, self.min_match, self.min_prob = limit, min_match, min_prob
         self.max_window, self.start_window, self.growth = max_window, start_window, growth
         self.knee, self.live, self.candidates = knee, live, candidates
@@ -351,13 +351,13 @@ class ReferenceForest:
         for i, reward in enumerate(rewards.tolist()):
             if not abs(reward) <= LARGEST_REWARD:
                 raise ValueError(
-                    f"rewards[{i}] {reward}: finite numbers, at most 16384 in magnitude"
+                    f"rewards[{i}] {reward}: must be finite, at most 16384 in magnitude"
                 )
         made: dict[int, _History] = {}
         flat, starts = tokens.tolist(), response_offsets.tolist()
         for p, key in enumerate(keys.tolist()):
             if key in made:
-                raise ValueError(f"keys[{p}] {key}: every prompt once")
+                raise ValueError(f"keys[{p}] {key}: is listed twice; list every prompt once")
             mine = range(prompt_offsets[p], prompt_offsets[p + 1])
             made[key] = self._index(
                 [flat[starts[r] : starts[r + 1]] for r in mine],
@@ -376,7 +376,7 @@ class ReferenceForest:
 
     def swap(self) -> None:
         if self._next is None:
-            raise ValueError("swap: nothing was built since the last one")
+            raise ValueError("swap: nothing was built since the last swap; call build first")
         self._current, self._next = self._next, None
 
     # ---- requests
@@ -399,9 +399,9 @@ class ReferenceForest:
         seen: set[int] = set()
         for i, handle in enumerate(handles.tolist()):
             if handle not in self._requests:
-                raise ValueError(f"handles[{i}] {handle}: not open (closed, or never given out)")
+                raise ValueError(f"handles[{i}] {handle}: is not open (closed, or never opened)")
             if once and handle in seen:
-                raise ValueError(f"handles[{i}] {handle}: every handle once")
+                raise ValueError(f"handles[{i}] {handle}: is listed twice; list every handle once")
             seen.add(handle)
         return [self._requests[h] for h in handles.tolist()]
 
@@ -606,29 +606,29 @@ def _check_types(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if name == "live":
             if not isinstance(value, bool | np.bool_):
-                raise ValueError(f"live {value!r}: True or False")
+                raise ValueError(f"live {value!r}: must be True or False")
         elif name in ("min_prob", "factor"):
             real = isinstance(value, float | int | np.floating | np.integer)
             if not real or isinstance(value, bool):
-                raise ValueError(f"{name} {value!r}: a number")
+                raise ValueError(f"{name} {value!r}: must be a number")
             if abs(value) == math.inf:
-                raise ValueError(f"{name} {value!r}: a finite number")
+                raise ValueError(f"{name} {value!r}: must be a finite number")
         else:
             _check_whole(name, value)
 
 
 def _check_whole(name: str, value: Any) -> None:
     if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise ValueError(f"{name} {value!r}: a whole number")
+        raise ValueError(f"{name} {value!r}: must be a whole number")
     if not -(2**31) <= value < 2**31:
-        raise ValueError(f"{name} {value}: a whole number of 32 bits")
+        raise ValueError(f"{name} {value}: must be a 32-bit integer")
 
 
 def check_running(running: Any) -> int:
     """Return `running` as an int. Raise ValueError unless it is a whole number, 0 or more."""
     _check_whole("running", running)
     if running < 0:
-        raise ValueError(f"running {running}: 0 for the batch, or how many share the forward")
+        raise ValueError(f"running {running}: must be 0 (the batch) or the requests in the forward")
     return int(running)
 
 
@@ -638,7 +638,7 @@ def check_accepted(accepted: Ints, proposed: Sequence[int]) -> None:
         raise ValueError(f"accepted: {len(proposed)} entries are needed, got {len(accepted)}")
     for i, (n, most) in enumerate(zip(accepted.tolist(), proposed, strict=True)):
         if not 0 <= n <= most:
-            raise ValueError(f"accepted[{i}] {n}: 0 to the length of the last draft, {most}")
+            raise ValueError(f"accepted[{i}] {n}: must be 0 to the last draft's length, {most}")
 
 
 def check_windows(windows: Ints, batch: int, max_window: int) -> None:
@@ -647,20 +647,20 @@ def check_windows(windows: Ints, batch: int, max_window: int) -> None:
         raise ValueError(f"windows: {batch} entries are needed, got {len(windows)}")
     for i, window in enumerate(windows.tolist()):
         if not 0 <= window <= max_window:
-            raise ValueError(f"windows[{i}] {window}: 0 to max_window {max_window}")
+            raise ValueError(f"windows[{i}] {window}: must be 0 to max_window {max_window}")
 
 
 def check_array(name: str, array: Any, dtype: type) -> None:
     """Raise ValueError unless it is a contiguous one-dimensional numpy array of this dtype."""
     wanted = np.dtype(dtype)
     if not isinstance(array, np.ndarray):
-        raise ValueError(f"{name}: a numpy array of {wanted}, not {type(array).__name__}")
+        raise ValueError(f"{name}: must be a numpy array of {wanted}, not {type(array).__name__}")
     if array.dtype != wanted:
-        raise ValueError(f"{name}: {wanted}, not {array.dtype}")
+        raise ValueError(f"{name}: must be {wanted}, not {array.dtype}")
     if array.ndim != 1:
-        raise ValueError(f"{name}: one dimension, not {array.ndim}")
+        raise ValueError(f"{name}: must have one dimension, not {array.ndim}")
     if not array.flags.c_contiguous:
-        raise ValueError(f"{name}: contiguous, not with a stride of {array.strides[0]} bytes")
+        raise ValueError(f"{name}: must be contiguous, has a stride of {array.strides[0]} bytes")
 
 
 def check_offsets(name: str, offsets: Longs, parts: int, total: int) -> None:
@@ -668,14 +668,14 @@ def check_offsets(name: str, offsets: Longs, parts: int, total: int) -> None:
     if len(offsets) != parts + 1:
         raise ValueError(f"{name}: {parts + 1} entries are needed, got {len(offsets)}")
     if offsets[0] != 0:
-        raise ValueError(f"{name}[0] {offsets[0]}: offsets begin with 0")
+        raise ValueError(f"{name}[0] {offsets[0]}: offsets must begin with 0")
     for i in np.flatnonzero(np.diff(offsets) < 0)[:1] + 1:
         raise ValueError(
-            f"{name}[{i}] {offsets[i]}: offsets do not fall, the one before is {offsets[i - 1]}"
+            f"{name}[{i}] {offsets[i]}: offsets must not fall, the one before is {offsets[i - 1]}"
         )
     if offsets[parts] != total:
         raise ValueError(
-            f"{name}[{parts}] {offsets[parts]}: the last offset is the number of what it cuts, "
+            f"{name}[{parts}] {offsets[parts]}: the last offset must be the number of entries, "
             f"{total}"
         )
 
@@ -683,4 +683,4 @@ def check_offsets(name: str, offsets: Longs, parts: int, total: int) -> None:
 def check_tokens(tokens: Ints) -> None:
     """Raise ValueError if a token id is negative."""
     for i in np.flatnonzero(tokens < 0)[:1]:
-        raise ValueError(f"tokens[{i}] {tokens[i]}: token ids are 0 or more")
+        raise ValueError(f"tokens[{i}] {tokens[i]}: token ids must be 0 or more")

@@ -82,11 +82,11 @@ class DeviceForest:
         Forest(**options, threads=1)  # raises its errors for invalid options
         for name, value in (("requests", requests), ("stream", stream)):
             if not isinstance(value, int | np.integer) or isinstance(value, bool):
-                raise ValueError(f"{name} {value!r}: a whole number")
+                raise ValueError(f"{name} {value!r}: must be a whole number")
         if requests < 1:
-            raise ValueError(f"requests {requests}: at least 1")
+            raise ValueError(f"requests {requests}: must be at least 1")
         if not 0 <= stream <= 1 << 24:
-            raise ValueError(f"stream {stream}: 0 to {1 << 24}")
+            raise ValueError(f"stream {stream}: must be 0 to {1 << 24}")
         ops = native.torch_ops("suffix forest", device.type)
         if ops is None:
             raise ImportError(f"DeviceForest needs the native build with kernels for {device}")
@@ -128,7 +128,7 @@ class DeviceForest:
         suffix.check_array("keys", keys, np.int64)
         if len(keys) > len(self._free):
             raise ValueError(
-                f"keys: {len(keys)} requests, but only {len(self._free)} are free; raise "
+                f"keys: {len(keys)} requests, but only {len(self._free)} slots are free; raise "
                 "DeviceForest(requests=...)"
             )
         indices = np.array(self._free[len(self._free) - len(keys) :][::-1], np.int64)
@@ -174,9 +174,9 @@ class DeviceForest:
         given, seen = handles.tolist(), set()
         for i, handle in enumerate(given):
             if handle not in self._open:
-                raise ValueError(f"handles[{i}] {handle}: not open (closed, or never given out)")
+                raise ValueError(f"handles[{i}] {handle}: is not open (closed, or never opened)")
             if handle in seen:
-                raise ValueError(f"handles[{i}] {handle}: every handle once")
+                raise ValueError(f"handles[{i}] {handle}: is listed twice; list every handle once")
             seen.add(handle)
         return given
 
@@ -267,16 +267,16 @@ class DeviceForest:
 
     def _check(self, name: str, given: Tensor, dtype: torch.dtype, size: int | None = None) -> int:
         if not isinstance(given, Tensor):
-            raise ValueError(f"{name}: a tensor, not {type(given).__name__}")
+            raise ValueError(f"{name}: must be a tensor, not {type(given).__name__}")
         if given.dtype != dtype:
-            raise ValueError(f"{name}: {dtype}, not {given.dtype}")
+            raise ValueError(f"{name}: must be {dtype}, not {given.dtype}")
         if given.device.type != self.device.type or given.device.index not in (
             self._records.device.index,
             None,
         ):
-            raise ValueError(f"{name}: on {self._records.device}, not on {given.device}")
+            raise ValueError(f"{name}: must be on {self._records.device}, not on {given.device}")
         if given.dim() != 1 or not given.is_contiguous():
-            raise ValueError(f"{name}: one contiguous dimension, not a shape of {given.shape}")
+            raise ValueError(f"{name}: must be contiguous and 1-D, got shape {given.shape}")
         if size is not None and given.numel() != size:
             raise ValueError(f"{name}: {size} entries are needed, got {given.numel()}")
         return given.numel()

@@ -49,11 +49,11 @@ class CodeRewardConfig(RewardConfig):
     """Name of the column with code that runs before the tests."""
     cases_field: str = "cases"
     """Name of the column with stdin/stdout cases: a list of {input, output}, or {inputs, outputs}
-    of two lists, also as JSON text."""
+    with two lists; both also as JSON text."""
     partial_credit: bool = False
-    """Whether the score is the share of passed tests; otherwise 1 only if all pass."""
+    """Whether the score is the share of passed tests; otherwise it is 1 only if all pass."""
     max_tests: int = 0
-    """Maximum number of tests per row, the first ones; 0: all."""
+    """Maximum number of tests run per row, starting with the first; 0: all."""
     program_memory_mb: int = 512
     """Maximum memory of a program and its child processes in MB."""
     program_processes: int = 32
@@ -62,7 +62,7 @@ class CodeRewardConfig(RewardConfig):
     """Whether programs may import this environment's packages in addition to the standard
     library."""
     require_isolation: bool = False
-    """Whether to refuse to start on a machine without namespaces, instead of warning."""
+    """Whether to fail at start-up on a machine without Linux namespaces; otherwise only warn."""
 
 
 @dataclass(frozen=True)

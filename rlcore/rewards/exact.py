@@ -13,10 +13,10 @@ class ExactRewardConfig(RewardConfig):
     """Keys of `--reward exact`."""
 
     answer_marker: str = ""
-    """Marker before the compared part of the response, which scores 0 without it; empty: compare
-    all of it."""
+    """Marker after which the compared part of a response begins; a response without it scores 0.
+    Empty: compare the whole response."""
     occurrence: Literal["first", "last"] = "first"
-    """Occurrence of reward.answer_marker after which the answer begins."""
+    """Which occurrence of reward.answer_marker counts as the marker."""
 
 
 class ExactReward:

@@ -46,8 +46,8 @@ class HttpRewardConfig(RewardConfig):
     retries: Annotated[int, at_least(0)] = 4
     """Number of retries of a failed request, within reward.timeout_s."""
     backoff_s: Annotated[float, at_least(0)] = 0.25
-    """Seconds before the first retry; each further pause doubles, less a random part. A server's
-    Retry-After replaces it."""
+    """Seconds before the first retry; each further pause is twice as long, minus a random part. A
+    server's Retry-After header replaces the pause."""
 
 
 class Requests(Protocol):

@@ -79,7 +79,7 @@ def to_result(value: Any) -> RewardResult:
     if not isinstance(value, RewardResult):
         return RewardResult(score=number("score", value))
     if len(value.details) > _MOST_DETAILS:
-        raise ValueError(f"{len(value.details)} details; return at most {_MOST_DETAILS}")
+        raise ValueError(f"{len(value.details)} details: too many; return at most {_MOST_DETAILS}")
     details = {
         str(k).replace("/", "_")[:_NAME_CHARS]: number(f"details[{k!r}]", v)
         for k, v in value.details.items()

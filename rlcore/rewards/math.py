@@ -39,8 +39,8 @@ class MathRewardConfig(RewardConfig):
     decimals: int = 6
     """Number of decimal places in which numbers with a decimal point must agree."""
     algebra_timeout_s: float = 3.0
-    """CPU seconds per algebraic comparison, after which the answers count as different; 0: only
-    reward.timeout_s."""
+    """CPU seconds per algebraic comparison, after which the answers count as different; 0: limited
+    only by reward.timeout_s."""
 
 
 class MathReward:

@@ -114,7 +114,7 @@ def resolve(name: str) -> RewardKind:
         _check_signature(name, method, (None, None, None, None))
         return RewardKind(dotted.section("--reward", name, module, RewardConfig), score=found)
     if not callable(found):
-        raise ConfigError(f"--reward {name}: a {type(found).__name__}; give a function or a class")
+        raise ConfigError(f"--reward {name}: is a {type(found).__name__}; give a function or class")
     extra = {"config": None} if "config" in _parameters(found) else {}
     _check_signature(name, found, (None, None, None), extra)
     function = found
@@ -152,5 +152,5 @@ def _check_signature(
         signature.bind(*args, **(extra or {}))
     except TypeError as error:
         raise ConfigError(
-            f"--reward {name}: has the parameters {signature}, must take (sample, prompt, text)"
+            f"--reward {name}: has the parameters {signature}, but must take (sample, prompt, text)"
         ) from error

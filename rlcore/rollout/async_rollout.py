@@ -120,7 +120,7 @@ class AsyncRollout:
         self._thread.join(timeout=2 * self._deadline_s)
         if self._thread.is_alive():
             raise TimeoutError(
-                f"--rollout.stall_timeout_s {self._deadline_s:g} is over: the controller is still "
+                f"--rollout.stall_timeout_s {self._deadline_s:g} exceeded: the controller is still "
                 "running"
             )
         self._thread = None
@@ -207,7 +207,7 @@ class AsyncRollout:
             file = folder / "controller.msgpack"
             if not file.is_file():
                 raise ConfigError(
-                    f"--run.resume {folder.parent}: was written by a replay, which saves no "
+                    f"--run.resume {folder.parent}: was written by a replay, which does not save "
                     "running requests; resume the replayed run, or use --run.resume fresh"
                 )
             saved, owner_now = decode(file.read_bytes(), Saved), self._owner_now(folder)

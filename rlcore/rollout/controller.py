@@ -619,7 +619,7 @@ class Controller:
                 continue
             owed = self._owed_by(rank)
             parts.append(f"{quiet} in phase gen, with {len(owed)} open requests such as {owed[0]}")
-        return f"--rollout.stall_timeout_s {self._deadline_s:g} is over. " + "; ".join(parts)
+        return f"--rollout.stall_timeout_s {self._deadline_s:g} exceeded. " + "; ".join(parts)
 
     def _fail(self, reason: str) -> list[AnyCommand]:
         self.done = True

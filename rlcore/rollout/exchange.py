@@ -62,7 +62,7 @@ class SampleExchange:
             if batch is None:
                 owing = sorted({owners[i] for i in missing})
                 raise TimeoutError(
-                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank {self._hub.rank} "
+                    f"--cluster.timeout_s {self._timeout_s:g} exceeded: rank {self._hub.rank} "
                     f"waits in phase exchange for {len(missing)} samples such as {min(missing)} "
                     f"from ranks {owing}"
                 )

@@ -224,7 +224,7 @@ class Index:
         on use the new index. Raise RuntimeError if the thread has failed."""
         with self._lock:
             if self._error is not None:
-                raise RuntimeError(f"the index of histories failed: {self._error!r}")
+                raise RuntimeError(f"building the index of histories failed: {self._error!r}")
             news, self._news = self._news, False
         return news
 

@@ -151,7 +151,7 @@ class Rollout:
             got = hub.receive("histories", Histories, max(0.0, deadline - time.monotonic()))
             if got is None:
                 raise TimeoutError(
-                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank 0 waits in phase "
+                    f"--cluster.timeout_s {self._timeout_s:g} exceeded: rank 0 waits in phase "
                     f"exchange for the histories of ranks {sorted(owing)}"
                 )
             owing.discard(got.rank)

@@ -201,8 +201,8 @@ class Rounds:
             )
         if self._race is not None and self._race.others:
             log.warning(
-                "--debug.replay: %d of the %d responses of step %d have another length or score "
-                "than in the log, such as %s; weights, reward or machine differ",
+                "--debug.replay: %d of the %d responses of step %d differ from the log in length "
+                "or score, e.g. %s; weights, reward or machine differ",
                 len(self._race.others),
                 len(here.counted),
                 here.step,

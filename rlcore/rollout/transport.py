@@ -198,7 +198,7 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise RuntimeError(f"none of the {len(ports)} ports outside of {low} to {high} is free")
+    raise RuntimeError(f"none of the {len(ports)} ports outside {low} to {high} is free; free one")
 
 
 def _system_ports() -> tuple[int, int]:

@@ -19,7 +19,7 @@ def check_request(request: Request, *, vocab: int, max_tokens: int, cache_tokens
         raise ValueError(f"{where}: the prompt is empty")
     wanted = f"{where}: {length} prompt tokens and {request.sampling.max_tokens} to generate"
     if length + request.sampling.max_tokens > max_tokens:
-        raise ValueError(f"{wanted} exceed the engine's {max_tokens}; shorten one of them")
+        raise ValueError(f"{wanted} exceed the engine's {max_tokens} tokens; shorten one of them")
     if cache_tokens and length + request.sampling.max_tokens > cache_tokens:
         raise ConfigError(f"{wanted} exceed --rollout.kv_cache_tokens {cache_tokens}; raise it")
     if request.prompt.min() < 0 or request.prompt.max() >= vocab:
@@ -37,7 +37,7 @@ def check_request(request: Request, *, vocab: int, max_tokens: int, cache_tokens
             "tokens, so nothing is left to generate"
         )
     if len(part.tokens) and int(part.tokens[-1]) in request.sampling.stop_ids:
-        raise ValueError(f"{where}: resumes after a stop token, so it is finished")
+        raise ValueError(f"{where}: its tokens to resume end with a stop token, so it is complete")
 
 
 def check_sampling(where: str, sampling: Sampling) -> None:

@@ -292,7 +292,7 @@ class RolloutWorker:
             self._release()
             if time.monotonic() - heard > self._deadline_s:
                 raise TimeoutError(
-                    f"--rollout.stall_timeout_s {self._deadline_s:g} is over: rank "
+                    f"--rollout.stall_timeout_s {self._deadline_s:g} exceeded: rank "
                     f"{self._hub.rank} got no message from the controller on rank 0 in phase gen"
                 )
 
@@ -317,7 +317,7 @@ class RolloutWorker:
                 break
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"--rollout.stall_timeout_s {self._deadline_s:g} is over: rank "
+                    f"--rollout.stall_timeout_s {self._deadline_s:g} exceeded: rank "
                     f"{self._hub.rank} waits in phase pause_engines for {len(self._live)} "
                     f"requests of its engine and {len(self._unscored)} rewards"
                 )
@@ -386,7 +386,7 @@ class RolloutWorker:
                 heard = time.monotonic()
             elif time.monotonic() - heard > self._timeout_s:
                 raise TimeoutError(
-                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank {self._hub.rank} "
+                    f"--cluster.timeout_s {self._timeout_s:g} exceeded: rank {self._hub.rank} "
                     "waits for the step of the train ranks, but got no message from rank 0"
                 )
 
@@ -501,7 +501,7 @@ class RolloutWorker:
             elif time.monotonic() > deadline:
                 missing = self._missing(self._to_train[0], self.exchange.here())
                 raise TimeoutError(
-                    f"--cluster.timeout_s {self._timeout_s:g} is over: rank {self._hub.rank} "
+                    f"--cluster.timeout_s {self._timeout_s:g} exceeded: rank {self._hub.rank} "
                     f"waits in --mode stream for {len(missing)} samples such as {min(missing)} "
                     f"from ranks {sorted(set(missing.values()))}"
                 )
@@ -596,7 +596,7 @@ class RolloutWorker:
             if time.monotonic() > deadline:
                 some = min(self._live)
                 raise TimeoutError(
-                    f"--rollout.stall_timeout_s {self._deadline_s:g} is over: the engine of rank "
+                    f"--rollout.stall_timeout_s {self._deadline_s:g} exceeded: the engine of rank "
                     f"{self._hub.rank} did not abort {len(self._live)} requests such as {some}"
                 )
         for _ in range(LATE_POLLS):

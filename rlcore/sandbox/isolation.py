@@ -289,7 +289,7 @@ def _mounts(packages: tuple[str, ...]) -> list[str]:
         out += ["--ro-bind-try", path, path]
     for path in (sys.base_prefix, *packages):
         if path.startswith("/tmp/"):
-            raise RuntimeError(f"{path} is under /tmp, which each program has for itself; move it")
+            raise RuntimeError(f"{path} is under /tmp, which programs cannot see; move it")
         if not path.startswith("/usr/") and path != "/usr":
             for parent in reversed(Path(path).parents[:-1]):
                 out += ["--perms", "0755", "--dir", str(parent)]

@@ -64,7 +64,7 @@ def rank(prompts: Sequence[Key], predicted: Mapping[Key, int], groups: int) -> l
     equal prediction keep their order. Fewer prompts than groups raise ValueError."""
     if not 1 <= groups <= len(prompts):
         raise ValueError(
-            f"{groups} ranking groups of {len(prompts)} prompts: must be from 1 to the number of "
+            f"{groups} ranking groups for {len(prompts)} prompts: must be from 1 to the number of "
             "prompts"
         )
     order = sorted(prompts, key=lambda p: predicted[p])
@@ -113,7 +113,7 @@ def shares(
     """
     if units < groups * least:
         raise ValueError(
-            f"{units} units for {groups} ranking groups of at least {least}: too few; lower the "
+            f"{units} units for {groups} ranking groups: each needs at least {least}; lower the "
             "number of groups"
         )
     found = [units * (g + 1) // groups - units * g // groups for g in range(groups)]
@@ -141,7 +141,7 @@ def threshold(lengths: Collection[int], quantile: float = QUANTILE) -> int:
     """Return the length beyond which a response migrates: this quantile (nearest rank) of the
     history `lengths`. If the history is empty, raise ValueError."""
     if not lengths:
-        raise ValueError("threshold needs lengths, and the first epoch has none")
+        raise ValueError("threshold needs lengths, which the first epoch does not have")
     order = sorted(lengths)
     return order[min(len(order) - 1, math.ceil(quantile * len(order)) - 1)]
 
@@ -152,7 +152,7 @@ def jumps(before: Sequence[Sequence[Key]], after: Sequence[Sequence[Key]]) -> tu
     old = {p: g for g, group in enumerate(before) for p in group}
     steps = [g - old[p] for g, group in enumerate(after) for p in group if p in old]
     if not steps:
-        raise ValueError("jumps: the two rankings share no prompt")
+        raise ValueError("jumps: the two rankings must share at least one prompt")
     return sum(d > 0 for d in steps) / len(steps), sum(d == 1 for d in steps) / len(steps)
 
 

@@ -161,7 +161,7 @@ class PhaseMux:
         if member.job in self._jobs:
             raise ValueError(f"job {member.job}: is already in the group")
         if not member.slots or not all(member.slots.values()):
-            raise ValueError(f"job {member.job}: a pool has no slots, {dict(member.slots)}")
+            raise ValueError(f"job {member.job}: every pool needs a slot, got {dict(member.slots)}")
         last = max((s.order for s in self._jobs.values()), default=-1)
         self._jobs[member.job] = _State(member, last + 1, dict.fromkeys(member.slots, 0), since=now)
         for at, name in enumerate(order):
@@ -198,7 +198,7 @@ class PhaseMux:
                 known = ", ".join(state.member.slots)
                 raise ValueError(f"job {job}: has no slots in pool {pool!r}, only in {known}")
         if not wants:
-            raise ValueError(f"job {job}: the phase names no pool")
+            raise ValueError(f"job {job}: a phase must name at least one pool")
         if state.wants or state.holds:
             doing = "holds" if state.holds else "waits for"
             raise RuntimeError(
@@ -218,7 +218,7 @@ class PhaseMux:
         """End the running phase of a job and free its slots."""
         state = self._state(job)
         if not state.holds:
-            raise RuntimeError(f"job {job}: cannot end a phase, it holds none")
+            raise RuntimeError(f"job {job}: cannot end a phase, because it is in none")
         for slot in state.slots:
             del self._holder[slot]
         state.end(now)

@@ -85,7 +85,7 @@ class TailBatching:
     def next_round(self, sampling: Sampling) -> Round:
         """Return the work of the next round and its stop policy."""
         if self._round:
-            raise RuntimeError("the previous round is not settled")
+            raise RuntimeError("the previous round has not ended; end it first")
         self._sampling = sampling
         self._is_long = self.next_kind() == "long"
         if self._is_long:
@@ -169,7 +169,7 @@ class TailBatching:
             if unknown := sorted(set(state[part]) - set(self._quotas)):
                 raise ConfigError(
                     f"the checkpoint's {part} of prompts has the domain {unknown[0]!r} but this "
-                    f"run has {sorted(self._quotas)}; use the quotas of the saved run"
+                    f"run has quotas only for {sorted(self._quotas)}; use the saved run's quotas"
                 )
             rows = [row for keys in state[part].values() for _, row in keys]
             if num_rows is not None and (bad := [row for row in rows if not 0 <= row < num_rows]):
@@ -196,14 +196,14 @@ class TailBatching:
                 name = self._prompt_of(key[1]).dataset if self._split else ""
                 if name not in self._ahead:
                     raise ConfigError(
-                        f"row {key[1]} of data.train has the domain {name!r} without a quota; give "
-                        f"it one, quotas are for {sorted(self._ahead)}"
+                        f"row {key[1]} of data.train: domain {name!r} has no quota; add one to "
+                        f"those of {sorted(self._ahead)}"
                     )
                 self._ahead[name].append(key)
                 drawn += 1
             if drawn > 1000 * self._num_prompts and len(ahead) < n:
                 raise ConfigError(
-                    f"domain {domain!r}: {len(ahead)} of the {n} prompts of a round found in "
+                    f"domain {domain!r}: only {len(ahead)} of a round's {n} prompts were found in "
                     f"{drawn} rows of data.train; lower its quota"
                 )
         return [ahead.popleft() for _ in range(n)]
@@ -247,7 +247,7 @@ def check(
     """Check the settings of a round. If one is out of range, raise ConfigError."""
     for name, value in (("eta_prompts", eta_prompts), ("eta_samples", eta_samples)):
         if not value >= 1:
-            raise ConfigError(f"{name} {value:g}: must be at least 1 (1: no extra)")
+            raise ConfigError(f"{name} {value:g}: must be at least 1; 1 starts no extra work")
     for name, value in (("num_prompts", num_prompts), ("num_samples", num_samples)):
         if value < 1:
             raise ConfigError(f"{name} {value}: must be at least 1")

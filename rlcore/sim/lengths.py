@@ -80,10 +80,10 @@ def _tokens(path: Path, line: int, row: Mapping[str, Any], names: tuple[str, ...
             number = -1.0
         least = 1 if names is RESPONSE else 0
         if isinstance(value, bool) or not least <= number <= MOST or number != int(number):
-            raise ConfigError(f"{path}, line {line}: {name} is {str(value)[:40]!r}; {ALLOWED}")
+            raise ConfigError(f"{path}, line {line}: {name} {str(value)[:40]!r}: {ALLOWED}")
         return int(number)
     if names is RESPONSE:
-        raise ConfigError(f"{path}, line {line}: it has {', '.join(row) or 'nothing'}; {ALLOWED}")
+        raise ConfigError(f"{path}, line {line}: has only {', '.join(row) or 'nothing'}; {ALLOWED}")
     return None
 
 

@@ -230,7 +230,7 @@ class ColocatedChannel:
             handover.begin(engine, version)
             if learner is None:
                 raise ValueError(
-                    "sync.route gather: a rank without a learner cannot gather its weights; set "
+                    "--sync.route gather: a rank without a learner cannot gather its weights; set "
                     "--sync.route two_stage"
                 )
             return learner, ExportMeter(learner, lambda: handover.held_bytes)

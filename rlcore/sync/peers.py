@@ -129,7 +129,7 @@ class Peers:
             store = dist.distributed_c10d._get_default_store()
             rank, world_size = dist.get_rank(), dist.get_world_size()
         if store is None and (world_size or 1) > 1:
-            raise ValueError(f"world_size {world_size}: several ranks need a store")
+            raise ValueError(f"world_size {world_size}: more than one rank needs a store; pass one")
         self.rank, self.world_size = rank or 0, world_size or 1
         self.timeout_s = timeout_s
         store = dist.PrefixStore(f"rlcore/{name}", store or dist.HashStore())

@@ -197,7 +197,7 @@ class Device:
             if any_over:
                 ranks = ", ".join(str(rank) for rank, flag in enumerate(late) if flag)
                 raise TimeoutError(
-                    f"--cluster.timeout_s {p.timeout_s:g} is over: {engines} did not start on rank "
+                    f"--cluster.timeout_s {p.timeout_s:g} exceeded: {engines} not started on rank "
                     f"{ranks}; raise it, or read the logs of these ranks"
                 )
             p.spans.alive()

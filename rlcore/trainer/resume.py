@@ -283,8 +283,8 @@ class Checkpoints:
             if not (path / "critic").is_dir():
                 raise ConfigError(
                     f"--run.resume {path}: was written without a critic, which "
-                    "--algo.adv_estimator gae needs; resume with its estimator, or start a new run "
-                    "with --run.resume fresh"
+                    "--algo.adv_estimator gae needs; resume with that run's estimator, or start "
+                    "anew with --run.resume fresh"
                 )
             self.critic.load(path / "critic")
         self.kl.restore(state["kl"])

@@ -58,7 +58,7 @@ def unpack(
             count *= size
         end = meta.offset + count * dtype.itemsize
         if meta.offset < 0 or end > bucket.num_bytes or end > len(flat):
-            raise ValueError(f"tensor {meta.name}: exceeds its bucket")
+            raise ValueError(f"tensor {meta.name}: must end within its bucket")
         if count == 0:
             yield meta.name, torch.empty(meta.shape, dtype=dtype)
             continue

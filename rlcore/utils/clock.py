@@ -46,5 +46,5 @@ class VirtualClock:
     def advance_to(self, time_s: float) -> None:
         """Move forward to `time_s`; ValueError if that is in the past."""
         if time_s < self._now:
-            raise ValueError(f"advance_to {time_s:g}: the clock is at {self._now:g} already")
+            raise ValueError(f"advance_to {time_s:g}: must be at least {self._now:g}, the time now")
         self._now = time_s

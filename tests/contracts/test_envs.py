@@ -106,7 +106,7 @@ def test_tools_answer_calls_and_end_with_the_first_turn_without_one():
     assert [seen for seen, _, _ in told[1:]] == [
         "<result>161.64</result>\n",
         "<result>1028</result>\n",
-        "<result>error: \"__import__('os')\" is no arithmetic</result>\n",
+        "<result>error: \"__import__('os')\" is not arithmetic</result>\n",
         "<result>error: float division by zero</result>\n",
         "<result>45</result>\n",
         "<result>error: timeout</result>\n",

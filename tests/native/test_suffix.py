@@ -285,7 +285,7 @@ def test_a_closed_handle_is_refused_for_ever(case):
         lambda: c.accept(0),
         lambda: c.forest.close(c.handles),
     ):
-        with pytest.raises(ValueError, match=rf"handles\[0\] {c.handles[0]}: not open"):
+        with pytest.raises(ValueError, match=rf"handles\[0\] {c.handles[0]}: .*not open"):
             call()
 
 
@@ -301,7 +301,7 @@ def test_a_request_stays_on_the_histories_that_it_was_opened_on(case):
 
 def test_a_swap_needs_a_build(case):
     c = case([])
-    with pytest.raises(ValueError, match="swap: nothing was built since the last one"):
+    with pytest.raises(ValueError, match="swap: nothing was built since the last"):
         c.forest.swap()
 
 
@@ -358,21 +358,21 @@ def good_build() -> dict:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(keys=i64(5, 5)), r"keys\[1\] 5: every prompt once"),
-        (dict(keys=np.array([5.0, 6.0])), "keys: int64, not float64"),
-        (dict(keys=[5, 6]), "keys: a numpy array of int64, not list"),
-        (dict(tokens=i32(1, -2, 3, 4)), r"tokens\[1\] -2: token ids are 0 or more"),
-        (dict(tokens=i64(1, 2, 3, 4)), "tokens: int32, not int64"),
-        (dict(tokens=np.zeros((2, 2), np.int32)), "tokens: one dimension, not 2"),
-        (dict(tokens=np.zeros(8, np.int32)[::2]), "tokens: contiguous, not with a stride of 8"),
+        (dict(keys=i64(5, 5)), r"keys\[1\] 5: .*every prompt once"),
+        (dict(keys=np.array([5.0, 6.0])), "keys: must be int64, not float64"),
+        (dict(keys=[5, 6]), "keys: must be a numpy array of int64, not list"),
+        (dict(tokens=i32(1, -2, 3, 4)), r"tokens\[1\] -2: token ids .* 0 or more"),
+        (dict(tokens=i64(1, 2, 3, 4)), "tokens: must be int32, not int64"),
+        (dict(tokens=np.zeros((2, 2), np.int32)), "tokens: must have one dimension, not 2"),
+        (dict(tokens=np.zeros(8, np.int32)[::2]), "tokens: must be contiguous, has a stride of 8"),
         (dict(response_offsets=i64(0, 2, 4)), "response_offsets: 4 entries are needed, got 3"),
-        (dict(response_offsets=i64(1, 2, 3, 4)), r"response_offsets\[0\] 1: offsets begin with 0"),
-        (dict(response_offsets=i64(0, 3, 2, 4)), r"response_offsets\[2\] 2: offsets do not fall"),
-        (dict(response_offsets=i64(0, 2, 3, 9)), r"response_offsets\[3\] 9: the last offset is"),
-        (dict(prompt_offsets=i64(0, 2, 2)), r"prompt_offsets\[2\] 2: the last offset is"),
-        (dict(rewards=np.float32([1, np.nan, 0])), r"rewards\[1\] nan: finite numbers"),
-        (dict(rewards=np.float32([np.inf, 0, 0])), r"rewards\[0\] inf: finite numbers"),
-        (dict(rewards=np.float32([0, 0, 1e6])), r"rewards\[2\] 1.*: finite numbers"),
+        (dict(response_offsets=i64(1, 2, 3, 4)), r"response_offsets\[0\] 1: .*begin with 0"),
+        (dict(response_offsets=i64(0, 3, 2, 4)), r"response_offsets\[2\] 2: offsets .* not fall"),
+        (dict(response_offsets=i64(0, 2, 3, 9)), r"response_offsets\[3\] 9: the last offset"),
+        (dict(prompt_offsets=i64(0, 2, 2)), r"prompt_offsets\[2\] 2: the last offset"),
+        (dict(rewards=np.float32([1, np.nan, 0])), r"rewards\[1\] nan: .*finite"),
+        (dict(rewards=np.float32([np.inf, 0, 0])), r"rewards\[0\] inf: .*finite"),
+        (dict(rewards=np.float32([0, 0, 1e6])), r"rewards\[2\] 1.*: .*finite"),
         (dict(rewards=np.float64([1, 0, 0])), "rewards: float32, not float64"),
     ],
 )
@@ -389,24 +389,24 @@ def test_a_bad_build_names_the_argument_and_changes_nothing(case, change, messag
     "call, message",
     [
         (lambda f, h: f.open(i32(1)), "keys: int64, not int32"),
-        (lambda f, h: f.open(None), "keys: a numpy array of int64, not NoneType"),
-        (lambda f, h: f.advance(h, i32(1), i64(0, 2)), r"offsets\[1\] 2: the last offset is"),
+        (lambda f, h: f.open(None), "keys: must be a numpy array of int64, not NoneType"),
+        (lambda f, h: f.advance(h, i32(1), i64(0, 2)), r"offsets\[1\] 2: the last offset"),
         (lambda f, h: f.advance(h, i32(1), i64(0)), "offsets: 2 entries are needed, got 1"),
-        (lambda f, h: f.advance(h, i32(-7), i64(0, 1)), r"tokens\[0\] -7: token ids are 0 or more"),
-        (lambda f, h: f.advance(i64(*h, *h), i32(), i64(0, 0, 0)), r"handles\[1\] \d+: every hand"),
-        (lambda f, h: f.draft(h, i32(33), 0), r"windows\[0\] 33: 0 to max_window 32"),
-        (lambda f, h: f.draft(h, i32(-1), 0), r"windows\[0\] -1: 0 to max_window 32"),
+        (lambda f, h: f.advance(h, i32(-7), i64(0, 1)), r"tokens\[0\] -7: token ids .* 0 or more"),
+        (lambda f, h: f.advance(i64(*h, *h), i32(), i64(0, 0, 0)), r"handles\[1\] \d+: .*every"),
+        (lambda f, h: f.draft(h, i32(33), 0), r"windows\[0\] 33: .*0 to max_window 32"),
+        (lambda f, h: f.draft(h, i32(-1), 0), r"windows\[0\] -1: .*0 to max_window 32"),
         (lambda f, h: f.draft(h, i32(1, 2), 0), "windows: 1 entries are needed, got 2"),
-        (lambda f, h: f.draft(h.astype(np.int32), None, 0), "handles: int64, not int32"),
-        (lambda f, h: f.draft(i64(-1), None, 0), r"handles\[0\] -1: not open"),
-        (lambda f, h: f.draft(i64(1 << 40), None, 0), r"handles\[0\] \d+: not open"),
+        (lambda f, h: f.draft(h.astype(np.int32), None, 0), "handles: must be int64, not int32"),
+        (lambda f, h: f.draft(i64(-1), None, 0), r"handles\[0\] -1: .*not open"),
+        (lambda f, h: f.draft(i64(1 << 40), None, 0), r"handles\[0\] \d+: .*not open"),
         (
             lambda f, h: f.accept(h, i32(1)),
-            r"accepted\[0\] 1: 0 to the length of the last draft, 0",
+            r"accepted\[0\] 1: .*0 to .* last draft.*, 0",
         ),
-        (lambda f, h: f.accept(h, i32(-1)), r"accepted\[0\] -1: 0 to the length"),
+        (lambda f, h: f.accept(h, i32(-1)), r"accepted\[0\] -1: .*0 to .* last draft"),
         (lambda f, h: f.accept(h, i32()), "accepted: 1 entries are needed, got 0"),
-        (lambda f, h: f.step(h, i32(3), i32(1), i64(0, 1), None, 0), r"accepted\[0\] 3: 0 to"),
+        (lambda f, h: f.step(h, i32(3), i32(1), i64(0, 1), None, 0), r"accepted\[0\] 3: .*0 to"),
     ],
 )
 def test_a_bad_call_names_the_argument_and_changes_nothing(case, call, message):
@@ -419,20 +419,20 @@ def test_a_bad_call_names_the_argument_and_changes_nothing(case, call, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(min_match=0), "min_match 0: 1 to 64"),
-        (dict(limit=2), "limit 2: 0 for none, or at least min_match 3"),
-        (dict(limit=-1), "limit -1: 0 for none, or at least min_match 3"),
-        (dict(min_prob=1.5), "min_prob 1.5: from 0 to 1"),
-        (dict(min_prob=float("nan")), "min_prob nan: from 0 to 1"),
-        (dict(max_window=0), "max_window 0: 1 to 4096"),
-        (dict(start_window=64), "start_window 64: 1 to max_window 32"),
-        (dict(growth=-1), "growth -1: 0 to 4096"),
-        (dict(knee=-5), "knee -5: 0 for unknown"),
-        (dict(candidates=0), "candidates 0: at least 1"),
-        (dict(live_match=0), "live_match 0: 1 to 64"),
-        (dict(factor=-1.0), "factor -1(.0)?: 0 for none"),
-        (dict(stream=-1), "stream -1: 0 to"),
-        (dict(threads=-1), "threads -1: 0 for all cores"),
+        (dict(min_match=0), "min_match 0: .*1 to 64"),
+        (dict(limit=2), "limit 2: .*0 .*none.* or at least min_match 3"),
+        (dict(limit=-1), "limit -1: .*0 .*none.* or at least min_match 3"),
+        (dict(min_prob=1.5), "min_prob 1.5: .*from 0 to 1"),
+        (dict(min_prob=float("nan")), "min_prob nan: .*from 0 to 1"),
+        (dict(max_window=0), "max_window 0: .*1 to 4096"),
+        (dict(start_window=64), "start_window 64: .*1 to max_window 32"),
+        (dict(growth=-1), "growth -1: .*0 to 4096"),
+        (dict(knee=-5), "knee -5: .*0 .*unknown"),
+        (dict(candidates=0), "candidates 0: .*at least 1"),
+        (dict(live_match=0), "live_match 0: .*1 to 64"),
+        (dict(factor=-1.0), "factor -1(.0)?: .*0 .*none"),
+        (dict(stream=-1), "stream -1: .*0 to"),
+        (dict(threads=-1), "threads -1: .*0 .*all cores"),
     ],
 )
 def test_bad_options_are_refused(case, options, message):
@@ -443,13 +443,13 @@ def test_bad_options_are_refused(case, options, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(limit=7.5), "limit 7.5: a whole number"),
-        (dict(limit=2**31), "limit 2147483648: a whole number of 32 bits"),
-        (dict(threads=None), "threads None: a whole number"),
-        (dict(growth=True), "growth True: a whole number"),
-        (dict(live=2), "live 2: True or False"),
-        (dict(min_prob="0.3"), "min_prob '0.3': a number"),
-        (dict(factor=float("inf")), "factor inf: a finite number"),
+        (dict(limit=7.5), "limit 7.5: must be a whole number"),
+        (dict(limit=2**31), "limit 2147483648: must be a 32-bit integer"),
+        (dict(threads=None), "threads None: must be a whole number"),
+        (dict(growth=True), "growth True: must be a whole number"),
+        (dict(live=2), "live 2: must be True or False"),
+        (dict(min_prob="0.3"), "min_prob '0.3': must be a number"),
+        (dict(factor=float("inf")), "factor inf: must be a finite number"),
     ],
 )
 def test_options_of_another_type_are_refused(public, options, message):
@@ -460,9 +460,9 @@ def test_options_of_another_type_are_refused(public, options, message):
 @pytest.mark.parametrize(
     "running, message",
     [
-        (1.5, "running 1.5: a whole number"),
-        (2**70, "running 1180591620717411303424: a whole number of 32 bits"),
-        (-1, "running -1: 0 for the batch"),
+        (1.5, "running 1.5: must be a whole number"),
+        (2**70, "running 1180591620717411303424: must be a 32-bit integer"),
+        (-1, "running -1: must be 0 .the batch"),
     ],
 )
 def test_a_bad_number_of_running_requests_is_refused(public, running, message):

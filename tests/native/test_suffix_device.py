@@ -93,12 +93,12 @@ def test_a_closed_handle_is_refused():
     device = DeviceForest(requests=1)
     handle = device.open(i64(0))
     device.close(handle)
-    with pytest.raises(ValueError, match=r"handles\[0\] 0: not open"):
+    with pytest.raises(ValueError, match=r"handles\[0\] 0: .*not open"):
         device.close(handle)
-    with pytest.raises(ValueError, match=r"handles\[0\] 0: not open"):
+    with pytest.raises(ValueError, match=r"handles\[0\] 0: .*not open"):
         device.step(handle, None, *tensors(*batch([[1]])))
     handle = device.open(i64(0))
-    with pytest.raises(ValueError, match=r"handles\[1\] \d+: every handle once"):
+    with pytest.raises(ValueError, match=r"handles\[1\] \d+: is listed twice"):
         device.close(torch.cat([handle, handle]))
     device.close(handle)
 
@@ -122,17 +122,17 @@ def test_bad_keys_are_refused_and_take_no_room(keys, message):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(offsets=i64(0, -3, 2)), r"offsets\[1\] -3: offsets do not fall"),
-        (dict(offsets=i64(7, 1, 2)), r"offsets\[0\] 7: offsets begin with 0"),
+        (dict(offsets=i64(0, -3, 2)), r"offsets\[1\] -3: offsets .* not fall"),
+        (dict(offsets=i64(7, 1, 2)), r"offsets\[0\] 7: offsets .*begin with 0"),
         (dict(offsets=i64(0, 1, 99)), r"offsets\[2\] 99: the last offset"),
-        (dict(tokens=i32(3, -5)), r"tokens\[1\] -5: token ids are 0 or more"),
-        (dict(accepted=i32(0, 500)), r"accepted\[1\] 500: 0 to the length of the last draft, 1"),
-        (dict(accepted=i32(-7, 0)), r"accepted\[0\] -7: 0 to the length of the last draft, 1"),
-        (dict(windows=i32(33, 1)), r"windows\[0\] 33: 0 to max_window 32"),
-        (dict(windows=i32(1, -3)), r"windows\[1\] -3: 0 to max_window 32"),
-        (dict(handles=i64(0, 0)), r"handles\[1\] 0: every handle once"),
-        (dict(handles=i64(0, 5)), r"handles\[1\] 5: not open"),
-        (dict(running=-1), "running -1: 0 for the batch"),
+        (dict(tokens=i32(3, -5)), r"tokens\[1\] -5: token ids .* 0 or more"),
+        (dict(accepted=i32(0, 500)), r"accepted\[1\] 500: must be 0 to the last draft's length, 1"),
+        (dict(accepted=i32(-7, 0)), r"accepted\[0\] -7: must be 0 to the last draft's length, 1"),
+        (dict(windows=i32(33, 1)), r"windows\[0\] 33: must be 0 to max_window 32"),
+        (dict(windows=i32(1, -3)), r"windows\[1\] -3: must be 0 to max_window 32"),
+        (dict(handles=i64(0, 0)), r"handles\[1\] 0: is listed twice"),
+        (dict(handles=i64(0, 5)), r"handles\[1\] 5: .*not open"),
+        (dict(running=-1), "running -1: must be 0 .the batch"),
     ],
 )
 def test_bad_values_are_refused_on_the_cpu_and_change_nothing(change, message):
@@ -157,18 +157,18 @@ def test_the_defaults_are_those_of_the_forest():
 def test_there_is_no_room_for_more_requests_than_were_asked_for():
     device = DeviceForest(requests=2)
     device.open(i64(1))
-    with pytest.raises(ValueError, match="keys: 2 requests, but only 1 are free"):
+    with pytest.raises(ValueError, match="keys: 2 requests, but only 1 slots are free"):
         device.open(i64(1, 2))
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(handles=torch.zeros(1, dtype=torch.int32)), "handles: torch.int64, not torch.int32"),
-        (dict(tokens=torch.zeros(1)), "tokens: torch.int32, not torch.float32"),
-        (dict(tokens=torch.zeros(4, dtype=torch.int32)[::2]), "tokens: one contiguous dimension"),
-        (dict(tokens=[1]), "tokens: a tensor, not list"),
-        (dict(tokens=torch.zeros(1, dtype=torch.int32, device="meta")), "tokens: on cpu, not on"),
+        (dict(handles=torch.zeros(1, dtype=torch.int32)), "handles: must be torch.int64"),
+        (dict(tokens=torch.zeros(1)), "tokens: must be torch.int32, not torch.float32"),
+        (dict(tokens=torch.zeros(4, dtype=torch.int32)[::2]), "tokens: must be contiguous"),
+        (dict(tokens=[1]), "tokens: must be a tensor, not list"),
+        (dict(tokens=torch.zeros(1, dtype=torch.int32, device="meta")), "tokens: must be on cpu"),
         (dict(offsets=torch.zeros(3, dtype=torch.int64)), "offsets: 2 entries are needed, got 3"),
         (dict(accepted=torch.zeros(2, dtype=torch.int32)), "accepted: 1 entries are needed, got 2"),
         (dict(windows=torch.zeros(0, dtype=torch.int32)), "windows: 1 entries are needed, got 0"),
@@ -185,10 +185,10 @@ def test_a_bad_step_names_the_argument(change, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(limit=2), "limit 2: 0 for none, or at least min_match 3"),
-        (dict(requests=1.5), "requests 1.5: a whole number"),
-        (dict(requests=0), "requests 0: at least 1"),
-        (dict(stream=-1), "stream -1: 0 to"),
+        (dict(limit=2), "limit 2: .*0 .*none.* or at least min_match 3"),
+        (dict(requests=1.5), "requests 1.5: must be a whole number"),
+        (dict(requests=0), "requests 0: must be at least 1"),
+        (dict(stream=-1), "stream -1: must be 0 to"),
     ],
 )
 def test_bad_options_are_refused(options, message):

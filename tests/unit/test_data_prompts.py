@@ -102,7 +102,7 @@ JUNK = [
     (_row("  "), "field 'question' is empty"),
     (_row(3), "field 'question' is neither text nor a list of messages"),
     (_row([]), "field 'question' is neither text nor a list of messages"),
-    (_row([{"role": "user"}]), "has a message without role and content as text"),
+    (_row([{"role": "user"}]), "a message lacks role or content as text"),
     (_row("a", ["1"]), "field 'answer' is a list, not text or a number"),
     (b'{"question": "\\ud800", "answer": "1"}', "codec can't encode"),
     (_row("a", id=2**70), "holds a value that cannot be sent"),

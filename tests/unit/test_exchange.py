@@ -68,7 +68,7 @@ def test_a_new_round_forgets_what_came_in_the_last_one(two: list[SampleExchange]
 def test_a_sample_that_does_not_come_is_named_with_its_owner(two: list[SampleExchange]) -> None:
     with pytest.raises(
         TimeoutError,
-        match=r"timeout_s 1 is over: rank 1 .* 2 samples such as t0.0 from ranks \[0\]",
+        match=r"timeout_s 1 exceeded: rank 1 .* 2 samples such as t0.0 from ranks \[0\]",
     ):
         two[1].collect(["t0.0", "t0.1", "t1.0"], OWNERS)
 

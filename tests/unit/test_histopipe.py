@@ -22,7 +22,7 @@ def test_prompts_are_ranked_by_the_longest_answer_of_the_last_epoch():
     assert predicted == {"a": 90, "b": 60, "c": 8, "d": 30, "e": 1000}
     assert histopipe.rank("abcde", predicted, 2) == [["c", "d"], ["b", "a", "e"]]
     assert sorted(history.lengths("ad")) == [5, 20, 30, 90]
-    with pytest.raises(ValueError, match="6 ranking groups of 5 prompts"):
+    with pytest.raises(ValueError, match="6 ranking groups for 5 prompts"):
         histopipe.rank("abcde", predicted, 6)
 
 

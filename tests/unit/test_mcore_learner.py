@@ -324,7 +324,7 @@ def test_a_disk_that_fills_while_writing_is_the_same_sentence(
 def test_a_folder_that_is_no_checkpoint_is_refused(
     learner: MegatronLearner, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="holds no complete checkpoint"):
+    with pytest.raises(ValueError, match="has no complete checkpoint"):
         learner.load(tmp_path)
 
 

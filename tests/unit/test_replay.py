@@ -166,7 +166,7 @@ def test_responses_that_are_not_those_of_the_log_are_counted_and_said(tmp_path, 
         odd = recorder(tmp_path / "c", tmp_path / "a")
         play(odd, source(), 2, result=lambda id: RewardResult(score=0.5))
     (said,) = caplog.messages
-    assert "6 of the 6 responses of step 1 have another length or score than in the log" in said
+    assert "6 of the 6 responses of step 1 differ from the log in length or score" in said
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def test_a_sum_is_names_with_weights_and_a_port_is_no_weight():
         ("no_such.thing", None, "there is no module no_such; is it on PYTHONPATH"),
         ("bad_a.score", "x = 1", "module bad_a has no score"),
         ("bad_m.inner", "import sys; inner = sys", "has no function score"),
-        ("bad_b.score", "def score(text): return 1", r"has the parameters \(text\), must take"),
+        ("bad_b.score", "def score(text): return 1", r"has the parameters \(text\), but must take"),
         ("bad_c.score", "import no_such_module_xy", "imports no_such_module_xy, which is not"),
         ("bad_d.score", "1 / 0", "raised ZeroDivisionError: division by zero"),
         ("bad_e.score", "async def score(sample, prompt, text): return 1", "is async"),

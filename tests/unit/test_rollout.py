@@ -376,7 +376,7 @@ def test_a_silent_replica_is_named_with_what_it_owes(model: Path) -> None:
     with world(model, [torch_engine(model, 0), Mute()], deadline_s=2.0) as two:
         said = [str(e) for e in two.round()]
     assert said[0] == said[1]
-    assert "--rollout.stall_timeout_s 2 is over. rank 1: no message" in said[0]
+    assert "--rollout.stall_timeout_s 2 exceeded. rank 1: no message" in said[0]
     assert "open requests such as t1." in said[0]
 
 
@@ -398,7 +398,7 @@ class Stuck(Mute):
 def test_a_replica_that_only_reports_is_named_as_well(model: Path) -> None:
     with world(model, [torch_engine(model, 0), Stuck()], deadline_s=2.0) as two:
         said = [str(e) for e in two.round()]
-    assert "--rollout.stall_timeout_s 2 is over. rank 1: no new token for 2 s" in said[0]
+    assert "--rollout.stall_timeout_s 2 exceeded. rank 1: no new token for 2 s" in said[0]
     assert "open requests such as t1." in said[0]
 
 

@@ -134,7 +134,7 @@ def test_the_learner_makes_room_for_engines_that_start_and_they_sleep_until_the_
 
 def test_an_engine_that_does_not_start_in_time_ends_the_run_in_a_sentence() -> None:
     run = run_of(FixedSizes([2]), engine=Engine([], slow=10**9), timeout_s=0.05)
-    with pytest.raises(TimeoutError, match=r"timeout_s 0.05 is over: .* not start on rank 0; "):
+    with pytest.raises(TimeoutError, match=r"timeout_s 0.05 exceeded: .* not started on rank 0; "):
         phases.resize_engines(run)
 
 

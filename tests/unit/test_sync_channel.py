@@ -148,7 +148,7 @@ def test_a_rank_without_a_learner_needs_another_route() -> None:
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="timeout_s 0: must be above 0"):
         Peers(timeout_s=0)
-    with pytest.raises(ValueError, match="world_size 2: several ranks need a store"):
+    with pytest.raises(ValueError, match="world_size 2: more than one rank needs a store"):
         Peers(0, 2)
     with pytest.raises(ValueError, match="tp 2: must divide the 1 ranks"):
         channel("intranode", tp=2)

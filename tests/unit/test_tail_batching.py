@@ -170,7 +170,7 @@ def test_a_source_that_is_full_is_closed_while_the_other_goes_on():
 
 def test_a_source_without_a_number_is_named():
     source = tail(4, 1, prompt_of=by_source, quotas={"math": 4})
-    with pytest.raises(ValueError, match="domain 'code' without a quota"):
+    with pytest.raises(ValueError, match="domain 'code' has no quota"):
         source.next_round(Sampling())
 
 

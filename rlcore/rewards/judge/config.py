@@ -32,34 +32,34 @@ class JudgeRewardConfig(RewardConfig):
     """Form of the judge's prompt. `chat`: a user message in the judge's chat template. `none`:
     plain text. `auto`: `chat` if the tokenizer has a template."""
     method: Literal["prefill", "generate"] = "prefill"
-    """Source of the score. `prefill`: probability of a reward.good token against a reward.bad one
-    as the next token. `generate`: the verdict that reward.pattern finds in the judge's text."""
+    """Source of the score. `prefill`: probability of a reward.good token relative to a reward.bad
+    one as the next token. `generate`: the verdict that reward.pattern finds in the judge's text."""
     good: tuple[str, ...] = ("Yes",)
     """Verdicts that score 1; with `prefill` each must be one token of the judge."""
     bad: tuple[str, ...] = ("No",)
     """Verdicts that score 0; with `prefill` each must be one token of the judge."""
     pattern: str = r"Verdict:\s*(\S+)"
-    """Regular expression with one group, the verdict, with `generate`: a word of reward.good or
-    reward.bad, or points; the last match counts."""
+    """Regular expression for the verdict, with `generate`. Its one group must match a word of
+    reward.good or reward.bad, or points; the last match counts."""
     max_points: Annotated[float, above(0)] = 10.0
-    """Number of points that scores 1, with `generate`."""
+    """Number of points that is a score of 1, with `generate`."""
     max_new_tokens: Annotated[int, at_least(1)] = 128
     """Maximum number of tokens that the judge writes, with `generate`."""
     max_tokens: Annotated[int, at_least(1)] = 8192
-    """Maximum number of tokens in the judge's prompt; a longer response loses its beginning."""
+    """Maximum number of tokens in the judge's prompt; too long a response loses its beginning."""
     batch_rows: Annotated[int, at_least(1)] = 32
     """Maximum number of requests in a batch."""
     batch_tokens: Annotated[int, at_least(1)] = 32768
     """Maximum number of tokens in a batch, with padding; a longer request is a batch of its own."""
     batch_wait_s: Annotated[float, at_least(0)] = 0.02
-    """Seconds that a batch waits for further requests until it is full."""
+    """Maximum seconds that a batch waits for further requests while not full."""
     cache_entries: Annotated[int, at_least(0)] = 65536
     """Number of verdicts that a rank caches by prompt and response; 0: none."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the judge."""
     resident_ratio: Share = 0.5
     """Maximum share of the judge's layers that stay on the device; fewer stay if memory is short.
-    The others stream through two buffers; embedding, last norm and head always stay."""
+    The others stream through two buffers; embedding, final norm and head always stay."""
     device_memory_gb: Annotated[float, at_least(0)] = 0.0
     """Maximum device memory of the judge in GB (10^9 bytes); 0: the free memory."""
     threads: Annotated[int, at_least(1)] = 1
@@ -67,8 +67,8 @@ class JudgeRewardConfig(RewardConfig):
     start_timeout_s: Annotated[float, above(0)] = 900.0
     """Maximum seconds for loading the judge."""
     mps: Literal["auto", "on", "off"] = "auto"
-    """CUDA MPS, with which judge and engines compute on one GPU at the same time. `auto`: if
-    possible, else report why not. `on`: end the run if it is not possible. `off`: never."""
+    """Use of CUDA MPS, which lets judge and engines compute on one GPU at the same time. `auto`: if
+    possible, else report why not. `on`: end the run if not possible. `off`: never."""
     mps_percent: Annotated[int, at_least(0, at_most=100, note="; 0: no limit")] = 0
     """Maximum share in percent of a GPU's multiprocessors for the judge, with MPS; 0: no limit."""
     mps_gb: Annotated[float, at_least(0)] = 0.0

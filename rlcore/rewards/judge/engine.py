@@ -101,7 +101,7 @@ class EngineBackend:
                 wrote, top = "", choice["logprobs"]["content"][0]["top_logprobs"]
             shares = self._shares(top)
         except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"it lacks {error}; the server must return log-probs") from error
+            raise ValueError(f"reply lacks {error}; the server must return log-probs") from error
         details = {"judge_cached": 0.0}
         try:
             if self._cfg.method == "generate":

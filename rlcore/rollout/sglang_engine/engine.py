@@ -444,10 +444,10 @@ class SGLangEngine(InProcess):
         if not self._leads:
             return
         if self._missing is None:
-            raise RuntimeError("load_bucket outside of begin_load and end_load")
+            raise RuntimeError("load_bucket without begin_load; call begin_load first")
         if len(payloads) != self._tp:
             raise ValueError(
-                f"{len(payloads)} payloads: this engine has tensor-parallel size {self._tp}"
+                f"{len(payloads)} payloads: must be one per rank, tensor-parallel size {self._tp}"
             )
         for meta in bucket.tensors:
             if meta.name not in self._shapes:
@@ -487,7 +487,7 @@ class SGLangEngine(InProcess):
 
     async def _end_load(self) -> None:
         if self._missing is None:
-            raise RuntimeError("end_load without begin_load")
+            raise RuntimeError("end_load without begin_load; call begin_load first")
         if self._missing:
             raise RuntimeError(gap(self._missing))
         await self._close_session()

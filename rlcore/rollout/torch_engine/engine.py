@@ -518,9 +518,9 @@ class TorchEngine(InProcess):
                 weights must be sent again.
         """
         if self._missing is None:
-            raise RuntimeError("load_bucket outside of begin_load and end_load")
+            raise RuntimeError("load_bucket without begin_load; call begin_load first")
         if len(payloads) != 1:
-            raise ValueError(f"{len(payloads)} payloads: this engine has tensor-parallel size 1")
+            raise ValueError(f"{len(payloads)} payloads: must be 1, as tensor-parallel size is 1")
         with torch.inference_mode():
             flat = as_tensor(bucket, open_payload(bucket, payloads[0]))
             if problem := damage(bucket, flat):
@@ -537,7 +537,7 @@ class TorchEngine(InProcess):
             RuntimeError: tensors are missing; the message names them.
         """
         if self._missing is None:
-            raise RuntimeError("end_load without begin_load")
+            raise RuntimeError("end_load without begin_load; call begin_load first")
         if self._missing:
             raise RuntimeError(gap(self._missing))
         self._missing = None
@@ -569,7 +569,7 @@ class TorchEngine(InProcess):
     def resize(self, tp: int) -> None:
         """Accept tensor-parallel size 1 only; raise ValueError for others."""
         if tp != 1:
-            raise ValueError(f"tensor-parallel size {tp}: the torch engine has size 1")
+            raise ValueError(f"tensor-parallel size {tp}: must be 1 for the torch engine")
 
     def remember(self, histories: Sequence[History]) -> None:
         """Index these earlier responses in the background, as a source of drafts. Remove the
