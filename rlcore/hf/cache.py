@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_STEP = 16  # columns are a multiple, because GPU attention kernels need this for masks
+_STEP = 16  # columns are allocated in multiples, as GPU attention kernels need for masks
 
 
 def columns(length: int, budget: int) -> int:

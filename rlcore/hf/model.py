@@ -5,8 +5,8 @@ which makes matrix products of small batches faster. `views` maps every Hugging 
 part of a buffer, so that loading copies each tensor once, to its final place.
 
 The head dimension of queries and keys is stored interleaved: dimensions i and i + D/2, which RoPE
-rotates together, are adjacent and rotated as one complex number. This does not change dot products
-of queries and keys.
+rotates together, are adjacent and rotated as one complex number. Dot products of queries and keys
+do not depend on this order.
 
 All tensors of a layer may share one buffer (`make_layer` with `Flat`), and the caller may supply
 the layers (`CausalLM.allocate(layers)`). The judge uses both options to load its layers one by one
@@ -78,7 +78,7 @@ class ForwardInputs:
         self.index = None
 
     def advance(self, tokens: Tensor) -> None:
-        """Turn this decode step into the next one: the same rows, one position further."""
+        """Turn this decode step into the next step: the same rows, each one position further."""
         self.tokens = tokens
         self.positions += 1
         self.spans = [(a, b, length + 1) for a, b, length in self.spans]
@@ -268,7 +268,7 @@ class CausalLM:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def load(self, name: str, tensor: Tensor) -> None:
-        """Copy one tensor to its view, converted to the view's dtype and quantised if configured.
+        """Copy a tensor to its view, converting to the view's dtype, and quantising if configured.
         Raise ValueError for an unknown name or a wrong shape."""
         if name not in self.shapes:
             raise ValueError(f"tensor {name}: the model has no tensor of this name")

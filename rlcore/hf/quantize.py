@@ -4,7 +4,7 @@
 
 The grid is symmetric; each output channel, or the whole tensor, has one scale. Matrix products use
 the rounded values in the engine's dtype, so the engine samples from the quantised model's
-distribution. It is neither faster nor smaller than an engine without quantisation.
+distribution. This saves neither time nor memory.
 
 The projections of attention and MLP are quantised, experts included. Embedding, lm_head, the router
 of experts, norms and biases keep their values, as in 8-bit rollouts (FlashRL) and 8-bit
@@ -66,7 +66,7 @@ def format_of(name: str) -> Format | None:
 
 
 def is_quantized(name: str) -> bool:
-    """Return whether the tensor of this name is quantised."""
+    """Return whether the tensor called `name` is quantised."""
     return name.endswith("_proj.weight")
 
 

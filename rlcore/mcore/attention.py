@@ -327,7 +327,7 @@ class _Reproducible(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Copy rows to their padded places. Padding has no gradient: no real token attends to it."""
+    """Copy rows to padded rows. Padding has no gradient, since no real token attends to padding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, rows: Tensor | None) -> Tensor:

@@ -37,7 +37,7 @@ from rlcore.records import Shard
 from rlcore.utils.seed import derive
 
 BUNDLE_BYTES = 256 << 20
-"""Bytes of weights per bundle (one round of collectives); larger tensors form their own bundle."""
+"""Bytes of weights per bundle (one round of collectives); a larger tensor is a bundle alone."""
 
 Kind = Literal["copy", "vocab", "columns", "qkv", "gate_up"]
 

@@ -98,7 +98,7 @@ class MegatronLearner:
         self._role = "critic" if head == "value" else "actor"
         self.version = 0
         self.updates = 0
-        """Number of optimizer steps, skipped ones included; the learning rate depends on it."""
+        """Number of optimizer steps, including skipped steps; determines the learning rate."""
         self._train, self._total_updates = train, total_updates
         if self.device.type == "cuda":
             torch.use_deterministic_algorithms(train.deterministic, warn_only=True)

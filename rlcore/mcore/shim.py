@@ -2,7 +2,7 @@
 
 Every `megatron.core.*` module gets, instead of `torch`, a proxy in which `torch.cuda.*` and
 `device="cuda"` mean the CPU. Other modules see the real torch, except that `Tensor.type` and
-`Tensor.cuda` are patched: calls from Megatron get the CPU's behaviour. With CUDA nothing is
+`Tensor.cuda` are patched to behave differently for calls from Megatron. With CUDA nothing is
 changed. The shim uses private functions of Megatron, so it requires one exact version.
 """
 
@@ -243,7 +243,7 @@ def _patch_tensor_methods() -> None:
         return self if from_megatron() else real_cuda(self, *args, **kwargs)
 
     torch.Tensor.type = type_  # type: ignore[method-assign]  # what this function is for
-    torch.Tensor.cuda = cuda  # type: ignore[method-assign]  # the same
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign]  # what this function is for
 
 
 def patch_moe_utils() -> None:

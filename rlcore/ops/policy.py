@@ -75,7 +75,7 @@ class PolicySpec:
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_dual: float = 0.0
-    """Cap of -loss / A for A < 0; 0 and inf turn it off."""
+    """Cap of -loss / A for A < 0; 0 and inf disable the cap."""
     is_threshold: float | None = None
     """Cap of the weight p_old / p_sampler; inf: no cap; None: no weight is applied."""
     is_mean: float = 1.0

@@ -4,9 +4,9 @@ RhymeRL's HistoSpec, arXiv:2508.18588: one index per prompt over its earlier res
 history). The end of a request's stream (its tokens so far) is matched in the index; the draft is
 the continuation with the largest sum of rewards.
 
-    match   the longest suffix of the stream (prompt, if fed, and response) that occurs in one of
-            the prompt's responses, at most `limit` tokens. Matches below `min_match` give no draft.
-            If no occurrence has a continuation, the match is shortened until one has.
+    match   the longest suffix of the stream (response, and prompt if appended) that occurs in one
+            of the prompt's responses, at most `limit` tokens. A match below `min_match` gives no
+            draft. If no occurrence has a continuation, the match is shortened until one has.
     branch  priority of a string = (sum of rewards over its occurrences, number of occurrences),
             compared in this order, then the smaller token. If a prompt has negative rewards, the
             smallest is subtracted from all its rewards. Rewards are rounded to steps of 2**-16.
@@ -578,7 +578,7 @@ class ReferenceForest:
                 break
         return best
 
-    # ---- facts
+    # ---- statistics
 
     @property
     def nbytes(self) -> int:

@@ -75,7 +75,7 @@ def at_least(
 
 
 def finite() -> Range:
-    """Allow every number but inf."""
+    """Allow every finite number."""
     return Range()
 
 
@@ -102,7 +102,7 @@ def broken(section: Any, key: str) -> list[str]:
 
 
 def _ranges(section: type) -> dict[str, Range]:
-    """Return the range of each field of a dataclass, by name; fields may lack one."""
+    """Return the ranges of a dataclass's fields, by name, for the fields that have a range."""
     found: dict[str, Range] = {}
     for base in section.__mro__:
         for name, hint in inspect.get_annotations(base, eval_str=True).items():
@@ -117,5 +117,5 @@ def _is_annotated(hint: Any) -> bool:
 
 
 def show(value: Any) -> str:
-    """Write a value as a user would: 1 for 1.0."""
+    """Format a value as a user would write it, such as 1 for 1.0."""
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value)

@@ -277,8 +277,8 @@ class GuardedChild(Child):
         return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def print_stack(self) -> None:
-        """Make the child print its stack, for the log of a time-out. The stack shows the child now,
-        not at the time-out."""
+        """Make the child print its current stack, for the log of a time-out. The child may have
+        moved on since the time-out."""
         seen = self.tail
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
@@ -339,7 +339,7 @@ def without_launcher() -> dict[str, str]:
 
 
 def open_channel(largest: int = LARGEST_FRAME) -> Channel:
-    """Open the channel to the parent; called in the child. Its own children do not inherit it."""
+    """Open the channel to the parent; called in the child. Child processes do not inherit it."""
     end = socket.socket(fileno=int(sys.argv[1]))
     end.set_inheritable(False)
     os.register_at_fork(after_in_child=end.close)

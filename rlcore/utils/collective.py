@@ -49,7 +49,7 @@ def share_gloo_device() -> None:
         options._threads = 2 * len(options._devices)  # as torch sets it
         made(self, store, rank, size, options)
 
-    init.shares = True  # type: ignore[attr-defined]  # marks the function that replaces
+    init.shares = True  # type: ignore[attr-defined]  # marks the replacement
     dist.ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]  # what this function is for
 
 
@@ -71,7 +71,7 @@ def everyone(store: Any, rank: int, world_size: int, timeout_s: float) -> dist.P
         timeout_s: deadline of every wait in the group.
     """
     made = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
-    return made  # type: ignore[return-value]  # a backend has the calls of a group
+    return made  # type: ignore[return-value]  # a backend has a group's methods
 
 
 def is_alone(group: Group = None) -> bool:

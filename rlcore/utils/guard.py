@@ -96,7 +96,7 @@ def _program(machine: str, pids: list[int]) -> bytes:
     allow = struct.pack("=HBBI", _RETURN, 0, 0, _ALLOW)
     refuse = struct.pack("=HBBI", _RETURN, 0, 0, _REFUSE)
     n = len(refused)
-    # Every comparison jumps to `refuse` at the end of its list; without a match follows `allow`.
+    # A comparison that matches jumps to `refuse` at the end of its list; else `allow` is reached.
     check = b"".join(compare(pid, n - i) for i, pid in enumerate(refused)) + allow + refuse
     first, second = load(_ARG0) + check, load(_ARG1) + check
     size = n + 3

@@ -75,7 +75,7 @@ def bind_stores(interface: str = "") -> None:
                 given["master_listen_fd"] = listener.detach()
         made(self, **given)
 
-    init.is_bound = True  # type: ignore[attr-defined]  # marks the function that replaces
+    init.is_bound = True  # type: ignore[attr-defined]  # marks the replacement
     TCPStore.__init__ = init  # type: ignore[method-assign]  # what this function is for
 
 

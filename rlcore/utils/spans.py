@@ -31,7 +31,7 @@ class Spans:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block under `name`, also if it raises."""
+        """Add the block's time to `name`, also if the block raises."""
         self._open.append(name)
         self._tell()
         start = self._clock.now()
