@@ -268,10 +268,10 @@ class MegatronLearner:
     def apply(self, normaliser: float) -> dict[str, float]:
         """Make one optimizer step on the gradient sums, divided by the global count `normaliser`.
 
-        Returns `actor/grad_norm`, `actor/lr`, `actor/loss` (critic/* for a critic) and the mean of
-        each metric of the loss over the tokens that the loss has kept since the last `apply`. If
-        the gradient norm or the loss is not finite, the weights stay unchanged and `actor/skipped`
-        is 1. Every rank must have called `accumulate`.
+        Returns `actor/grad_norm`, `actor/lr`, `actor/loss` (critic/* for a critic) and the loss's
+        metrics. Each metric is the mean over the tokens that the loss has kept since the last
+        `apply`. If the gradient norm or the loss is not finite, the weights stay unchanged and
+        `actor/skipped` is 1. Every rank must have called `accumulate`.
         """
         self._must_be_here("apply", *PARTS)
         if not self._accumulated:

@@ -1,4 +1,4 @@
-"""Suffix forest: drafts for speculative decoding from earlier responses to the same prompt.
+"""Draft tokens for speculative decoding from earlier responses to the same prompt (suffix forest).
 
 RhymeRL's HistoSpec, arXiv:2508.18588: one index per prompt over its earlier responses (the prompt's
 history). The end of a request's stream (its tokens so far) is matched in the index; the draft is
@@ -12,8 +12,8 @@ the continuation with the largest sum of rewards.
             smallest is subtracted from all its rewards. Rewards are rounded to steps of 2**-16.
     draft   the branch of highest priority at every token, at most `window` tokens. The draft ends
             where the product of branch probabilities, count(path) / count(match), falls below
-            `min_prob`. If the first token of highest priority is below `min_prob`, the most
-            frequent first token is used (on a tie the smaller), unless it is below too.
+            `min_prob`. If already the first token's probability is below `min_prob`, the most
+            frequent first token is used (on a tie the smaller), unless it is below, too.
     live    matches in the request's own stream. Candidates are the most recent `candidates` earlier
             places that end with the stream's last `live_match` tokens. The candidate with the
             longest match backwards wins (at most `limit` tokens, 64 if `limit` is 0), on a tie the
@@ -21,7 +21,7 @@ the continuation with the largest sum of rewards.
             itself. The live draft is used if its match is longer than that of the history, or if
             the history gives no draft.
     window  maximum draft length. It starts at `start_window`, grows by `growth` up to `max_window`
-            after a fully accepted draft, and is reset by a rejection; empty drafts leave it.
+            after a fully accepted draft, and is reset by a rejection, but not by an empty draft.
             With a `knee` (tokens per forward pass at which compute becomes the bound), each of
             `running` requests has a budget of knee // running - 1 draft tokens (1 to max_window),
             which caps its draft. The start and growth of windows are at least budget // 4, rounded

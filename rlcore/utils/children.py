@@ -1,9 +1,9 @@
 """Start child processes of rlcore, exchange frames with them, detect their exit, and end them.
 
 Every child has one `Channel` to its parent: a socket pair with the frames of `utils/net.py`. In the
-parent, `Child` is a child that runs rlcore's own code (an engine), and `GuardedChild` a child that
-runs users' code, which may hang, crash or loop: rewards, judges, environments. The child process
-first calls `open_channel` or `open_guarded_channel`.
+parent, `Child` represents a child that runs rlcore's own code (an engine). `GuardedChild` runs
+users' code, which may hang, crash or loop: rewards, judges, environments. The child process first
+calls `open_channel` or `open_guarded_channel`.
 
 Some child processes need another mechanism. SGLang starts its schedulers itself. Programs in the
 sandbox need their stdin and stdout (`sandbox/isolation.py`). CUDA MPS is NVIDIA's daemon. The jobs

@@ -2,8 +2,8 @@
 ranks. On an alarm every rank writes its flight record (stacks, recent events), and one rank reports
 which rank is stuck (`utils/verdict.py`).
 
-This runs in a separate thread with a separate store connection, because the main thread may be
-stuck in a collective, and the main store connection in a wait.
+A separate thread with a separate store connection does this. The main thread may be stuck in a
+collective, and the main store connection in a wait.
 
 Own code instead of `torch.distributed.monitored_barrier`, which supports only gloo. This module
 covers NCCL, and waits outside of collectives.
