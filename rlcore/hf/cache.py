@@ -1,10 +1,10 @@
-"""The KV cache: one dense slab per layer, with a slot per running row and capacity for the longest.
+"""Allocate the KV cache: one dense slab per layer, with a slot per row, sized for the longest row.
 
-A slab grows by copying and is never larger than the budget, counted in tokens as slots x capacity.
-Rows are left-aligned: column t of a slot is position t of its sequence. Columns past a row's length
-hold stale but finite numbers, which the attention mask hides.
+A slab grows by copying; slots x capacity never exceed the budget in tokens. Rows are left-aligned:
+column t of a slot is position t of its sequence. Columns past a row's length hold stale but finite
+numbers, which the attention mask hides.
 
-Letters: S slots, K key-value heads, C capacity (columns), D head dimension.
+Dimensions: S slots, K key-value heads, C capacity (columns), D head dimension.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_STEP = 16  # granularity of columns, which GPU attention kernels need for masks
+_STEP = 16  # columns are allocated in multiples, as GPU attention kernels need for masks
 
 
 def columns(length: int, budget: int) -> int:
-    """Return the number of columns of a row with `length` tokens."""
+    """Return the number of columns to allocate for a row of `length` tokens."""
     return min(-(-length // _STEP) * _STEP, budget)
 
 
@@ -36,8 +36,8 @@ class Cache:
         budget: int,
         shared: bool = False,
     ):
-        """Create an empty cache. With `shared`, all layers use the same slab in turn, so that only
-        the last one's keys and values are kept."""
+        """Create an empty cache. With `shared`, all layers use the same slab in turn, so that the
+        keys and values of only one layer are kept."""
         self.num_layers = layers
         self.shared = shared
         self.kv_heads = kv_heads
@@ -57,7 +57,7 @@ class Cache:
         return sum(slab.numel() * slab.element_size() for slab in slabs)
 
     def fits(self, rows: int, longest: int) -> bool:
-        """Return whether `rows` rows of up to `longest` tokens fit into the budget."""
+        """Return whether `rows` rows of at most `longest` tokens fit into the budget."""
         return rows * columns(longest, self.budget) <= self.budget
 
     def longest(self, rows: int) -> int:
@@ -66,12 +66,12 @@ class Cache:
         return each if rows == 1 else each // _STEP * _STEP
 
     def share(self, rows: int, longest: int) -> float:
-        """Return the share of the budget that `rows` rows of up to `longest` tokens take."""
+        """Return the fraction of the budget that `rows` rows of at most `longest` tokens take."""
         return rows * columns(longest, self.budget) / self.budget
 
     def reserve(self, rows: int, longest: int, used: int) -> bool:
-        """Allocate room for `rows` rows of up to `longest` tokens, which must fit (`fits`). The
-        first `used` slots keep their contents. Return whether the slabs are new."""
+        """Make room for `rows` rows of at most `longest` tokens, which must fit (`fits`). The first
+        `used` slots keep their contents. Return whether new slabs were allocated."""
         if rows <= self.slots and longest <= self.capacity:
             return False
         need = columns(longest, self.budget)
@@ -106,7 +106,7 @@ class Cache:
         to = torch.as_tensor(target, device=self.device)
         come = torch.as_tensor(source, device=self.device)
         for slab in self.layers:
-            # Indexing, because index_select would first copy the whole slab.
+            # index_select would first copy the whole slab.
             slab[:, to, :, :length] = slab[:, come, :, :length]
 
     def free(self) -> None:

@@ -1,8 +1,8 @@
-"""A model's config.json as one frozen record, read without transformers.
+"""Read a model's config.json into a frozen dataclass, without transformers.
 
-Both spellings are supported: transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`,
-`num_experts`) and 5 (`rope_parameters`, `dtype`, `num_local_experts`). Unsupported settings are an
-error and not ignored.
+The key names of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`, `num_experts`) and 5
+(`rope_parameters`, `dtype`, `num_local_experts`) are supported. Unsupported settings raise an
+error.
 
 Own code instead of AutoConfig: importing transformers takes seconds (`hf/tokenizer.py`).
 """
@@ -59,7 +59,7 @@ class HFConfig:
     """Sizes and switches of one decoder-only model."""
 
     path: Path | None
-    """Folder that the config was read from; None if it was made in memory."""
+    """Folder of the config.json; None for a config made in memory."""
     arch: Arch
     vocab_size: int
     hidden_size: int
@@ -88,7 +88,7 @@ class HFConfig:
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     dtype: str = ""
-    """Dtype of the tensors on disk according to config.json, without `torch.`; empty if missing."""
+    """Dtype of the tensors on disk according to config.json, without `torch.`; "" if missing."""
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
     """Unchanged contents of config.json."""
 
@@ -111,7 +111,7 @@ class HFConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], path: Path | None = None) -> "HFConfig":
-        """Convert a parsed config.json. Raise ConfigError if it is unsupported."""
+        """Convert a parsed config.json. Raise ConfigError if a setting is unsupported."""
         where = str(path / "config.json") if path is not None else "model config"
         arch = _arch(raw, where)
         _refuse_unsupported(raw, arch, where)
@@ -160,8 +160,8 @@ class HFConfig:
         return config
 
     def with_(self, **changes: Any) -> "HFConfig":
-        """Return a copy with some sizes replaced, such as `num_layers`; `to_dict` includes them.
-        Raise ConfigError for a field that `to_dict` cannot express."""
+        """Return a copy with some sizes replaced, such as `num_layers`; `to_dict` returns the new
+        sizes. Raise ConfigError for a field that `to_dict` cannot express."""
         unknown = sorted(set(changes) - set(_KEYS))
         if unknown:
             raise ConfigError(f"model config: cannot change {unknown[0]}, only {', '.join(_KEYS)}")
@@ -170,13 +170,13 @@ class HFConfig:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the contents of config.json: the original with the changed sizes."""
+        """Return the contents of a config.json: the original contents with the changed sizes."""
         raw, before = dict(self.raw), HFConfig.from_dict(self.raw)
         for name, keys in _KEYS.items():
             value = getattr(self, name)
             if value != getattr(before, name):
                 raw[next((key for key in keys if key in raw), keys[0])] = value
-        # transformers finds the class by these keys; a hand-made config may have only one of them.
+        # transformers finds the class by both keys; a hand-made config may have only one.
         raw.setdefault("model_type", self.arch)
         raw.setdefault("architectures", [_CLASSES[self.arch]])
         if raw.get("layer_types"):
@@ -196,7 +196,7 @@ class HFConfig:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raise ConfigError if it is not one."""
+    """Read a JSON object from a file. Raise ConfigError if the file holds no JSON object."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -207,7 +207,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Convert token ids of config.json and generation_config.json (none, one or a list)."""
+    """Convert token ids of config.json or generation_config.json: None, an int or a list."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -231,7 +231,7 @@ def _refuse_unsupported(raw: dict[str, Any], arch: Arch, where: str) -> None:
     sliding = "sliding_attention" in (raw.get("layer_types") or ())
     refused = {
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
-        # Qwen2 always has a bias on query, key and value only, regardless of the key.
+        # Qwen2 ignores the key: it always has a bias on query, key and value, and only there.
         "attention_bias": arch != "qwen2" and bool(raw.get("attention_bias")),
         "mlp_bias": bool(raw.get("mlp_bias")),
         "use_sliding_window": bool(raw.get("use_sliding_window")) or sliding,
@@ -249,7 +249,7 @@ def _refuse_unsupported(raw: dict[str, Any], arch: Arch, where: str) -> None:
 
 
 def _rope(raw: dict[str, Any], where: str) -> tuple[float, dict[str, float] | None]:
-    """Return RoPE base and Llama 3's scaling, from either spelling."""
+    """Return RoPE base and Llama 3's scaling (None for plain RoPE), from either version's keys."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"

@@ -1,26 +1,26 @@
 """Decoder-only transformer in plain torch for Qwen2, Qwen3, Llama 3 and Qwen3-MoE, with a KV cache.
 
 Weights are stored in fused buffers (query-key-value, gate-up, experts), transposed to [in, out],
-which makes products of small batches faster. `views` maps every Hugging Face name to its part of a
-buffer, so that loading copies each tensor once, to its final place.
+which makes matrix products of small batches faster. `views` maps every Hugging Face name to its
+part of a buffer, so that loading copies each tensor once, to its final place.
 
 The head dimension of queries and keys is stored interleaved: dimensions i and i + D/2, which RoPE
-rotates together, are adjacent and rotated as one complex number. This does not change dot products
-of queries and keys.
+rotates together, are adjacent and rotated as one complex number. Dot products of queries and keys
+do not depend on this order.
 
-The buffers of a layer may be parts of a single one (`make_layer` over `Flat`), and layers may be
-supplied from outside (`CausalLM.allocate(layers)`). The judge uses both to load its layers one by
-one from a larger memory; its results equal those of a model in memory as a whole.
+All tensors of a layer may share one buffer (`make_layer` with `Flat`), and the caller may supply
+the layers (`CausalLM.allocate(layers)`). The judge uses both options to load its layers one by one
+from a larger memory; the results equal those of a fully loaded model.
 
-With `quantize`, projections are rounded to a coarse grid when they are copied, always from the full
-values. With `fp32_head`, final norm and lm_head are stored and computed in float32; an embedding
-tied to the head is rounded to the model's dtype on look-up.
+With `quantize`, projection weights are rounded to a coarse grid when loaded, always from the
+unrounded values. With `fp32_head`, final norm and lm_head are stored and computed in float32; an
+embedding tied to the head is rounded to the model's dtype on look-up.
 
-Letters: B rows, S new tokens per row, T new tokens of all rows without padding, H query heads, K
+Dimensions: B rows, S new tokens per row, T new tokens of all rows without padding, H query heads, K
 key-value heads, D head dimension.
 
-Own code instead of transformers' models: rows of a batch start and end independently. With the
-engine, sampling of a step takes .27 s, TRL's with transformers .91 s (`tools/results/README.md`).
+Own code instead of transformers' models, so that batch rows start and end independently. Sampling a
+step takes .27 s with the engine, .91 s with TRL on transformers (`tools/results/README.md`).
 """
 
 import math
@@ -50,12 +50,12 @@ Span = tuple[int, int, int]
 
 @dataclass(slots=True)
 class ForwardInputs:
-    """Inputs of one forward pass: new tokens, their places in the cache, and attended columns."""
+    """Inputs of one forward pass: new tokens, where they go in the cache, and attended columns."""
 
     tokens: Tensor  # [B, S] int64
     positions: Tensor  # [B, S] int64
     slot: int
-    """Slot of the first row; the others follow."""
+    """Cache slot of the first row; the other rows use the slots after it."""
     spans: list[Span]
     """Row ranges, each with its attended length; a single range unless lengths differ a lot."""
     causal: bool
@@ -63,22 +63,22 @@ class ForwardInputs:
     index: Tensor | None = None
     """`cache_index` of the positions, computed at the first use."""
     place: Tensor | None = None
-    """Indices [T] of the B * S places that hold a token, in order. The others are padding, for
-    which only attention is computed. None: there is no padding."""
+    """Indices [T] of the tokens among B * S positions, in order. Other positions are padding, for
+    which only attention is computed. None: no padding."""
 
     def find(self, cache: Cache) -> Tensor:
-        """Return `cache_index` of all tokens but padding."""
+        """Return `cache_index` of all tokens except padding."""
         if self.index is None:
             index = cache_index(self.positions, self.slot, cache)
             self.index = index if self.place is None else index[:, self.place]
         return self.index
 
     def forget_cache(self) -> None:
-        """Discard the cache indices, because the cache has new slabs."""
+        """Discard the cache indices, which become invalid when the cache gets new slabs."""
         self.index = None
 
     def advance(self, tokens: Tensor) -> None:
-        """Turn this decode step into the next one: the same rows, one position further."""
+        """Turn this decode step into the next step: the same rows, each one position further."""
         self.tokens = tokens
         self.positions += 1
         self.spans = [(a, b, length + 1) for a, b, length in self.spans]
@@ -116,7 +116,7 @@ class _New(Protocol):
 
 
 class Flat:
-    """Factory of tensors one after the other in one buffer, each aligned to 256 bytes."""
+    """Factory of consecutive tensors in one buffer, each aligned to 256 bytes."""
 
     def __init__(self, buffer: Tensor) -> None:
         """Start at the beginning of `buffer`, which has one dimension and the tensors' dtype."""
@@ -150,9 +150,9 @@ def layer_numel(hf: HFConfig, dtype: torch.dtype) -> int:
 def make_layer(
     hf: HFConfig, new: _New, *, rows_first: bool = False
 ) -> tuple[Layer, dict[str, Tensor]]:
-    """Make one layer of tensors from `new`, and its views: Hugging Face name without the layer's
-    prefix -> part of a buffer. With `rows_first`, matrices are [out, in] in memory, as on disk:
-    loading is a plain copy, but products of small batches are slower."""
+    """Make one layer with tensors from `new`. Return it with its views: Hugging Face name without
+    the layer's prefix -> part of a buffer. With `rows_first`, matrices are [out, in] in memory, as
+    on disk: loading is a plain copy, but products of small batches are slower."""
     views: dict[str, Tensor] = {}
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -177,7 +177,7 @@ def make_layer(
             views[f"self_attn.{name}_proj.bias"] = view
     qk_norm = None
     if hf.qk_norm:
-        # One equal row per head, so that one multiplication normalises queries and keys.
+        # Norm weights are repeated per head, so that one multiplication scales queries and keys.
         qk_norm = new(hf.num_heads + hf.num_kv_heads, hf.head_dim)
         pairs = qk_norm.view(-1, half, 2).transpose(1, 2)
         views["self_attn.q_norm.weight"] = pairs[: hf.num_heads]
@@ -208,7 +208,7 @@ def make_layer(
 
 
 class CausalLM:
-    """Weights and forward pass. The model is loaded once every name of `views` has been copied."""
+    """Weights and forward pass of a model. Loading is done once every name of `views` is copied."""
 
     def __init__(
         self,
@@ -242,9 +242,9 @@ class CausalLM:
         return self._weights is not None
 
     def allocate(self, layers: Iterable[Layer] | None = None) -> None:
-        """Allocate the weights; their contents are undefined. With `layers`, allocate only
-        embedding, final norm and head: every forward pass iterates over `layers` once, and takes
-        the next layer when the work of the previous one is queued."""
+        """Allocate the weights with undefined contents. With `layers`, allocate only embedding,
+        final norm and head: every forward pass iterates over `layers` once, and takes the next
+        layer after it has queued the work of the previous layer."""
         if self._weights is not None:
             return
         hf, new, wide = self.hf, self._empty, self._head_dtype
@@ -268,7 +268,7 @@ class CausalLM:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def load(self, name: str, tensor: Tensor) -> None:
-        """Copy one tensor to its place, converted to the dtype there and quantised if configured.
+        """Copy a tensor to its view, converting to the view's dtype, and quantising if configured.
         Raise ValueError for an unknown name or a wrong shape."""
         if name not in self.shapes:
             raise ValueError(f"tensor {name}: the model has no tensor of this name")
@@ -289,8 +289,8 @@ class CausalLM:
         return self._weights
 
     def forward(self, step: ForwardInputs, cache: Cache) -> Tensor:
-        """Write keys and values of the new tokens and return the last hidden states in the head's
-        dtype: [B, S, h], or [T, h] of a step with padding."""
+        """Write keys and values of the new tokens. Return the final hidden states in the head's
+        dtype: [B, S, h], or [T, h] if the step has padding."""
         hidden = self._run(step, cache, fill=False)
         assert hidden is not None
         return rms_norm(hidden.to(self._head_dtype), self._here.norm, self.hf.rms_norm_eps)
@@ -300,7 +300,7 @@ class CausalLM:
         self._run(step, cache, fill=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [..., vocab] of hidden states, in float32 (float64 stays)."""
+        """Return the logits [..., vocab] of hidden states, in float32 (or float64, if computed)."""
         logits = F.linear(hidden, self._here.head)
         return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -354,7 +354,7 @@ class CausalLM:
         return quantize_tokens(h, self._format)
 
     def _rotate(self, qk: Tensor, rope: Tensor) -> Tensor:
-        """Apply RoPE to interleaved pairs; in float32 if the model's dtype is narrower."""
+        """Apply RoPE to interleaved pairs, in at least float32."""
         if qk.dtype in (torch.float32, torch.float64):
             pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2)))
             return torch.view_as_real(pairs * rope).flatten(-2)
@@ -362,13 +362,13 @@ class CausalLM:
         return torch.view_as_real(pairs * rope).flatten(-2).to(qk.dtype)
 
     def _masks(self, step: ForwardInputs) -> list[Tensor]:
-        """Return a mask per span, [B, 1, repeats * S, T]: 0 where a query may attend, else -inf."""
+        """Return a mask per span, [rows, 1, repeats * S, columns]: 0 if attended, else -inf."""
         if step.causal:
             return []
         repeats = self.hf.num_heads // self.hf.num_kv_heads
         longest = max(length for _, _, length in step.spans)
         column = torch.arange(longest, device=self.device)
-        hidden = column > step.positions.unsqueeze(-1)  # [B, S, T]
+        hidden = column > step.positions.unsqueeze(-1)  # [B, S, columns]
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         mask.masked_fill_(hidden, -math.inf)
         if step.tokens.shape[1] == 1:
@@ -380,8 +380,8 @@ class CausalLM:
     def _attend(
         self, query: Tensor, slab: Tensor, step: ForwardInputs, masks: list[Tensor]
     ) -> Tensor:
-        """Attend to the cached columns, [B * S, H D]. Queries that share a key-value head are
-        concatenated along the query axis, so that keys are never repeated."""
+        """Return the attention over the cached columns, [B * S, H D]. Queries that share a
+        key-value head are concatenated along the query axis, so that keys are never repeated."""
         rows, new, heads, dim = query.shape
         kv = slab.shape[2]
         keys, values = slab[:, step.slot : step.slot + rows]
@@ -412,7 +412,7 @@ class CausalLM:
         return mixed.permute(0, 3, 1, 2, 4).reshape(rows * new, heads * dim)
 
     def _experts(self, h: Tensor, layer: Layer) -> Tensor:
-        """Compute the mixture of experts: sort tokens by expert, one matrix product per expert."""
+        """Sort the tokens by expert and compute the mixture with one matrix product per expert."""
         hf = self.hf
         assert layer.router is not None
         scores = (h @ layer.router).to(torch.promote_types(h.dtype, torch.float32)).softmax(-1)
@@ -431,9 +431,9 @@ class CausalLM:
 
 
 def place(view: Tensor, tensor: Tensor) -> None:
-    """Copy a tensor in its on-disk layout to its view of `make_layer`."""
+    """Copy a tensor, laid out as on disk, to its view from `make_layer`."""
     if view.dim() == 3 and tensor.dim() == 1 and tensor.numel() == view.shape[1] * view.shape[2]:
-        view.copy_(tensor.view(1, 2, -1).expand(view.shape))  # a norm over each head's dimensions
+        view.copy_(tensor.view(1, 2, -1).expand(view.shape))  # query or key norm
     else:
         view.copy_(tensor.reshape(view.shape))
 
@@ -449,11 +449,11 @@ def cache_index(positions: Tensor, slot: int, cache: Cache) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise to x / sqrt(mean(x^2) + eps) * weight on the last axis; weight may have more."""
+    """Return x / sqrt(mean(x^2) + eps) * weight, with the mean over the last axis of x."""
     size = x.shape[-1]
     if x.is_cuda or x.dtype not in (torch.float32, torch.float64):
         return F.rms_norm(x, (size,), None, eps) * weight
-    # On the CPU torch has no fused kernel; its composed version takes twice as many operations.
+    # On the CPU, torch has no fused kernel, and F.rms_norm takes twice as many operations.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x * norm.mul_(norm).mul_(1 / size).add_(eps).rsqrt_()).mul_(weight)
 

@@ -1,7 +1,7 @@
-"""Names and shapes of all tensors of a model on disk, in one fixed order.
+"""List names and shapes of all tensors of a model on disk, in one fixed order.
 
-Order: embedding, layers by number, final norm, lm_head (absent if tied); inside a layer that of
-`layer_shapes`. Qwen3-MoE has one tensor per expert and projection, as transformers writes it.
+Order: embedding, layers by number, final norm, lm_head (absent if tied); inside a layer, the order
+of `layer_shapes`. Qwen3-MoE has one tensor per expert and projection, as in transformers.
 """
 
 import math
@@ -16,7 +16,7 @@ HEAD = "lm_head.weight"
 
 
 def layer_prefix(layer: int) -> str:
-    """Return the name prefix of a layer: `model.layers.3.` for layer 3."""
+    """Return the name prefix of a layer, such as `model.layers.3.` for layer 3."""
     return f"model.layers.{layer}."
 
 

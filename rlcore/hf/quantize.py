@@ -1,15 +1,15 @@
-"""Fake quantisation: weights are rounded to a format of few bits and stay in a full dtype.
+"""Simulate quantisation: round weights to a format of few bits, and keep their dtype.
 
     scale = max |x| / largest,  q(x) = scale * round(x / scale)
 
-The grid is symmetric; each output channel, or the whole tensor, has one scale. Products run in the
-engine's dtype with these values, so a quantised engine samples from the distribution of the model
-with quantised weights. It is neither faster nor smaller than a full one.
+The grid is symmetric; each output channel, or the whole tensor, has one scale. Matrix products use
+the rounded values in the engine's dtype, so the engine samples from the quantised model's
+distribution. This saves neither time nor memory.
 
 The projections of attention and MLP are quantised, experts included. Embedding, lm_head, the router
 of experts, norms and biases keep their values, as in 8-bit rollouts (FlashRL) and 8-bit
-checkpoints. It differs from those in the products: an integer kernel sums in int32 and scales the
-sum; here the engine sums in its dtype. In bfloat16 the quantised value is rounded once more.
+checkpoints. Unlike their integer kernels, which sum in int32 and scale the sum, the engine sums in
+its dtype. In bfloat16 the quantised value is rounded once more.
 
 The formats below eight bits are for experiments on small models, where eight bits cause hardly any
 mismatch between sampler and learner; `tools/studies/exp_tis.py --formats FOLDER` measures each.
@@ -30,7 +30,7 @@ Quantize = Literal["none", "int8", "int8_tensor", "int8_w8a8", "int4", "int3", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """Number grid of a format, and the scope of a scale."""
+    """Grid of numbers that a format can represent, and the scope of a scale."""
 
     largest: int
     mantissa_bits: int | None = None
@@ -38,9 +38,9 @@ class Format:
     min_exponent: int = 0
     """Exponent of the smallest normal number of a floating-point grid."""
     per_tensor: bool = False
-    """Use one scale for a whole weight instead of one for each output channel."""
+    """Use one scale per weight tensor instead of one scale per output channel."""
     activations: bool = False
-    """Quantise the inputs of the quantised projections too, with a dynamic scale per token."""
+    """Quantise the inputs of quantised projections too, with a dynamic scale per token."""
 
 
 FORMATS: dict[str, Format | None] = {
@@ -58,7 +58,7 @@ assert FORMATS.keys() == set(get_args(Quantize))
 
 
 def format_of(name: str) -> Format | None:
-    """Return the format of a name; None means no quantisation. Raise ConfigError for an unknown
+    """Return the format called `name`; None means no quantisation. Raise ConfigError for an unknown
     name."""
     if name not in FORMATS:
         raise ConfigError(f"--rollout.quantize {name}: unknown; give one of {', '.join(FORMATS)}")
@@ -66,7 +66,7 @@ def format_of(name: str) -> Format | None:
 
 
 def is_quantized(name: str) -> bool:
-    """Return whether the tensor of this name is quantised."""
+    """Return whether the tensor called `name` is quantised."""
     return name.endswith("_proj.weight")
 
 
@@ -78,7 +78,7 @@ def quantize_weight(weight: Tensor, form: Format) -> Tensor:
 
 
 def quantize_tokens(x: Tensor, form: Format) -> Tensor:
-    """Round activations [..., in] with one scale per token; tokens do not affect each other."""
+    """Round activations [..., in] with a separate scale for each token."""
     wide = _wide(x)
     return _on_grid(wide, wide.abs().amax(-1, keepdim=True), form).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Angles of the rotary position embedding with Llama 3's scaling, for learner and engine."""
+"""Compute RoPE frequencies, optionally with Llama 3's scaling, for learner and engine."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from torch import Tensor
 def inverse_frequencies(
     head_dim: int, theta: float, scaling: Mapping[str, float] | None = None
 ) -> Tensor:
-    """Return the inverse frequencies, [head_dim / 2] float32 on the CPU; `scaling` is Llama 3's."""
+    """Return the inverse frequencies, [head_dim / 2] float32 on the CPU; `scaling`: Llama 3's."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inverse = 1.0 / (theta**exponent)
     if scaling is None:

@@ -1,8 +1,8 @@
-"""Tokenizers of Hugging Face folders with only the `tokenizers` library, chat templates included.
+"""Load tokenizers and chat templates of Hugging Face folders with only the `tokenizers` library.
 
-Own code instead of AutoTokenizer: importing that takes 2.6 s of CPU time beside torch and 4.2 s
-without; all imports of a dry run take 2.2 s. AutoTokenizer is used only if a folder has no
-tokenizer.json. Unlike in transformers, decoding never "cleans up" spaces.
+Own code instead of AutoTokenizer, whose import takes 2.6 s of CPU time if torch is already imported
+and 4.2 s otherwise; all imports of a dry run take 2.2 s. AutoTokenizer is used only if a folder has
+no tokenizer.json. Unlike in transformers, decoding never "cleans up" spaces.
 """
 
 import json
@@ -42,24 +42,24 @@ class Tokenizer:
         eos_ids: Sequence[int] = (),
         name: str = "tokenizer",
     ) -> None:
-        """Create a tokenizer. `specials` maps roles (`eos_token`, ...) to tokens; `eos_ids` are ids
-        that end a response, besides that of `eos_token`."""
+        """Create a tokenizer. `specials` maps roles (`eos_token`, ...) to tokens; `eos_ids` are
+        further ids that end a response, in addition to the id of `eos_token`."""
         self._backend = backend
         self._specials = dict(specials)
         self._template = template
         self._name = name
         own = [self.token_id(specials["eos_token"])] if "eos_token" in specials else []
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids]))
-        """Ids that end a response; the first is the tokenizer's own."""
+        """Ids that end a response; the id of the tokenizer's `eos_token` comes first."""
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the folder has a chat template; `render_chat` works either way."""
+        """Whether the folder has a chat template; otherwise `render_chat` uses ChatML."""
         return self._template is not None
 
     def token_id(self, token: str) -> int:
-        """Return the id of one token, spelled as in the vocabulary. Raise ConfigError if it is not
-        in the vocabulary."""
+        """Return the id of one token, spelled as in the vocabulary. Raise ConfigError if the
+        vocabulary lacks the token."""
         found = self._backend.token_to_id(token)
         if found is None:
             raise ConfigError(
@@ -68,8 +68,9 @@ class Tokenizer:
         return found
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Encode a text. Special tokens written in the text become their ids; others are added only
-        with `add_special_tokens`. Raise ConfigError if a character is not in the vocabulary."""
+        """Encode a text. Special tokens written in the text become their ids. Further special
+        tokens (such as BOS) are added only with `add_special_tokens`. Raise ConfigError if a
+        character is not in the vocabulary."""
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # the library raises nothing more precise
@@ -78,14 +79,13 @@ class Tokenizer:
             ) from error
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Decode ids to text. Special tokens (by default) and ids outside the vocabulary are left
-        out."""
+        """Decode ids to text, without special tokens (by default) and unknown ids."""
         listed = [int(i) for i in ids]
         return self._backend.decode(listed, skip_special_tokens=skip_special_tokens)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return the text that each token adds, special tokens included; joined they equal the
-        decoded text. A character of several tokens appears at the last of them."""
+        """Return the text that each token adds, special tokens included; the joined texts equal the
+        decoded text. A character made of several tokens belongs to its last token."""
         out: list[str] = []
         start, done = 0, 0  # start of the decoding context; number of tokens whose text is returned
         for i in range(len(ids)):
@@ -102,12 +102,12 @@ class Tokenizer:
         self, rows: Iterable[Iterable[int]], skip_special_tokens: bool = True
     ) -> list[str]:
         """Decode each row of ids to text."""
-        # One by one: the library's batch call starts a thread pool, which does not survive a fork.
+        # The library's batch call would start a thread pool, which does not survive a fork.
         return [self.decode(row, skip_special_tokens) for row in rows]
 
     def defused(self, text: str) -> str:
-        """Return the text with a space inserted into every special token in it, so that `encode`
-        reads plain words: untrusted text must not end or begin a message."""
+        """Return the text with a space inserted into every special token, so that `encode` reads
+        plain words. Otherwise untrusted text could end or begin a chat message."""
         for token in self._special_texts:
             text = text.replace(token, f"{token[:1]} {token[1:]}")
         return text
@@ -149,11 +149,11 @@ class Tokenizer:
 def load_tokenizer(
     folder: str | Path, eos_ids: Sequence[int] = (), key: str = "--model.tokenizer"
 ) -> Tokenizer:
-    """Load the tokenizer of a folder, which the setting `key` names.
+    """Load the tokenizer of a folder; `key` is the setting that names the folder.
 
     `eos_ids` are further ids that end a response, such as those of the model's config.json if the
     tokenizer is in another folder. The folder's own config.json and generation_config.json are
-    always read. Raise ConfigError if there is no folder, or no tokenizer in it."""
+    always read. Raise ConfigError if the folder does not exist or has no tokenizer."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError(f"{key} {folder}: no such folder; give one with tokenizer.json")
@@ -175,7 +175,7 @@ def make_char_tokenizer(
     """Write a tokenizer with one token per character: `pad` is 0, `eos` 1, then `chars` in order.
     transformers and SGLang can load the folder too. Other characters raise an error."""
     vocabulary = {token: number for number, token in enumerate([pad, eos, *chars])}
-    # The library uses the unknown token only when it meets one, and then raises: it has no id.
+    # "<unk>" has no id, so that the library raises an error for an unknown character.
     backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
@@ -205,7 +205,7 @@ def _backend(folder: Path, settings: Mapping[str, Any], key: str) -> Backend:
         raise ConfigError(f"{file}: not a tokenizer ({error}); fetch the file again") from error
     backend.no_padding()
     backend.no_truncation()
-    # Add tokens that only tokenizer_config.json has, in the order of the ids that they must get.
+    # Add tokens that only tokenizer_config.json has; the library numbers them in this order.
     listed = settings.get("added_tokens_decoder") or {}
     for number, token in sorted((int(key), value) for key, value in listed.items()):
         if backend.token_to_id(token["content"]) is None:
@@ -256,8 +256,8 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return the chat template; a separate file has precedence over the settings, as in
-    transformers."""
+    """Return the chat template. As in transformers, a template file has precedence over
+    tokenizer_config.json."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     legacy = _optional(folder / "chat_template.json").get("chat_template")
@@ -268,14 +268,14 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _compile(template: str) -> Any:
-    """Compile a chat template in the environment of transformers. It runs in a sandbox, because
-    templates come with downloaded models."""
+    """Compile a chat template with the functions that transformers provides. The template runs in a
+    jinja2 sandbox, because templates come with downloaded models."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Support for `{% generation %}`, which marks the assistant's text; it is kept as it is."""
+        """Parser for `{% generation %}` blocks, which mark the assistant's text; keep the text."""
 
         tags = {"generation"}
 

@@ -1,7 +1,7 @@
-"""Safetensors folders: tensors are read one at a time, in full or in slices, and written in shards.
+"""Read tensors of safetensors folders one at a time, in full or in slices, and write such folders.
 
 A folder has `model.safetensors`, or shards with `model.safetensors.index.json`. Files are memory-
-mapped, so that a rank that needs a tenth of a tensor reads only a tenth.
+mapped, so that a rank that needs a tenth of a tensor reads only this tenth from disk.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 << 30
 
-# Tokenizer files that an engine needs beside weights and config.json.
+# Tokenizer files that an engine needs in addition to weights and config.json.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -41,30 +41,30 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# transformers 5 stacks the experts of a layer in two tensors, and files may have this form.
+# transformers 5 may save all experts of a layer stacked in two tensors.
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 class WeightReader:
-    """Tensors of one folder by name. Files are opened when first needed and stay mapped."""
+    """Reader of a folder's tensors by name. Files are opened when first needed and stay mapped."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Find the tensors. Raise ValueError if the folder has no safetensors, or lacks a shard
-        that the index names."""
+        """Find the tensors. Raise ValueError if the folder has no safetensors file, or lacks a
+        shard that the index names."""
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
         self._file_of = self._find()
         self._stacked = self._unstack()
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, sorted; stacked experts appear one by one."""
+        """Return the names of all tensors, sorted; each expert of a stack has its own name."""
         return sorted({*self._file_of, *self._stacked} - self._stacks())
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of or name in self._stacked
 
     def shape(self, name: str) -> Shape:
-        """Return the shape of a tensor without reading it. Raise ValueError if it is missing."""
+        """Return a tensor's shape without reading its data. Raise ValueError if it is missing."""
         if name in self._stacked:
             stored, index = self._stacked[name]
             _, *shape = self._slice(stored).get_shape()
@@ -74,7 +74,7 @@ class WeightReader:
 
     def get(self, name: str, index: Index = ()) -> Tensor:
         """Return a tensor, or the part that `index` selects, on the CPU in the file's dtype. Raise
-        ValueError if it is missing."""
+        ValueError if the tensor is missing."""
         if name in self._stacked:
             stored, (expert, rows) = self._stacked[name]
             tensor = self._slice(stored)[expert, rows][0]
@@ -114,7 +114,7 @@ class WeightReader:
         return {name for name in self._file_of if _STACKED.fullmatch(name)}
 
     def _unstack(self) -> dict[str, tuple[str, Index]]:
-        """Map the name of each expert's matrix to the stored stack and its index in it."""
+        """Map the name of each expert's matrix to (name of the stack, index in the stack)."""
         where: dict[str, tuple[str, Index]] = {}
         for stored in self._stacks():
             match = _STACKED.fullmatch(stored)
@@ -164,7 +164,7 @@ class WeightReader:
 
 
 def read_folder(folder: str | Path, hf: HFConfig) -> Iterator[tuple[str, Tensor]]:
-    """Check the folder for completeness and yield all tensors in the order of `names.expected`."""
+    """Check that the folder is complete and yield all tensors in the order of `names.expected`."""
     reader, shapes = WeightReader(folder), expected(hf)
     reader.check(shapes)
     for name in shapes:
@@ -180,9 +180,9 @@ def save_folder(
 ) -> None:
     """Write a Hugging Face folder: weights in shards, config.json, tokenizer files.
 
-    `tensors` is always exhausted, even after an error, because it may be collective. In a
+    `tensors` is always exhausted, even after an error, because the iterator may be collective. In a
     collective export the other ranks pass `path=None` and write nothing. The folder appears, or
-    replaces an older one, only when it is complete. At most one shard is in memory.
+    replaces an older folder, only when complete. At most one shard is in memory.
 
     Raises ValueError if a tensor is missing or has another shape, and OSError if the disk is full
     or not writable.
@@ -262,8 +262,8 @@ def _write_shards(
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Return the tensor on the CPU with its own storage, because safetensors cannot write views of
-    one storage to the same file."""
+    """Return the tensor on the CPU with its own storage, because safetensors refuses to write
+    several views of one storage to a file."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
@@ -277,7 +277,7 @@ def _write_rest(hf: HFConfig, tokenizer_folder: str | Path | None, part: Path) -
 
 
 def _replace(part: Path, path: Path) -> None:
-    """Move the finished folder into place; an older one is deleted only afterwards."""
+    """Move the complete folder to `path`; an older folder at `path` is deleted only afterwards."""
     old = path.with_name(path.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
@@ -287,8 +287,8 @@ def _replace(part: Path, path: Path) -> None:
 
 
 def drop_pages(tensor: Tensor) -> None:
-    """Release the pages of a tensor that `WeightReader.get` mapped; the system may keep them in its
-    page cache. A later access reads the file again, so do not use the tensor any more."""
+    """Release the memory pages of a tensor from `WeightReader.get`; the page cache may keep them.
+    Do not use the tensor afterwards, because any access reads the file again."""
     page = mmap.PAGESIZE
     start = -(-tensor.data_ptr() // page) * page
     size = (tensor.data_ptr() + tensor.nbytes) // page * page - start

@@ -1,14 +1,14 @@
-"""Causal self-attention on packed tokens in plain torch, with RoPE and context parallelism.
+"""Compute causal self-attention on packed tokens in plain torch, with RoPE and context parallelism.
 
-Megatron's layer spec uses it as the core attention; q, k, v have the shape [T, heads, dim]. All
-layers share one plan of the sequence lengths, which `plan` makes once per micro-batch. Megatron's
-`PackedSeqParams` carries it (`Packed`).
+Megatron's layer spec uses `CoreAttention`; q, k, v have the shape [T, heads, dim]. `plan` makes an
+`AttentionPlan` from the sequence lengths once per micro-batch, for all layers. A subclass of
+Megatron's `PackedSeqParams` holds the plan (`Packed`).
 
     CUDA, half precision   torch's variable-length flash attention, for supported head sizes
-    otherwise              sequences of similar length, padded to one dense batch per bucket;
-                           padding is on the right, where the causal mask hides it
+    otherwise              dense batches (buckets) of sequences with similar length, padded on the
+                           right, where the causal mask hides the padding
 
-Context parallel ranks hold chunks r and 2 cp - 1 - r of every sequence (zigzag), each sequence
+Context-parallel rank r holds chunks r and 2 cp - 1 - r of every sequence (zigzag); sequences are
 padded to a multiple of 2 cp. Keys and values are gathered; each chunk attends to its prefix.
 
 Own code instead of Transformer Engine's attention: plain torch also runs on CPUs.
@@ -29,13 +29,13 @@ from rlcore.mcore import compat
 from rlcore.mcore.rope import rotate
 
 SHRINK = 0.8
-"""Smallest length in a bucket, as a fraction of its longest."""
+"""Minimum length in a bucket, as a fraction of the bucket's maximum length."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedBucket:
-    """Batch of `count` units padded to `query` by `key` tokens. `mask` is given if the queries do
-    not start at the first key (cp > 1)."""
+    """Batch of `count` units (see `AttentionPlan`), padded to `query` queries and `key` keys. With
+    cp > 1, queries do not start at the first key, so a `mask` is needed."""
 
     count: int
     query: int
@@ -45,15 +45,15 @@ class PaddedBucket:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Place of every token in the padded buckets. A unit is a sequence or, under context
-    parallelism, a chunk of one; its queries attend together."""
+    """Place of every token in the padded buckets. A unit is a sequence or, with context
+    parallelism, a chunk of a sequence."""
 
     buckets: tuple[PaddedBucket, ...]
     query_index: Tensor  # [P] local token of each padded query row
     key_index: Tensor  # [K] gathered token of each padded key row
     query_rows: Tensor  # [T] padded query row of each local token
-    key_rows: Tensor | None  # [T] padded key row of each token; None: a token has several (cp > 1)
-    gathered: Tensor | None  # [cp*T] rank-major rows in sequence order (cp > 1)
+    key_rows: Tensor | None  # [T] padded key row of each token; None for cp > 1 (several rows)
+    gathered: Tensor | None  # [cp*T] index in rank-major order of each token of the batch (cp > 1)
     cu_query: Tensor  # [U+1] int32, units in local order
     cu_key: Tensor  # [U+1] int32
     prefix: Tensor | None  # [.] gathered token of each row of cu_key (cp > 1)
@@ -63,7 +63,7 @@ class AttentionPlan:
 
 @dataclass
 class Packed(PackedSeqParams):
-    """Megatron's description of packed sequences, with the attention plan and RoPE tables."""
+    """Megatron's description of packed sequences, plus the attention plan and RoPE tables."""
 
     plan: AttentionPlan | None = None
     cos: Tensor | None = None  # [T, 1, dim / 2]
@@ -71,7 +71,7 @@ class Packed(PackedSeqParams):
 
     @property
     def gathered(self) -> Tensor:
-        """Return the plan's `gathered`; only under context parallelism."""
+        """Return the plan's `gathered`; only with context parallelism."""
         assert self.plan is not None and self.plan.gathered is not None
         return self.plan.gathered
 
@@ -79,9 +79,9 @@ class Packed(PackedSeqParams):
 @dataclass(frozen=True, slots=True)
 class _Unit:
     rows: range  # local tokens
-    start: int  # first token of the sequence, in sequence order
+    start: int  # index of the sequence's first token in the whole packed batch
     first: int  # position of the first query in its sequence
-    key: int  # number of keys that its last query attends to
+    key: int  # number of keys that the last query attends to
 
     @property
     def query(self) -> int:
@@ -89,8 +89,8 @@ class _Unit:
 
 
 def local_positions(lengths: Sequence[int], cp: int, cp_rank: int) -> tuple[Tensor, Tensor]:
-    """Return the packed index of each token of a context-parallel rank, and its position in its
-    sequence: two [T/cp] int64 tensors.
+    """Return, for each token of a context-parallel rank, the index in the packed batch and the
+    position in the sequence: two [T/cp] int64 tensors.
 
     If cp > 1, `lengths` must be multiples of 2 cp.
     """
@@ -120,7 +120,7 @@ def _units(lengths: Sequence[int], cp: int, cp_rank: int) -> list[_Unit]:
 
 
 def _bucketed(units: Sequence[_Unit]) -> list[list[_Unit]]:
-    """Group units of similar size into buckets, longest first."""
+    """Group units of similar length into buckets, longest first."""
     buckets: list[list[_Unit]] = []
     for unit in sorted(units, key=lambda u: (-u.key, -u.query, u.rows.start)):
         head = buckets[-1][0] if buckets else None
@@ -150,7 +150,7 @@ def plan(
         firsts = torch.tensor([unit.first for unit in group]).unsqueeze(1)
         q_len = torch.tensor([unit.query for unit in group]).unsqueeze(1)
         k_len = torch.tensor([unit.key for unit in group]).unsqueeze(1)
-        # Padding repeats the last real token: finite numbers that no real token sees.
+        # Padding repeats the last real token, so it is finite; no real token attends to padding.
         query_index.append((rows + at_query.minimum(q_len - 1)).flatten())
         key_index.append((starts + at_key.minimum(k_len - 1)).flatten())
         real = (at_query < q_len).flatten()
@@ -160,7 +160,7 @@ def plan(
             key_rows[query_index[-1][real]] = padded
         mask = None
         if cp > 1:
-            # A padded query sees at least key 0, so that no row is empty.
+            # A padded query attends at least to key 0, so that no row of the mask is empty.
             mask = at_key <= (firsts + at_query.minimum(q_len - 1)).unsqueeze(-1)
             mask = mask.unsqueeze(1)
         buckets.append(PaddedBucket(len(group), query, key, mask))
@@ -202,7 +202,7 @@ def _to(made: AttentionPlan, device: torch.device) -> AttentionPlan:
 
 
 class CoreAttention(MegatronModule):
-    """RoPE and attention as described in the module docstring."""
+    """Apply RoPE and attention as described in the module docstring."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Packed | None = None,
     ) -> Tensor:
-        """Attend: query [T, heads, dim], key and value [T, groups, dim] -> [T, heads * dim]."""
+        """Map query [T, heads, dim] and key and value [T, groups, dim] to [T, heads * dim]."""
         packed = packed_seq_params
         assert packed is not None and packed.plan is not None, "packed input with a plan is needed"
         if packed.cos is not None and packed.sin is not None:
@@ -246,7 +246,7 @@ class CoreAttention(MegatronModule):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, made: AttentionPlan, scale: float | None = None
 ) -> Tensor:
-    """Attend: q [T, heads, dim], k and v [cp*T, groups, dim] in sequence order -> like q."""
+    """Map q [T, heads, dim], and k and v [cp*T, groups, dim] in packed order, to the shape of q."""
     if q.is_cuda and torch.is_grad_enabled() and torch.are_deterministic_algorithms_enabled():
         return _Reproducible.apply(q, k, v, made, scale)
     return _attend(q, k, v, made, scale)
@@ -294,15 +294,15 @@ def _attend_varlen(
 ) -> Tensor:
     if made.prefix is not None:
         k, v = k.index_select(0, made.prefix), v.index_select(0, made.prefix)
-    # The causal mask is aligned to the last key, as a chunk that attends to its prefix needs.
+    # The causal mask is aligned to the last key, for chunks that attend to their prefix.
     return compat.varlen_attention(
         q, k, v, made.cu_query, made.cu_key, made.max_query, made.max_key, scale
     )
 
 
 class _Reproducible(torch.autograd.Function):
-    """Attention with a bitwise reproducible gradient. torch's fused kernels sum in a varying order
-    while deterministic mode only warns, so the backward pass runs in strict mode."""
+    """Compute attention with a bitwise reproducible gradient. If deterministic mode only warns,
+    torch's fused kernels sum in varying order; therefore backward runs in strict mode."""
 
     @staticmethod
     def forward(
@@ -316,7 +316,7 @@ class _Reproducible(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         out, inputs = ctx.out, ctx.inputs
-        ctx.out = ctx.inputs = None  # free the memory now and not with the whole graph
+        ctx.out = ctx.inputs = None  # free the memory now, not when autograd frees the graph
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(True)
         try:
@@ -327,7 +327,7 @@ class _Reproducible(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Copy rows to their padded places. Padding has no gradient: no real token attends to it."""
+    """Copy rows to padded rows. Padding has no gradient, since no real token attends to padding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, rows: Tensor | None) -> Tensor:
@@ -345,7 +345,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Select the real rows from the padded ones."""
+    """Select the rows of real tokens from the padded rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:

@@ -1,19 +1,19 @@
-"""Conversion between Megatron's parameters and Hugging Face tensors, in both directions, streamed.
+"""Convert Megatron's parameters to Hugging Face tensors and back, streamed.
 
 Megatron fuses query, key and value (by query group) and gate and up, and splits over tensor,
-pipeline and expert parallel ranks. One `ParamPiece` maps a Megatron parameter, named as if one rank
-had the whole model, to the Hugging Face tensors in it. Loading and exporting use the same list.
+pipeline and expert parallel ranks. A `ParamPiece` maps a Megatron parameter, named as if one rank
+had the whole model, to the Hugging Face tensors that it contains.
 
     load     each rank reads only its slice of each tensor
-    export   bundle by bundle: the owners gather over TP and split the fused parameters, then
-             broadcast over EP and PP; every rank yields every tensor in the order of
-             `hf.names.expected`
+    export   bundle by bundle: the ranks that own the parameters gather them over TP, split the
+             fused parameters, then broadcast over EP and PP; every rank yields every tensor in the
+             order of `hf.names.expected`
     shards   each rank splits its own fused parameters into views, without communication
 
-The vocabulary may be padded to a multiple of the tensor-parallel size, which the shape of the
-model's parameter shows. Padded rows are zero and are never exported.
+The vocabulary may be padded to a multiple of the tensor-parallel size; the parameter's shape then
+includes the padding. Padded rows are zero and are never exported.
 
-Own code instead of Megatron-Bridge or mbridge: saves the dependency, and runs on CPUs.
+Own code instead of Megatron-Bridge or mbridge: it needs no extra dependency and runs on CPUs.
 """
 
 import math
@@ -37,7 +37,7 @@ from rlcore.records import Shard
 from rlcore.utils.seed import derive
 
 BUNDLE_BYTES = 256 << 20
-"""Bytes of weights per bundle (one round of collectives); larger tensors form their own bundle."""
+"""Bytes of weights per bundle (one round of collectives); a larger tensor is a bundle alone."""
 
 Kind = Literal["copy", "vocab", "columns", "qkv", "gate_up"]
 
@@ -47,7 +47,7 @@ class ParamPiece:
     """One Megatron parameter and the Hugging Face tensors that it contains."""
 
     name: str
-    """Megatron's name in a model that is not split over ranks and keeps norms separate."""
+    """Megatron's name in a model that is not split over ranks and has separate norm modules."""
     tensors: tuple[str, ...]
     kind: Kind
     layer: int
@@ -59,7 +59,7 @@ class TensorSource(Protocol):
     """Source of the tensors that `_fill` loads."""
 
     def get(self, name: str, index: Index = ()) -> Tensor:
-        """Return a tensor on the CPU, or the part of it that `index` selects."""
+        """Return a tensor, or the part that `index` selects, on the CPU."""
 
 
 def load_hf(
@@ -73,8 +73,8 @@ def load_hf(
     """Load the model chunks of this rank from a Hugging Face folder. Not collective. Without
     `head`, the output layer stays unchanged and the folder needs no lm_head.
 
-    Raises ValueError, the same on every rank, if a shard or tensor is missing or its shape differs
-    from config.json.
+    Raises the same ValueError on every rank if a file or tensor is missing, or a tensor's shape
+    differs from config.json.
     """
     reader = WeightReader(folder)
     reader.check({n: shape for n, shape in expected(hf).items() if head or n != HEAD})
@@ -85,8 +85,8 @@ def init_random(
     models: Sequence[Module], hf: HFConfig, layout: ParallelLayout, seed: int, *, head: bool = True
 ) -> None:
     """Initialise random weights that depend only on seed and tensor name, so that all layouts get
-    the same model. Matrices are normal with `initializer_range`, norms 1, biases 0. `head` is as in
-    `load_hf`."""
+    the same model. Matrices are normal with standard deviation `initializer_range`, norms are 1,
+    biases 0. `head` is as in `load_hf`."""
     _fill(models, hf, layout, _Random(hf, seed), head)
 
 
@@ -94,10 +94,10 @@ def export_hf(
     models: Sequence[Module], hf: HFConfig, layout: ParallelLayout
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor in full on every rank, on the model's device and in its dtype, in the
-    order of `hf.names.expected`. Collective: all ranks must exhaust the iterator in step.
+    order of `hf.names.expected`. Collective: all ranks must exhaust the iterator together.
 
-    A tensor may be a view of the live parameter or of a bundle of `BUNDLE_BYTES`; copy it to keep
-    it.
+    A tensor may be a view of the model's parameter or of a temporary bundle of `BUNDLE_BYTES`, so
+    callers must copy a tensor to keep it.
     """
     params = _parameters(models, hf, layout)
     like = next(iter(params.values()))
@@ -115,9 +115,9 @@ def shards(
 ) -> Iterator[tuple[Shard, Tensor]]:
     """Yield this rank's shards of the tensors, in the model's dtype. Not collective.
 
-    A shard is a view of the parameter with the same elements in the same order. Query, key and
-    value have a separate dimension of query groups. The second copy of a tied embedding is left
-    out."""
+    A shard is a view of the parameter, with the shard's elements in their original order. Query,
+    key and value have a separate dimension of query groups. The second copy of a tied embedding is
+    left out."""
     params = _parameters(models, hf, layout)
     dtype = next(iter(params.values())).dtype
     shapes = expected(hf)
@@ -197,7 +197,7 @@ def _parameters(
     found = {}
     for whole in models:
         model: Any = whole
-        while hasattr(model, "module"):  # DDP and mixed precision wrap it
+        while hasattr(model, "module"):  # DDP and mixed precision wrap the model
             model = model.module
         numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
         for name, param in model.named_parameters():
@@ -206,8 +206,8 @@ def _parameters(
 
 
 def _whole_name(name: str, numbers: Sequence[int], first_expert: int) -> str:
-    """Return the name that a parameter of this rank has in the whole model. Transformer Engine
-    keeps a norm inside the next projection and numbers grouped experts at the end of the name."""
+    """Return the name of this rank's parameter in the whole model. Transformer Engine keeps a norm
+    inside the next projection, and puts the number of a grouped expert at the end of the name."""
     name = re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"layers.{numbers[int(m[1])]}", name)
     name = name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
     name = name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
@@ -227,7 +227,7 @@ def _fill(
     if not head:
         params.pop(output, None)
     todo = [piece for piece in pieces(hf) if piece.name in params]
-    if hf.tie_word_embeddings and output in params:  # the last stage has its own copy
+    if hf.tie_word_embeddings and output in params:  # the last stage has a copy
         todo.append(ParamPiece(output, (EMBED,), "vocab", hf.num_layers))
     unknown = sorted(params.keys() - {piece.name for piece in todo})
     assert not unknown, f"the bridge does not map the parameters {unknown[:3]}"
@@ -278,7 +278,7 @@ def _read_qkv(
 
 
 def _fuse_qkv(parts: Sequence[Tensor], groups: int) -> Tensor:
-    """Fuse the rows of q, k and v into rows by query group: queries, key, value of each group."""
+    """Interleave the rows of q, k and v by query group: queries, key and value of each group."""
     return torch.cat([p.unflatten(0, (groups, -1)) for p in parts], 1).flatten(0, 1)
 
 
@@ -304,8 +304,8 @@ class _Random:
 def _own_parts(
     piece: ParamPiece, local: Tensor, hf: HFConfig, layout: ParallelLayout
 ) -> list[tuple[int, int, int, Tensor]]:
-    """Return (dimension, first index, number of indices, view) for each tensor of a local
-    parameter."""
+    """Return (split dimension, first index, number of indices, view) for each tensor that the
+    parameter `local` contains."""
     rank = layout.tp_rank
     match piece.kind:
         case "copy":
@@ -330,8 +330,8 @@ def _own_parts(
 
 
 def _bundles(hf: HFConfig, layout: ParallelLayout, element_size: int) -> Iterator[list[ParamPiece]]:
-    """Yield consecutive pieces with one owner, of at most `BUNDLE_BYTES` unless a single piece is
-    larger."""
+    """Yield bundles: consecutive pieces with one owner, at most `BUNDLE_BYTES` unless a single
+    piece is larger."""
     shapes = expected(hf)
     bundle: list[ParamPiece] = []
     size = 0
@@ -347,8 +347,7 @@ def _bundles(hf: HFConfig, layout: ParallelLayout, element_size: int) -> Iterato
 
 
 def _owner(piece: ParamPiece, hf: HFConfig, layout: ParallelLayout) -> tuple[int, int]:
-    """Return the pipeline stage and the expert-parallel rank (-1: all of them) that hold a
-    piece."""
+    """Return the pipeline stage and the expert-parallel rank (-1: all ranks) that hold a piece."""
     if piece.layer < 0:
         return 0, -1
     if piece.layer == hf.num_layers:

@@ -1,7 +1,7 @@
-"""Megatron's model from a Hugging Face config: one factory for settings, layers and chunks.
+"""Build Megatron's model from a Hugging Face config: settings, layers and chunks.
 
-The same layers run on CPU and GPU: Megatron's local ones with our RMSNorm and core attention.
-`train.transformer_impl te` takes Transformer Engine's layers instead, where it is installed.
+The same layers run on CPU and GPU: Megatron's local layers with rlcore's RMSNorm and core
+attention. `train.transformer_impl te` uses Transformer Engine's layers instead, if installed.
 """
 
 from typing import Literal
@@ -33,11 +33,11 @@ from rlcore.mcore.value_head import ValueHead
 from rlcore.utils.log import announce
 
 Head = Literal["lm", "value"]
-"""Output of the model's last layer per token: logits (`lm`), or one value (`value`, a critic)."""
+"""Output of the model per token: logits (`lm`), or one value (`value`, for a critic)."""
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Return the rows of the embedding: the vocabulary size rounded up to a multiple of `tp`.
+    """Return the number of embedding rows: the vocabulary size rounded up to a multiple of `tp`.
     Rows beyond the vocabulary are never looked up and have probability 0."""
     return -(-vocab_size // tp) * tp
 
@@ -48,7 +48,7 @@ def dtype_of(model: ModelConfig) -> torch.dtype:
 
 
 def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> TransformerConfig:
-    """Return Megatron's settings for this model under this layout."""
+    """Return Megatron's settings for this model and layout."""
     dtype = dtype_of(model)
     cuda = torch.cuda.is_available()
     local = train.transformer_impl == "local"
@@ -81,8 +81,8 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
         "calculate_per_token_loss": True,
         "variable_seq_lengths": train.pp > 1,
         "moe_token_dispatcher_type": "alltoall",
-        # Weights are loaded or initialised by name later, but Megatron's initialisation must run:
-        # it marks tensor-parallel weights, and unmarked ones are left out of the gradient norm.
+        # Weights get their values later, but Megatron's initialisation must run: it marks
+        # tensor-parallel weights, and the gradient norm leaves out unmarked weights.
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
@@ -126,7 +126,7 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
 
 
 def _leave(weight: torch.Tensor) -> None:
-    """Leave the weight as it is; used as Megatron's initialisation."""
+    """Leave the weight unchanged; serves as Megatron's initialisation."""
 
 
 def _block_spec(
@@ -169,8 +169,8 @@ def build(
     device: torch.device,
     head: Head = "lm",
 ) -> list[GPTModel]:
-    """Build this rank's model chunks; the process groups of `layout` must exist. The weights are
-    undefined, except those of a value head, which is initialised."""
+    """Build this rank's model chunks; the process groups of `layout` must exist. Only a value head
+    is initialised; all other weights are undefined."""
     check(hf, model, train)
     if hf.num_experts:
         patch_moe_utils()

@@ -1,6 +1,6 @@
-"""Checks of the learner's settings before anything is built.
+"""Check the learner's settings before anything is built.
 
-Megatron is not imported here, because the import takes seconds that a dry run should not spend.
+This module does not import Megatron, because the import would slow a dry run by seconds.
 """
 
 import importlib.util

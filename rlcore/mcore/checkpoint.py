@@ -1,11 +1,11 @@
-"""Checkpoints of model and optimizer in Megatron's `torch_dist` format, loadable under any layout.
+"""Save and load model and optimizer in Megatron's `torch_dist` format, under any layout.
 
-The optimizer format is always set to `fully_reshardable`: Megatron's default cannot be written, and
-`dp_reshardable` loads wrong moments without an error. This module works around four faults of the
-distributed optimizer (0.16.1), three of them only without TE or Apex. This process writes the files
-itself, without forked or spawned helpers, into a temporary folder that is renamed when complete.
+The optimizer format is always `fully_reshardable`: saving in Megatron's default format fails, and
+`dp_reshardable` loads wrong moments without an error. This module works around four bugs of the
+distributed optimizer (0.16.1); three occur only without TE or Apex. The rank's process writes the
+files, without forked or spawned helpers, into a temporary folder that is renamed when complete.
 
-Of the optimizer, only tensors and one step count are saved. The loading run keeps its own parameter
+Only the optimizer's tensors and one step count are saved. The loading run keeps its own parameter
 groups, so learning rate, decay and expert layout may differ from the run that saved.
 """
 
@@ -34,11 +34,11 @@ from rlcore.mcore import metadata as index
 from rlcore.utils.errors import ConfigError
 
 WRITERS = 2
-"""Number of files that one rank writes at a time."""
+"""Number of files that a rank writes concurrently."""
 
 
 def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any]) -> None:
-    """Write a checkpoint to the folder `path`, which is replaced once all files are on disk.
+    """Write a checkpoint and then replace the folder `path`, once all files are on disk.
     Collective.
 
     Raises:
@@ -70,12 +70,12 @@ def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any
 
 
 def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm") -> dict[str, Any]:
-    """Load a checkpoint of `save` into model and optimizer; return its `state`. Collective.
+    """Load a checkpoint that `save` wrote into model and optimizer; return its `state`. Collective.
 
     Raises:
-        ConfigError: `path` holds no checkpoint or an unsafe pickle, or its `state["head"]` is not
-            `head`. Megatron would silently cut an lm head down to a value head, because it takes
-            the extra rows for padding.
+        ConfigError: `path` holds no checkpoint or an unsafe pickle, or `state["head"]` in the
+            checkpoint is not `head`. Without this check, Megatron would silently cut an lm head
+            down to a value head, as if the other rows were padding.
     """
     if not (path / "metadata.json").is_file():
         raise ConfigError(f"{path}: has no complete checkpoint; choose another or start a new run")
@@ -100,8 +100,8 @@ def _keys(models: Sequence[Any]) -> list[str]:
 
 
 def _sharded(models: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    """Return the sharded state that Megatron writes or reads, by key. The entry `optimizer` holds
-    the tensors of each chained optimizer by number."""
+    """Return the sharded state that Megatron writes or reads, by key. The entry `optimizer` maps
+    the number of each chained optimizer to its tensors."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -120,8 +120,8 @@ def _sharded(models: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[st
 
 
 def _drop_groups(part: Any, sharded: dict[str, Any]) -> None:
-    """Keep only the tensors of one optimizer; `_load_part` restores the rest from the loading
-    run."""
+    """Remove everything but tensors from an optimizer's state; `_load_part` takes the rest from the
+    loading run."""
     if isinstance(part, DistributedOptimizer):
         del sharded["optimizer"], sharded["param_state_sharding_type"]
         return
@@ -131,7 +131,7 @@ def _drop_groups(part: Any, sharded: dict[str, Any]) -> None:
 
 
 def _load_part(part: Any, found: dict[str, Any], step: int) -> None:
-    """Load one optimizer: tensors and step from the checkpoint, parameter groups from its own."""
+    """Load one optimizer: tensors and step from the checkpoint, parameter groups from `part`."""
     if isinstance(part, DistributedOptimizer):
         found["param_state_sharding_type"] = "fully_reshardable"
         found["optimizer"] = part.state_dict()["optimizer"]
@@ -144,14 +144,14 @@ def _load_part(part: Any, found: dict[str, Any], step: int) -> None:
         if "step" in group:
             group["step"] = step
     part.load_state_dict(found)
-    # Upstream loads one `step` tensor into all parameters: AdamW would advance it for each.
+    # Megatron gives all parameters the same `step` tensor, so AdamW would advance it repeatedly.
     for state in part.optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].clone()
 
 
 def _step(optimizer: Any) -> int:
-    """Return the optimizer's step count, the maximum over ranks: a rank may hold no parameters."""
+    """Return the optimizer's step count: the maximum, since a rank may have no parameters."""
     steps = [0.0]
     for inner in _inner(optimizer):
         steps += [float(s["step"]) for s in inner.state.values() if "step" in s]
@@ -166,9 +166,9 @@ def _step(optimizer: Any) -> int:
 def _unpadded_indices(optimizer: Any) -> Iterator[None]:
     """Correct Megatron's parameter offsets while a checkpoint is written.
 
-    Megatron joins a buffer's buckets without their padding, then slices parameters at offsets that
-    include it. Tied embeddings have a separate bucket, so the last pipeline stage would be saved
-    shifted, without an error."""
+    Megatron joins a buffer's buckets without padding, then slices parameters at offsets that
+    include padding. Tied embeddings have a separate bucket, so the parameters of the last pipeline
+    stage would be saved shifted, without an error."""
     kept = []
     try:
         for part in optimizer.chained_optimizers:
@@ -192,7 +192,7 @@ def _unpadded_indices(optimizer: Any) -> Iterator[None]:
 
 
 def _write(sharded: dict[str, Any], folder: Path) -> None:
-    # Use a queue of this process, because Megatron's own queue starts a manager process.
+    # Megatron's own queue would start a manager process.
     results: queue.Queue = queue.Queue()
     filesystem_async._results_queue = results
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=WRITERS)
@@ -223,7 +223,7 @@ def _write_file(transforms: list, number: int, bucket: Any) -> list | BaseExcept
 
 
 def _agree(problem: BaseException | None, folder: Path) -> None:
-    """Raise OSError on every rank if one has a problem, so that no rank waits for a failed one."""
+    """Raise OSError on every rank if one rank failed, so that no rank waits for the failed rank."""
     failed = torch.tensor([problem is not None], dtype=torch.int32)
     failed = failed.to("cuda") if _needs_cuda() else failed
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
@@ -245,7 +245,7 @@ def _needs_cuda() -> bool:
 
 def _check_space(folder: Path, models: Sequence[Any], optimizer: Any) -> None:
     """Raise OSError before writing if the disk of `folder` cannot hold the checkpoint. Each rank
-    counts the bytes that it will write; copies of the model count once."""
+    counts the bytes that it will write; data-parallel copies of the model count once."""
     mine = sum(t.numel() * t.element_size() for t in _optimizer_tensors(optimizer))
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
         mine += sum(p.numel() * p.element_size() for m in models for p in m.parameters())
@@ -268,7 +268,7 @@ def _is_distributed(optimizer: Any) -> bool:
 
 
 def _inner(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yield the torch optimizers inside Megatron's."""
+    """Yield the torch optimizers inside Megatron's optimizer."""
     for part in optimizer.chained_optimizers:
         if getattr(part, "optimizer", None) is not None:
             yield part.optimizer
@@ -285,7 +285,7 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 
 def fill_empty_states(optimizer: Any) -> None:
-    """Add AdamW's state to parameters that were never stepped, because Megatron asserts on it."""
+    """Add AdamW's state to parameters without any step, because Megatron requires this state."""
     for inner in _inner(optimizer):
         if not isinstance(inner, torch.optim.AdamW | torch.optim.Adam):
             continue  # the optimizers of TE and Apex create their own state
@@ -300,8 +300,8 @@ def fill_empty_states(optimizer: Any) -> None:
 
 
 def _patch_loading() -> None:
-    """Patch Megatron's loading, which unpickles everything but tensors. Without TE and Apex it also
-    expects a `step` per parameter and writes a leaf tensor in place outside no_grad."""
+    """Patch Megatron's loading, which would unpickle everything except tensors. Without TE and
+    Apex, it also expects a `step` per parameter and writes to leaf tensors outside no_grad."""
     MCoreLoadPlanner.load_bytes = index.load_bytes
 
     def set_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:

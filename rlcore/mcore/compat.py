@@ -1,4 +1,4 @@
-"""Functions of torch that differ between the supported versions, 2.11 to 2.13."""
+"""Wrap functions of torch that differ between the supported versions, 2.11 to 2.13."""
 
 import inspect
 from functools import cache
@@ -38,8 +38,8 @@ def varlen_attention(
 
 @cache
 def _wants_to_be_asked() -> bool:
-    """Return whether grouped-query attention must be enabled by an argument, as from torch 2.12 on.
-    The kernel supports it in every version."""
+    """Return whether grouped-query attention must be enabled by an argument, as since torch 2.12.
+    The kernel supports grouped-query attention in every version."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

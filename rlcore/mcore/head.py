@@ -1,7 +1,7 @@
-"""The actor's output layer, applied outside Megatron's model.
+"""Take the actor's output layer out of Megatron's forward pass.
 
-`ops/head.py` applies it in chunks of tokens (`--train.head_chunk_tokens`). The layer keeps its
-weight, its place in checkpoints and its optimizer state.
+`ops/head.py` applies the layer in chunks of tokens (`--train.head_chunk_tokens`). The layer keeps
+its weight, its place in checkpoints and its optimizer state.
 """
 
 from typing import Any
@@ -15,17 +15,17 @@ from torch import Tensor
 
 
 class LateHead:
-    """Output layer of the last model chunk, whose forward returns hidden states from now on."""
+    """Output layer of the last model chunk; the chunk's forward now returns hidden states."""
 
     def __init__(self, chunk: Any) -> None:
-        """Replace the forward of the chunk's output layer; `chunk` is an unwrapped GPTModel."""
+        """Replace the forward of the chunk's output layer; `chunk`: GPTModel without wrappers."""
         self._chunk = chunk
         self._sequence_parallel = chunk.output_layer.sequence_parallel
         chunk.output_layer.forward = _nothing
 
     @property
     def weight(self) -> Tensor:
-        """Weight of the output layer, [V/tp, H]; in a tied model that of the embedding."""
+        """Weight of the output layer, [V/tp, H]; in a tied model, the embedding's weight."""
         if self._chunk.share_embeddings_and_output_weights:
             return self._chunk.shared_embedding_or_output_weight()
         return self._chunk.output_layer.weight
@@ -33,12 +33,12 @@ class LateHead:
     @property
     def weight_grad(self) -> Tensor | None:
         """Gradient buffer of the weight in Megatron's data-parallel wrapper, fp32 for a bfloat16
-        model. Gradients may be added to it without autograd."""
+        model. Callers may add gradients to the buffer without autograd."""
         return getattr(self.weight, "main_grad", None)
 
     def rows(self, outputs: Tensor) -> Tensor:
         """Convert the model's outputs [1, L or L/tp, H] to hidden states [L, H] on every
-        tensor-parallel rank. Backward sums the ranks' parts of their gradient."""
+        tensor-parallel rank. Backward sums the gradient over the ranks."""
         hidden = outputs.squeeze(0)
         group = parallel_state.get_tensor_model_parallel_group()
         if self._sequence_parallel:
@@ -49,5 +49,5 @@ class LateHead:
 def _nothing(
     hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
 ) -> tuple[Tensor, None]:
-    """Return the hidden states unchanged, with the signature of the output layer's forward."""
+    """Return the hidden states unchanged; has the signature of the output layer's forward."""
     return hidden, None

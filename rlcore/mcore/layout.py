@@ -1,8 +1,8 @@
-"""Position of a rank in the parallel layout: plain arithmetic, no process groups, no Megatron.
+"""Compute a rank's position in the parallel layout, without process groups and without Megatron.
 
-Rank order is Megatron's default: tensor parallel ranks are neighbours, then context parallel, then
-data parallel, and pipeline stages are furthest apart. Expert parallel ranks are neighbours inside
-one pipeline stage (expert tensor parallel size is 1): an expert group may span data-parallel ranks.
+Rank order is Megatron's default, from fastest to slowest index: tensor, context, data, pipeline
+parallel. Expert-parallel ranks are adjacent inside one pipeline stage (expert tensor-parallel size
+is 1), so an expert group may span data-parallel ranks.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from rlcore.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """One rank of one world. Sizes are `tp pp vpp cp ep dp`, positions `*_rank`."""
+    """Layout of a world of train ranks: sizes `tp pp vpp cp ep dp`, and this rank's `*_rank`."""
 
     world_size: int
     rank: int
@@ -32,7 +32,7 @@ class ParallelLayout:
 
     @property
     def edp(self) -> int:
-        """Number of copies of each expert: ranks that hold the same experts of the same stage."""
+        """Number of copies of each expert: how many ranks of a stage hold the same experts."""
         return self.world_size // (self.ep * self.pp)
 
     @property
@@ -42,7 +42,7 @@ class ParallelLayout:
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:
-        """Global ranks that get the same `Batch` as this one: TP x CP x PP, in ascending order."""
+        """Global ranks that get the same `Batch` as this rank: TP x CP x PP, in ascending order."""
         return tuple(
             self._global(tp_rank, cp_rank, self.dp_rank, pp_rank)
             for pp_rank in range(self.pp)
@@ -52,8 +52,8 @@ class ParallelLayout:
 
     @property
     def lockstep_ranks(self) -> tuple[int, ...]:
-        """Global ranks that must run as many micro-batches as this one: the smallest union of
-        model-parallel and expert-parallel groups that contains it."""
+        """Global ranks that must run as many micro-batches as this rank: the smallest union of
+        whole model-parallel and whole expert-parallel groups that contains this rank."""
         stage = self.world_size // self.pp
         block, group = self.tp * self.cp, self.ep
         low, high = self.dp_rank * block, (self.dp_rank + 1) * block
@@ -66,7 +66,7 @@ class ParallelLayout:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the first of `replica_ranks`, its model-parallel group."""
+        """Whether this rank is the first of its model-parallel group (`replica_ranks`)."""
         return self.tp_rank == self.pp_rank == self.cp_rank == 0
 
     @property
@@ -184,8 +184,8 @@ def check_model(hf: HFConfig, train: TrainConfig) -> None:
             f"take a divisor of {hf.num_experts}"
         )
     if hf.num_experts and train.tp > 1 and train.ep == 1:
-        # Megatron recognises experts by ep alone: it would silently lose their gradients from the
-        # tokens of other tensor-parallel ranks.
+        # Megatron recognises experts by ep alone. With ep 1, it would silently lose the experts'
+        # gradients from tokens of other tensor-parallel ranks.
         raise ConfigError(
             f"--train.ep 1: under --train.tp {train.tp} Megatron does not add up the gradients of "
             "experts that are not distributed; set --train.ep to 2 or more, or --train.tp 1"

@@ -56,7 +56,7 @@ from rlcore.utils.log import announce, log
 
 class MegatronLearner:
     """Megatron-Core implementation of `protocols.Learner`. The default process group must consist
-    of the train ranks; if there is none, the learner creates one of a single rank."""
+    of the train ranks. If no group exists, the learner creates a group of one rank."""
 
     def __init__(
         self,
@@ -75,16 +75,16 @@ class MegatronLearner:
         """Build the model on this rank and load its weights. Collective.
 
         Args:
-            head: lm gives log-probs, value makes a critic: `values` instead of `logprobs`, metrics
-                named critic/* instead of actor/*, and no export.
+            head: `lm` builds a model with log-probs; `value` builds a critic, which has `values`
+                instead of `logprobs`, metrics critic/* instead of actor/*, and no `export`.
             temperature: sampling temperature; log-probs and entropies are of logits / temperature.
             seed: seed of the initial weights, with `model.random_init`.
-            total_updates: last update of a learning-rate schedule that does not set its own end.
+            total_updates: update at which the learning rate stops falling if
+                `train.lr_decay_updates` is 0.
             keep_reference: keep the start weights for `logprobs(..., "reference")`.
 
         Raises:
-            ValueError: a setting or layout is invalid, or differs from the layout of another
-                learner in this process.
+            ValueError: a setting is invalid, or another learner of this process has another layout.
         """
         check(hf, model, train)
         learning_rate(train, train.lr_warmup_updates, total_updates)
@@ -98,7 +98,7 @@ class MegatronLearner:
         self._role = "critic" if head == "value" else "actor"
         self.version = 0
         self.updates = 0
-        """Number of optimizer steps, skipped ones included; the learning rate depends on it."""
+        """Number of optimizer steps, including skipped steps; determines the learning rate."""
         self._train, self._total_updates = train, total_updates
         if self.device.type == "cuda":
             torch.use_deterministic_algorithms(train.deterministic, warn_only=True)
@@ -146,8 +146,8 @@ class MegatronLearner:
         self._sums: dict[str, Tensor] = {}
         self._kept = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._compared: set[bool] = set()
-        """Cases in which the fused op was found equal to the loss: True with old log-probs computed
-        by the op, False with old log-probs from the batch."""
+        """Cases in which the fused op was compared with the loss and agreed. True: the op computed
+        the old log-probs. False: the batch had old log-probs."""
         self._accumulated = False
         self._has_told = False
         self._parts: dict[Part, Parked] = {
@@ -206,7 +206,8 @@ class MegatronLearner:
     # ---- the protocol
 
     def logprobs(self, batch: Batch, model: Literal["actor", "reference"] = "actor") -> Tensor:
-        """Return log p of each token, 0 for first tokens: [T] float32 on the CPU, on every rank."""
+        """Return each token's log-prob (0 for the first of a sequence) on every rank: [T] float32
+        on the CPU."""
         self._must_have("lm", "logprobs")
         if model == "actor":
             self._must_be_here("logprobs", "weights")
@@ -217,8 +218,8 @@ class MegatronLearner:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Keep the reference weights on the device in place of the learner's, so that
-        `logprobs(batch, "reference")` over many batches loads them once."""
+        """Replace the learner's weights on the device by the reference weights for this block, so
+        that `logprobs(batch, "reference")` over many batches loads the reference weights once."""
         self._must_be_here("reference", "weights")
         if self._reference is None:
             raise RuntimeError("no reference weights; build the learner with keep_reference")
@@ -226,23 +227,23 @@ class MegatronLearner:
             yield
 
     def values(self, batch: Batch) -> Tensor:
-        """Return the critic's value before each token is sampled, 0 for first tokens: [T] float32
-        on the CPU, on every rank."""
+        """Return the critic's value before each token is sampled (0 for the first token of a
+        sequence) on every rank: [T] float32 on the CPU."""
         self._must_have("value", "values")
         self._must_be_here("values", "weights")
         return self._per_token(batch, self._value)
 
     def accumulate(self, batch: Batch, loss: Loss | ValueLoss) -> None:
         """Add the gradient of sum(per_token * mask * weight). Collective over the model-parallel
-        group; with expert parallelism, over all such groups that share experts. A rank with an
-        empty batch must call it too. A critic passes `ValueInputs` to a `ValueLoss`.
+        group; with expert parallelism, over all model-parallel groups that share experts. Ranks
+        with an empty batch must call too. A critic passes `ValueInputs` to a `ValueLoss`.
 
-        With `train.fused_loss` an actor gets the fused op's inputs from the loss's `policy`
-        (`trainer.objective.Objective` has one) and calls the loss itself only for metrics. The
-        first micro-batch, with and without given old log-probs, compares both token by token.
+        With `train.fused_loss` an actor gets the fused op's inputs from the loss's method `policy`
+        (see `trainer.objective.Objective`) and calls the loss itself only for metrics. Op and loss
+        are compared once token by token, for batches with and for batches without old log-probs.
 
         Raises:
-            ValueError: the batch lacks an input of the loss, or the fused op computes another loss.
+            ValueError: the batch lacks an input of the loss, or the fused op and the loss disagree.
         """
         self._must_be_here("accumulate", "weights", "gradients")
         if self.head == "value" and batch.num_tokens and batch.returns is None:
@@ -256,7 +257,7 @@ class MegatronLearner:
         self._accumulated = True
 
     def kept(self) -> tuple[int, int]:
-        """Return the numbers of tokens and of sequences that the loss has kept in its mask since
+        """Return the number of tokens, and of sequences, that the loss has kept in its mask since
         the last `apply`, over all ranks. Collective."""
         counts = self._kept.clone()
         if self.layout.world_size > 1:
@@ -267,10 +268,10 @@ class MegatronLearner:
     def apply(self, normaliser: float) -> dict[str, float]:
         """Make one optimizer step on the gradient sums, divided by the global count `normaliser`.
 
-        Returns `actor/grad_norm`, `actor/lr`, `actor/loss` (critic/* for a critic) and the means of
-        the loss's metrics over the tokens that it kept since the last call. If the gradient norm or
-        the loss is not finite, the weights stay unchanged and `actor/skipped` is 1. Every rank must
-        have called `accumulate`.
+        Returns `actor/grad_norm`, `actor/lr`, `actor/loss` (critic/* for a critic) and the loss's
+        metrics. Each metric is the mean over the tokens that the loss has kept since the last
+        `apply`. If the gradient norm or the loss is not finite, the weights stay unchanged and
+        `actor/skipped` is 1. Every rank must have called `accumulate`.
         """
         self._must_be_here("apply", *PARTS)
         if not self._accumulated:
@@ -308,8 +309,8 @@ class MegatronLearner:
         }
 
     def discard(self) -> None:
-        """Discard the accumulated gradients and metrics; weights, optimizer and update counters
-        stay. Every rank must call it."""
+        """Discard the accumulated gradients and metrics, but keep weights, optimizer and update
+        counters. Every rank must call `discard`."""
         self._must_be_here("discard", "gradients")
         for model in self._models:
             model.zero_grad_buffer()
@@ -332,8 +333,8 @@ class MegatronLearner:
 
     def offload(self, parts: Collection[Part] = PARTS) -> None:
         """Release the accelerator memory of these parts. Weights and optimizer states move to host
-        memory; gradients are freed and come back as zeros. On the CPU only the gradients are freed.
-        Offloaded parts must not be used before `onload`, on the CPU either."""
+        memory; gradients are freed, and `onload` restores them as zeros. A learner on the CPU frees
+        only the gradients, but must not use any offloaded part before `onload` either."""
         self._must_be_itself("offload")
         if self._accumulated and "gradients" in parts:
             raise RuntimeError(
@@ -366,10 +367,10 @@ class MegatronLearner:
         checkpoint.save(Path(path), self._models, self._optimizer, state)
 
     def load(self, path: Path) -> None:
-        """Read a checkpoint of `save`, which may come from another layout. Collective.
+        """Load a checkpoint that `save` wrote, under this or another layout. Collective.
 
         Raises:
-            ValueError: `path` holds no checkpoint, or that of a model with another head.
+            ValueError: `path` holds no checkpoint, or the checkpoint's model has another head.
         """
         self._must_be_here("load", "weights", "optimizer")
         state = checkpoint.load(Path(path), self._models, self._optimizer, head=self.head)
@@ -446,8 +447,8 @@ class MegatronLearner:
         )
 
     def _per_token(self, batch: Batch, read: Callable[[MicroBatch, Tensor], Tensor]) -> Tensor:
-        """Return `read(micro, outputs)` of all tokens in the batch's order: [T] float32, on the
-        CPU."""
+        """Run a forward pass; return `read(micro, outputs)` for all tokens in the batch's order,
+        [T] float32 on the CPU."""
         cut = self._cut(batch)
         found: list[Tensor] = []
 
@@ -469,8 +470,8 @@ class MegatronLearner:
     def _scores(
         self, micro: MicroBatch, logits: Tensor, *, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return log-prob and entropy of every token, [T] each, 0 for first tokens. They are full
-        on every rank of the last stage; a context-parallel rank has its part of the gradient."""
+        """Return log-prob and entropy of all tokens, [T] each (0 for the first of a sequence), on
+        all ranks of the last stage. Each context-parallel rank has its part of the gradient."""
         where = self._where(entropy_grad=entropy_grad)
         if self._late is None:
             scores = log_probs(logits.squeeze(0), micro.targets, in_place=True, **where)
@@ -507,7 +508,7 @@ class MegatronLearner:
         return self._about(micro, outputs.view(-1))
 
     def _about(self, micro: MicroBatch, rows: Tensor) -> Tensor:
-        """Map this rank's rows to the tokens that they predict."""
+        """Map this rank's rows to the tokens that the rows predict; other tokens get 0."""
         if self.layout.cp > 1:
             group = parallel_state.get_context_parallel_group()
             rows = _GatherRows.apply(rows, group, micro.packed.gathered)
@@ -517,7 +518,7 @@ class MegatronLearner:
         """Map token values [..., T] to this rank's rows [..., L] that predict the tokens; rows that
         predict no token get 0."""
         length, cp = micro.targets.numel(), self.layout.cp
-        # No row predicts a first token, so its value goes to an extra row past the end.
+        # No row predicts the first token of a sequence; its value goes to an extra last row.
         index = torch.where(micro.predicted, micro.take, cp * length)
         rows = values.new_zeros(*values.shape[:-1], cp * length + 1)
         rows = rows.index_copy_(-1, index, values)[..., :-1]
@@ -547,8 +548,8 @@ class MegatronLearner:
     def _fused(
         self, loss: Loss | ValueLoss, micro: MicroBatch, outputs: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Compute `_loss` with the fused op, which gives the gradient. The loss itself runs in
-        torch only for metrics, on the log-probs of the op."""
+        """Do the work of `_loss` with the fused op, which computes the gradient. The loss itself
+        runs in torch on the op's log-probs, only for metrics."""
         given, spec = self._policy(loss, micro)
         made = self._policy_loss(micro, outputs, given, spec)
         own = micro.batch.old_log_probs is None
@@ -570,8 +571,8 @@ class MegatronLearner:
     def _must_agree(
         self, micro: MicroBatch, fused: dict[str, Tensor], total: Tensor, x: Any, out: LossOutput
     ) -> None:
-        """Raise ValueError if the fused op's losses and gradients, `fused`, differ from those of
-        the loss in torch. One token of a thousand may differ: near a clip rounding decides."""
+        """Raise ValueError if the fused op's losses and gradients, `fused`, differ from those in
+        torch. 1 token in 1000 may differ: close to a clip bound, rounding decides."""
         kept = x.mask if out.mask is None else x.mask & out.mask
         weight = 1.0 if micro.batch.weight is None else micro.batch.weight
         slope = torch.zeros_like(x.log_probs)
@@ -593,7 +594,7 @@ class MegatronLearner:
                 )
 
     def _policy(self, loss: Any, micro: MicroBatch) -> tuple[PolicyInputs, PolicySpec]:
-        """Return inputs (by rows of this rank) and specification of the fused op."""
+        """Return the fused op's inputs, ordered like this rank's rows, and its settings."""
         batch = micro.batch
         dtype = statistics_dtype(self._config.params_dtype)
         unknown = torch.zeros(batch.num_tokens, dtype=dtype, device=self.device)
@@ -622,7 +623,7 @@ class MegatronLearner:
         )
 
     def _count(self, x: LossInputs | ValueInputs, out: LossOutput, micro: MicroBatch) -> Tensor:
-        """Add a micro-batch to the metrics of the update and return its sum of losses."""
+        """Add a micro-batch to the update's metrics and return the sum of its losses."""
         terms = out.per_token if micro.batch.weight is None else out.per_token * micro.batch.weight
         kept = x.mask if out.mask is None else x.mask & out.mask
         # Tensor- and context-parallel ranks have the same tokens, so only one of them counts.
@@ -640,7 +641,7 @@ class MegatronLearner:
 
     @torch.no_grad()
     def _step(self, rate: float) -> float:
-        """Step on the ready gradients if their norm is finite; return the norm before clipping."""
+        """Step the optimizer if the gradient norm is finite; return the norm before clipping."""
         optimizer = self._optimizer
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("lr_mult", 1.0)
@@ -660,8 +661,8 @@ class MegatronLearner:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def _name_metrics(self, batch: Batch, loss: Loss | ValueLoss) -> None:
-        """Register the metrics' names on stages before the last, by a loss over one masked token,
-        so that all ranks reduce the same vector."""
+        """Register the metrics' names on stages before the last, so that all ranks reduce the same
+        vector. The loss of one masked token gives the names."""
         if self.layout.is_last_stage:
             return
         x = inputs.placeholder(self.head, self.device, reference=batch.ref_log_probs is not None)
@@ -683,8 +684,7 @@ class MegatronLearner:
     # ---- weights
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        """Yield main parameters and moments; if the main parameters are the model's, only
-        moments."""
+        """Yield the optimizer's moments, and its main parameters unless the model owns these."""
         own = {identity(p.data.untyped_storage()) for p in self._parameters()}
         for part in self._optimizer.chained_optimizers:
             tensors = [p.data for p in part.get_parameters()]
@@ -700,7 +700,7 @@ class MegatronLearner:
 
 class _GatherRows(torch.autograd.Function):
     """Gather the rows of all context-parallel ranks in sequence order. All ranks compute the same
-    loss on them, so backward keeps this rank's part without a sum."""
+    loss on the gathered rows, so backward keeps this rank's part without a sum."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, gathered: Tensor) -> Tensor:
@@ -718,7 +718,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 def _clip(parameters: Sequence[Tensor], most: float, norm: float) -> None:
-    """Scale the gradients from the norm `norm` to the norm `most`."""
+    """Scale the gradients, whose norm is `norm`, to the norm `most`."""
     if not parameters:
         return
     if parameters[0].dtype is not torch.float64:
@@ -731,10 +731,10 @@ def _clip(parameters: Sequence[Tensor], most: float, norm: float) -> None:
 
 
 def _output(loss: Loss | ValueLoss, x: LossInputs | ValueInputs) -> LossOutput:
-    """Call the loss on `x`; the learner's head decides the type of both."""
+    """Call the loss on `x`. The learner's head determines the types: those of policy or value."""
     return cast(Callable[[LossInputs | ValueInputs], LossOutput], loss)(x)
 
 
 def _metrics_of(x: LossInputs | ValueInputs, out: LossOutput) -> dict[str, Tensor]:
-    """Return the metrics to average over the trained tokens, [T] by name."""
+    """Return the metrics to average over the trained tokens, each [T], by name."""
     return out.metrics if isinstance(x, ValueInputs) else {"actor/entropy": x.entropy} | out.metrics

@@ -1,8 +1,8 @@
-"""Offloading of tensors that keeps their views valid, such as those of Megatron's flat buffers.
+"""Offload tensors and keep all views of them valid, such as views of Megatron's flat buffers.
 
 Storages are emptied and later filled again; no tensor gets another storage.
 
-Own code instead of torch_memory_saver: no library to preload and no hook in the allocator.
+Own code instead of torch_memory_saver: it preloads no library and hooks into no allocator.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 BLOCK = 64 * 2**20
-"""Bytes per allocation of pinned memory. torch rounds each allocation up to a power of two: a
-single one of 17 GB would take 34 GB of the host."""
+"""Bytes per allocation of pinned memory. torch rounds each allocation up to a power of two, so a
+single allocation of 17 GB would take 34 GB of host memory."""
 
 
 class Parked:
-    """One part of a model's state, such as its weights, on the accelerator or in host memory.
-    Tensors on the CPU stay there; with `zeros` they are freed as well."""
+    """Part of a model's state, such as the weights, that is on the accelerator or offloaded to host
+    memory. Tensors of a model on the CPU stay in place, but `zeros` frees these as well."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, zeros: bool = False) -> None:
-        """Define the part: each call of `tensors` returns its current tensors. With `zeros` the
-        contents are not kept."""
+        """Define the part: each call of `tensors` returns the part's current tensors. With `zeros`
+        the contents are not kept, and `restore` fills the tensors with zeros."""
         self._tensors, self._zeros = tensors, zeros
         self._room = HostRoom()
         self._away: list[tuple[torch.UntypedStorage, Tensor, int]] = []
@@ -46,7 +46,7 @@ class Parked:
         self.is_away = True
 
     def restore(self) -> None:
-        """Allocate the storages again and restore their contents, or zeros."""
+        """Allocate the storages again and restore the contents, or fill with zeros."""
         for storage, contents, size in self._away:
             storage.resize_(size)
             if self._zeros:
@@ -63,7 +63,7 @@ class Parked:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of pinned host memory held for the part, offloaded or not."""
+        """Bytes of pinned host memory held for the part, even while it is not offloaded."""
         return self._room.num_bytes
 
 
@@ -79,8 +79,8 @@ class HostRoom:
         return sum(block.numel() for block in self._blocks)
 
     def write(self, sources: Sequence[Tensor]) -> None:
-        """Copy uint8 tensors here one after the other, overwriting earlier contents. A copy from an
-        accelerator is complete only after a synchronisation."""
+        """Copy uint8 tensors into this memory one after the other, overwriting earlier contents.
+        Copies from an accelerator are complete only after a synchronisation."""
         need = sum(source.numel() for source in sources)
         pinned = torch.cuda.is_available()
         while self.num_bytes < need:
@@ -89,7 +89,7 @@ class HostRoom:
             here.copy_(outside, non_blocking=True)
 
     def read(self, targets: Sequence[Tensor]) -> None:
-        """Copy the contents of the last `write` into tensors of the same sizes and order."""
+        """Copy the contents of the most recent `write` into tensors of the same sizes and order."""
         for outside, here in self._pieces(targets):
             outside.copy_(here, non_blocking=True)
 
@@ -119,12 +119,12 @@ def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 
 def identity(storage: torch.UntypedStorage) -> int:
-    """Return a key that is equal for equal storages, also while they are empty."""
+    """Return a key that identifies the storage, even while the storage is empty."""
     return storage._cdata
 
 
 def as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    """Return the storage as a uint8 view [nbytes], which stays valid when the storage is emptied
+    """Return a uint8 view [nbytes] of the storage. The view stays valid when the storage is emptied
     and filled again."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 

@@ -1,9 +1,9 @@
-"""Safe reading of the pickles in a torch checkpoint, so that a checkpoint cannot run code.
+"""Check the pickles in a torch checkpoint before loading, so that a checkpoint cannot run code.
 
-The index of a checkpoint is a pickle that torch loads unchecked. This module first loads it with an
-unpickler that knows only the classes of such an index. The files of the index hold pickles for all
-entries that are not tensors. Only extra states of modules are allowed there, and they must be empty
-(they would have contents only in FP8 training, which is not supported).
+The index of a checkpoint is a pickle that torch loads unchecked. This module loads the index first,
+with an unpickler that accepts only the classes of an index. The files that the index names hold
+pickles for entries that are not tensors. The only such entries allowed are extra states of modules,
+which must be empty (extra states have contents only in FP8 training, which is not supported).
 """
 
 import io
@@ -41,7 +41,7 @@ KNOWN = {
         "WriteItemType",
     },
 }
-"""Classes in an index of torch 2.13 and Megatron-Core 0.16, by module."""
+"""Classes in a checkpoint's index (torch 2.13, Megatron-Core 0.16), by module."""
 EXTRA_STATE = "._extra_state/shard_"
 
 
@@ -82,8 +82,8 @@ def _check(index: Any) -> None:
 
 
 def load_bytes(planner: DefaultLoadPlanner, item: Any, value: io.BytesIO) -> None:
-    """Load an extra state with torch's `load_bytes` if it is empty, else raise ConfigError. torch
-    unpickles it unchecked, and Transformer Engine unpickles the bytes inside."""
+    """Load an extra state with torch's `load_bytes` if empty; otherwise raise ConfigError, because
+    torch unpickles the state unchecked, and Transformer Engine unpickles the bytes inside."""
     found = torch.load(value, weights_only=True)
     if not isinstance(found, list) or not all(
         state is None or (isinstance(state, Tensor) and state.numel() == 0) for state in found

@@ -1,8 +1,8 @@
-"""Division of a batch into micro-batches in the layout that the model needs.
+"""Divide a batch into micro-batches in the layout that the model needs.
 
-Sequences are sorted by length, so that those of one micro-batch are similar; an index restores the
-order of the results. Context parallelism pads every sequence to a multiple of 2 cp. Sequence
-parallelism adds a dummy sequence, so that the number of tokens is a multiple of tp.
+Sequences are sorted by length, so that a micro-batch has sequences of similar length; an index
+restores the order of the results. Context parallelism pads every sequence to a multiple of 2 cp.
+Sequence parallelism adds a dummy sequence, so that the number of tokens is a multiple of tp.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from rlcore.tensors import Batch, cumulative
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Inputs of one forward pass: T tokens of the batch, L tokens in this rank's model."""
+    """Inputs of one forward pass. T: tokens of the micro-batch; L: rows of this rank's input."""
 
     batch: Batch  # T tokens, on the learner's device; T is 0 in a dummy micro-batch
     tokens: Tensor  # [1, L] model input
     positions: Tensor  # [1, L]
     targets: Tensor  # [L] the token that each row predicts; 0 if it predicts none
     packed: Packed
-    take: Tensor  # [T] gathered row that predicts each token; arbitrary for first tokens
-    predicted: Tensor  # [T] bool: has a token before it
-    sequence: Tensor  # [T] int64
+    take: Tensor  # [T] gathered row that predicts each token; arbitrary where not `predicted`
+    predicted: Tensor  # [T] bool: False for the first token of a sequence
+    sequence: Tensor  # [T] int64 index of the token's sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class Cut:
     """The micro-batches of one batch."""
 
     micro_batches: list[MicroBatch]
-    order: Tensor = field(repr=False)  # [T] token of the batch at each place of the micro-batches
+    order: Tensor = field(repr=False)  # [T] batch index of each token, in micro-batch order
 
 
 def groups(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Divide the rows into micro-batches of at most `budget` tokens, longest rows first. A longer
-    sequence has its own micro-batch."""
+    """Divide the rows into micro-batches of at most `budget` tokens, longest rows first. A row
+    longer than `budget` gets a separate micro-batch."""
     found: list[list[int]] = []
     tokens = 0
     for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
@@ -55,7 +55,7 @@ def groups(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 def rounded_count(count: int, layout: ParallelLayout) -> int:
     """Round the number of micro-batches up to what the schedule needs: at least one per pipeline
-    stage, and with interleaving a multiple of the stages."""
+    stage, and with interleaving a multiple of the number of stages."""
     count = max(count, layout.pp)
     if layout.vpp > 1:
         count = -(-count // layout.pp) * layout.pp
@@ -63,7 +63,7 @@ def rounded_count(count: int, layout: ParallelLayout) -> int:
 
 
 class Cutter:
-    """Divides batches into micro-batches for one rank."""
+    """Divide batches into micro-batches for one rank."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Cutter:
         return groups(batch.lengths, self._budget)
 
     def cut(self, batch: Batch, rows: list[list[int]], count: int) -> Cut:
-        """Make the micro-batches of `rows`, and dummies up to `count` micro-batches."""
+        """Make a micro-batch for each list in `rows`, then empty micro-batches up to `count`."""
         flat = [row for group in rows for row in group]
         starts, lengths = batch.cu_seqlens.tolist(), batch.lengths
         pieces = [torch.arange(starts[r], starts[r] + lengths[r]) for r in flat]
@@ -115,7 +115,7 @@ class Cutter:
         filler = rest * layout.cp or (0 if padded else multiple * self._fill)
         full = [*padded, filler] if filler else padded
         total = sum(full)
-        # `place` maps the tokens of the batch to the padded ones, in sequence order.
+        # `place` maps the tokens of the batch to their padded positions, in sequence order.
         count = torch.tensor(lengths, dtype=torch.int64)
         room = torch.tensor(padded, dtype=torch.int64)
         shift = (room.cumsum(0) - room) - (count.cumsum(0) - count)

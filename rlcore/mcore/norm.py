@@ -1,7 +1,7 @@
-"""RMSNorm for Megatron's layer specs, with support for sequence parallelism and fast on the CPU.
+"""Provide an RMSNorm for Megatron's layer specs, with sequence parallelism and fast on the CPU.
 
-Megatron's own wrapper does not support sequence parallelism. An attribute of the weight makes
-Megatron sum its gradient over the tensor-parallel ranks.
+Megatron's own wrapper does not support sequence parallelism. Here, an attribute of the weight makes
+Megatron sum the weight's gradient over the tensor-parallel ranks.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class RMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    """RMSNorm: x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise x [..., H] with weight [H]; the result [..., H] has x's dtype."""
+    """Apply RMSNorm to x [..., H] with weight [H]; the result [..., H] has x's dtype."""
     if x.device.type == "cpu" and x.dtype is not torch.bfloat16 and torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
@@ -46,7 +46,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         # LayerNorm's kernel with mean 0 gives scale * (gw - mean(gw) - xn * mean(gw * xn)) with
-        # gw = grad * weight and xn = x * scale. RMSNorm's gradient has no mean(gw): add it back.
+        # gw = grad * weight and xn = x * scale. RMSNorm's gradient lacks mean(gw), so add it back.
         zero = torch.zeros_like(scale)
         grad = grad.contiguous()
         dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(

@@ -1,7 +1,7 @@
-"""Process groups of the train ranks, created by Megatron and checked against a `ParallelLayout`.
+"""Let Megatron create the train ranks' process groups and check them against a `ParallelLayout`.
 
 Megatron keeps one set of groups per process. The learners of one process (actor and critic) share
-it: the first one creates it, the last one to leave destroys it.
+the set: the first learner creates the groups, the last learner to leave destroys them.
 """
 
 from contextlib import ExitStack
@@ -20,10 +20,10 @@ from rlcore.utils import collective
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """Process groups of the train ranks that Megatron does not keep."""
+    """Process groups of the train ranks that rlcore adds to Megatron's."""
 
     lockstep: dist.ProcessGroup | None
-    """Ranks that run the same number of micro-batches; None if they all share one batch anyway."""
+    """Group of `ParallelLayout.lockstep_ranks`; None if these ranks share one batch (ep 1)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,18 +35,18 @@ class _Shared:
     users: int = 1
 
     def join(self) -> None:
-        """Count one more user."""
+        """Add one user."""
         self.users += 1
 
     def leave(self) -> bool:
-        """Count one user less; return whether that was the last one."""
+        """Remove one user; return whether no user is left."""
         self.users -= 1
         return not self.users
 
 
 _shared: _Shared | None = None
 _left: list[dist.ProcessGroup] = []
-"""Groups that Megatron no longer uses but that still exist; with gloo each keeps three threads."""
+"""Groups that Megatron no longer uses but that still exist; each gloo group has three threads."""
 
 
 def initialise(
@@ -56,16 +56,16 @@ def initialise(
     seed: int = 0,
     timeout_s: float = ClusterConfig.timeout_s,
 ) -> tuple[ParallelLayout, Groups]:
-    """Create Megatron's process groups over the default group, or join those of this process.
+    """Create Megatron's process groups over the default group, or join this process's groups.
 
-    The default group must consist of the train ranks; if there is none, a group of one rank is
-    created. Every call needs a call of `destroy`. Collective.
+    The default group must consist of the train ranks. If no group exists, a group of one rank is
+    created. Every call needs a matching call of `destroy`. Collective.
 
     Args:
         seed: seed of Megatron's random states; only the first call sets them.
 
     Raises:
-        ValueError: the layout differs from that of the existing groups of this process.
+        ValueError: the groups of this process have another layout.
     """
     global _shared
     if _shared is not None:
@@ -74,10 +74,10 @@ def initialise(
         return _shared.layout, _shared.groups
     with ExitStack() as undo:
         own_world = not dist.is_initialized()
-        # Skip groups that are destroyed already: other ranks of this world may not know them.
+        # Skip groups that are already destroyed: other ranks of this world may not have them.
         alive = dist.distributed_c10d._world.pg_map
         if old := [group for group in dict.fromkeys(_left) if group in alive]:
-            dist.barrier()  # after it no rank is inside a collective of these groups
+            dist.barrier()  # afterwards no rank is inside a collective of these groups
             for group in old:
                 dist.destroy_process_group(group)
         _left.clear()
@@ -128,7 +128,7 @@ def _lockstep_group(
         if ranks in done:
             continue
         done.add(ranks)
-        # Collective over the world: every rank makes every group, in the same order.
+        # `new_group` is collective over the world: all ranks make all groups, in the same order.
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
         if layout.rank in ranks:
             mine = group
@@ -164,7 +164,7 @@ def destroy() -> None:
         return
     if not _shared.leave():
         return
-    # Only the next `initialise` destroys them, because a peer may still be in its last collective.
+    # The next `initialise` destroys the groups; a peer may still be in its last collective.
     made = [*(parallel_state._global_process_group_list or ()), _shared.groups.lockstep]
     _left.extend(g for g in made if isinstance(g, dist.ProcessGroup) and g is not dist.group.WORLD)
     parallel_state.destroy_model_parallel()

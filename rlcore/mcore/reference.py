@@ -1,4 +1,4 @@
-"""The reference model: a copy of the start weights in host memory."""
+"""Keep the reference model, a copy of the start weights: in host memory for GPU learners."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,11 +10,11 @@ from rlcore.mcore.memory import HostRoom
 
 
 class ReferenceModel:
-    """Copy of the weights that the parameters have at construction."""
+    """Copy of the weights at the time of construction."""
 
     def __init__(self, parameters: Iterable[Tensor], *, pinned: bool | None = None) -> None:
-        """Copy the weights. With `pinned` they are in blocks of pinned memory, and each use copies
-        them to the device; this is the default for parameters on an accelerator."""
+        """Copy the weights. With `pinned` (default for parameters on an accelerator), the copy is
+        in blocks of pinned host memory, and each use copies the weights to the device."""
         self._parameters = list(parameters)
         if pinned is None:
             pinned = any(p.device.type == "cuda" for p in self._parameters)
@@ -29,11 +29,11 @@ class ReferenceModel:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Give the parameters the reference weights, and their own again on exit.
+        """Set the parameters to the reference weights, and restore the learner's weights on exit.
 
-        Only pointers change, so views of a parameter's own memory (Megatron's flat buffers, the
-        optimizer's shards) stay valid. On the CPU nothing is copied; an accelerator holds a second
-        copy of the weights meanwhile.
+        Only pointers change, so views of the learner's weights (Megatron's flat buffers, the
+        optimizer's shards) stay valid. On the CPU nothing is copied; an accelerator holds both
+        weights during the block.
         """
         own = [p.data for p in self._parameters]
         self.is_in_place = True
@@ -57,7 +57,7 @@ class ReferenceModel:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the tensor as uint8 [bytes]; a view if it is contiguous."""
+    """Return the tensor as uint8 [bytes]; a view if the tensor is contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 

@@ -1,6 +1,6 @@
-"""Rotary position embedding on packed tokens: tables once per micro-batch, one pass per tensor.
+"""Apply rotary position embedding to packed tokens: tables once per micro-batch, one pass each.
 
-Megatron's own packed path splits the tokens into sequences in Python, per layer and per tensor.
+Megatron's own code for packed tokens splits them into sequences in Python, per layer and tensor.
 """
 
 from typing import Any
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def tables(inverse: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the angles at positions [T], [T, 1, head_dim / 2] each."""
+    """Return cos and sin of the angles at `positions` [T]: [T, 1, head_dim / 2] each."""
     angles = positions.to(inverse.dtype).unsqueeze(-1) * inverse
     return angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, head_dim] by its angles; the halves of head_dim are the coordinates."""
+    """Rotate x [T, heads, head_dim]; dimensions i and i + head_dim / 2 form a pair."""
     return _Rotate.apply(x, cos, sin)
 
 

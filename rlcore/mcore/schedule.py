@@ -1,4 +1,4 @@
-"""Learning-rate schedule.
+"""Compute the learning rate of an update from the configured schedule.
 
 Own code instead of Megatron's OptimizerParamScheduler: a pure function has no state to save.
 """

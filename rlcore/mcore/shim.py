@@ -1,9 +1,9 @@
-"""Shim to run Megatron-Core without CUDA, and a check of its version.
+"""Check Megatron-Core's version, and make it run without CUDA.
 
 Every `megatron.core.*` module gets, instead of `torch`, a proxy in which `torch.cuda.*` and
 `device="cuda"` mean the CPU. Other modules see the real torch, except that `Tensor.type` and
-`Tensor.cuda` check their caller, because Megatron calls these two on tensors. With CUDA nothing is
-changed. The shim uses private functions, so it requires one exact version.
+`Tensor.cuda` are patched to behave differently for calls from Megatron. With CUDA nothing is
+changed. The shim uses private functions of Megatron, so it requires one exact version.
 """
 
 import contextlib
@@ -34,13 +34,13 @@ def prepare() -> None:
         ConfigError: megatron-core has another version, or psutil is missing.
     """
     _check_installation()
-    # Megatron warns at import, once per optional package that the local layers do not need.
+    # Megatron warns at import about each optional package, but the local layers need none.
     warnings.filterwarnings(
         "ignore",
         message=r"(Apex|Transformer Engine and Apex) (is|are) not installed",
         module=r"megatron\.core",
     )
-    # Megatron calls deprecated functions of torch.
+    # Users cannot act on Megatron's calls of deprecated functions of torch.
     for message in (r"`load_state_dict` is deprecated", r"Please use DTensor instead"):
         warnings.filterwarnings("ignore", message=message, category=FutureWarning)
     warnings.filterwarnings(
@@ -48,10 +48,10 @@ def prepare() -> None:
         message=r"`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
         category=FutureWarning,
     )
-    # Megatron needs it for the order of kernels and warns without it; CUDA reads it only when the
-    # first context is created.
+    # Megatron needs this variable for the order of kernels and warns if it is unset. CUDA reads it
+    # when the first context is created.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # Without it cuBLAS is not reproducible, and torch warns at every matrix product.
+    # Without this variable cuBLAS is not reproducible, and torch warns at every matrix product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.cuda.is_available():
         return
@@ -82,7 +82,7 @@ def _check_installation() -> None:
 
 
 class _Null:
-    """Stream or event without any effect."""
+    """Stand-in for a CUDA stream or event; all methods do nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -96,7 +96,7 @@ class _Null:
 
 
 class _Proxy(types.ModuleType):
-    """Proxy of a module with some names replaced."""
+    """Proxy for a module in which some names are replaced."""
 
     def __init__(self, real: types.ModuleType, **replaced: Any) -> None:
         super().__init__(real.__name__)
@@ -165,7 +165,7 @@ def _all_gather(outputs, tensor, group=None, async_op=False):  # noqa: ANN001, A
 
 
 def _reduce_scatter(output, inputs, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):  # noqa: ANN001, ANN202
-    """Reduce-scatter tensors of unequal sizes by all-reduces, for the same reason."""
+    """Reduce-scatter tensors of unequal sizes by all-reduces; gloo supports only equal sizes."""
     dist = torch.distributed
     if len({part.shape for part in inputs}) == 1:
         return dist.reduce_scatter(output, inputs, op=op, group=group, async_op=async_op)
@@ -212,7 +212,7 @@ class _Finder(importlib.abc.MetaPathFinder):
                 torch.set_rng_state(state)
             )
         if hasattr(module, "maybe_move_tensor_to_cpu"):
-            # Megatron converts only CUDA tensors to the numpy split sizes that all-to-all needs.
+            # All-to-all needs numpy split sizes, but Megatron converts only CUDA tensors to numpy.
             move = module.maybe_move_tensor_to_cpu
             module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
                 tensor.numpy()
@@ -222,8 +222,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _patch_tensor_methods() -> None:
-    """Patch `type()` to return a CUDA name and `cuda()` to do nothing for callers in
-    `megatron.core`."""
+    """Patch two methods of tensors for callers in `megatron.core`: `type()` returns a CUDA type
+    name, and `cuda()` does nothing."""
 
     def from_megatron() -> bool:
         name = sys._getframe(2).f_globals.get("__name__", "")
@@ -243,7 +243,7 @@ def _patch_tensor_methods() -> None:
         return self if from_megatron() else real_cuda(self, *args, **kwargs)
 
     torch.Tensor.type = type_  # type: ignore[method-assign]  # what this function is for
-    torch.Tensor.cuda = cuda  # type: ignore[method-assign]  # the same
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign]  # what this function is for
 
 
 def patch_moe_utils() -> None:

@@ -1,15 +1,15 @@
-"""Output layer of a critic: one value per token, in place of Megatron's logits.
+"""Define the output layer of a critic: one value per token, in place of Megatron's logits.
 
-    V = w . h        h: hidden state after the final norm; w: as many weights, no bias
+    V = w . h        h: hidden state after the final norm; w: weights, as many as h has units
 
 w starts at 0, so a new critic returns 0 everywhere and the first advantages depend only on the
 rewards. Random weights would add an arbitrary function of the hidden state: with a standard
-deviation of 0.02 and 4096 hidden units of size 1 it is 1.3, as large as the rewards. The trunk gets
-its first gradient in the second update. There is no bias, because it would lag: Adam moves every
-weight by about the learning rate, and a hidden state has thousands of them.
+deviation of 0.02 and 4096 hidden units of size 1, this function is about 1.3, as large as rewards.
+The trunk gets its first gradient in the second update. A bias is left out because it would learn
+too slowly: Adam moves each weight by about the learning rate, and thousands of weights outpace it.
 
 Differs from verl (`LinearForLastLayer`), which initialises as torch.nn.Linear does and multiplies
-in the parameters' dtype, and from slime, which has a bias and normal initial weights of 0.02.
+in the parameters' dtype. Differs from slime, which has a bias and initial weights of std 0.02.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ class ValueHead(torch.nn.Module):
     """Linear layer from hidden states [L, 1, H] to values [L, 1, 1].
 
     Values are float32, or float64 in a float64 model. Every tensor-parallel rank has the same
-    weights. Under sequence parallelism each computes its part of the tokens, and an attribute of
-    the weight makes Megatron sum the gradients."""
+    weights. With sequence parallelism each rank computes its part of the tokens, and an attribute
+    of the weight makes Megatron sum the gradients."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -39,10 +39,10 @@ class ValueHead(torch.nn.Module):
     def forward(
         self, hidden: Tensor, weight: None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """Compute the values, with the signature of Megatron's output layer."""
+        """Compute the values; the signature is that of Megatron's output layer."""
         dtype = torch.float64 if hidden.dtype is torch.float64 else torch.float32
         values = F.linear(hidden.to(dtype), self.weight.to(dtype))
         if self.sequence_parallel:
-            # Every rank has the same loss of all tokens, so each keeps its part of the gradient.
+            # All ranks compute the same loss over all tokens, so each keeps its gradient's part.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None

@@ -1,20 +1,20 @@
-"""Log-probs, entropies and the fused policy loss from hidden states.
+"""Compute log-probs, entropies and the fused policy loss from hidden states.
 
 The output layer runs in chunks of tokens, so that logits of the whole micro-batch never exist.
 
-    log_probs      any loss       forward: hidden -> logits -> statistics, by chunk
-                                  backward: logits again, their gradient in place, two products
-    policy_loss    one sweep      logits -> gradient in place, both products, by chunk, in forward
+    log_probs      any loss       forward, by chunk: hidden -> logits -> statistics
+                                  backward, by chunk: logits -> gradient in place -> two products
+    policy_loss    fused loss     forward, by chunk: logits -> gradient in place -> two products
 
-log_probs takes four and policy_loss three matrix products of the size of the output layer; whole
-logits take three. The weight's gradient is summed over the chunks in float32 (float64 for float64),
-in `weight_grad` if that buffer is given.
+The two products are the gradients of hidden states and weight. In total, log_probs needs four and
+policy_loss three matrix products of the output layer's size; unchunked logits need three. The
+weight's gradient is summed in float32 (float64 for float64), in the buffer `weight_grad` if given.
 
-Shapes: T tokens, H hidden size, W columns of this rank. Under tensor parallelism every rank has the
-hidden states of all tokens and a part of the vocabulary. It returns its share of the hidden states'
-gradient; the caller sums the shares.
+Shapes: T tokens, H hidden size, W columns of this rank. With tensor parallelism, every rank has the
+hidden states of all tokens and a part of the vocabulary. Each rank returns its share of the hidden
+states' gradient; the caller sums the shares.
 
-Own code instead of Liger-Kernel: its kernels are Triton and need a GPU, this runs on CPUs too.
+Own code instead of Liger-Kernel, whose Triton kernels need a GPU; this code also runs on CPUs.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def log_probs(
     entropy_grad: bool = True,
     weight_grad: Tensor | None = None,
 ) -> LogProbs:
-    """Return log-prob of `tokens` and entropy, [T] each, differentiable; logits = hidden weight^T.
+    """Return log-prob of `tokens` and entropy for logits = hidden weight^T: differentiable, [T].
 
     Args:
         hidden: [T, H].
@@ -80,12 +80,12 @@ def policy_loss(
     group: dist.ProcessGroup | None = None,
     weight_grad: Tensor | None = None,
 ) -> PolicyLoss:
-    """Compute `policy.policy_loss` of logits = hidden weight^T, and its gradients in the same call.
+    """Compute `policy.policy_loss` for logits = hidden weight^T, and its gradients in one call.
 
     Args:
         weight_grad: [V/tp, H] buffer to which this call (not backward) adds the weight's gradient,
-            instead of `weight.grad`. The loss must then be differentiated directly, not multiplied
-            before; backward checks that. None: autograd returns it in the weight's dtype.
+            instead of `weight.grad`. The loss must then be differentiated without a factor;
+            backward checks this. None: autograd returns the gradient in the weight's dtype.
         others: as in `log_probs` here and in `policy.policy_loss`.
 
     Raises:
@@ -286,14 +286,14 @@ class _Gradients:
         if self._sum.dtype is grad.dtype:
             self._sum.addmm_(a, b)
         elif grad.is_cuda and self._sum.dtype is torch.float32:
-            # Keep the product's float32 sums: rounding each chunk to bfloat16 costs more accuracy
-            # than the order of summation.
+            # Add in float32, because rounding each chunk's product to bfloat16 would lose more
+            # accuracy than the changed order of summation.
             torch.addmm(self._sum, a, b, out_dtype=torch.float32, out=self._sum)
         else:
             self._sum.add_(torch.mm(a, b))
 
     def weight(self, upstream: Tensor | None = None) -> Tensor | None:
-        """Return the weight's gradient for autograd; None if `weight_grad` has it."""
+        """Return the weight's gradient for autograd; None if `weight_grad` holds the gradient."""
         if self._sum is None or self._is_lent:
             return None
         if upstream is not None:

@@ -1,17 +1,17 @@
-"""Log-prob and entropy of a token from (vocabulary-parallel) logits: op A, and its gradient: op B.
+"""Compute log-prob and entropy of tokens from (vocabulary-parallel) logits, with gradients.
 
     x = logits / temperature      logp = x[token] - logsumexp(x)      H = logsumexp(x) - sum p x
 
-Forward reads the logits once; backward reads and writes them once. No other tensor of their size is
+Forward reads the logits once; backward reads and writes them once. No other tensor of that size is
 kept. Statistics are float32 (float64 for float64 logits); gradients have the logits' dtype. Columns
-from `vocab_size` on are padding: probability 0, gradient 0. Under tensor parallelism one all-gather
-of four numbers per token combines the parts.
+from `vocab_size` on are padding: probability 0, gradient 0. With tensor parallelism, one all-gather
+of four numbers per token combines the ranks' results.
 
-Native code (`csrc/loss`) runs if it is built, else torch; a start-up line names the choice.
+Native code (`csrc/loss`) is used if built, otherwise torch; a line in the log names the choice.
 
 Shapes: T tokens, V vocabulary, W columns of this rank.
 
-Own kernels instead of `torch.compile`: forward and backward take .174 s for 1.48 s,
+Own kernels instead of `torch.compile`: forward and backward take .174 s instead of 1.48 s for
 [2048, 151936] in bfloat16 on 2 threads (`tools/results/bench_loss.json`).
 """
 
@@ -41,7 +41,7 @@ class LogProbs(NamedTuple):
 class VocabShard(NamedTuple):
     """Part of the vocabulary on this rank."""
 
-    first: int  # global id of its first column
+    first: int  # global token id of the first column
     valid: int  # columns that are not padding
 
 
@@ -63,15 +63,15 @@ def log_probs(
         logits: [T, V/tp], this rank's part of the vocabulary; padding comes last.
         tokens: [T] int64, global ids. A token out of range raises on the CPU; on a GPU its log-prob
             is nan, because a check would wait for the device.
-        vocab_size: number of real entries; columns from there on have probability 0.
-        group: tensor-parallel group, None or of size 1 for whole logits.
+        vocab_size: number of real entries; columns from `vocab_size` on have probability 0.
+        group: tensor-parallel group, None or of size 1 for unsplit logits.
         entropy_grad: False gives an entropy without a gradient, which makes backward cheaper.
         in_place: backward overwrites the logits with their gradient.
 
     Raises:
         ValueError: an argument is invalid.
-        RuntimeError: in backward, if the logits were overwritten since forward; with `in_place`,
-            for example by an earlier backward.
+        RuntimeError: in backward, if the logits were overwritten since forward, as an earlier
+            backward with `in_place` does.
     """
     shard = check(logits, tokens, vocab_size, temperature, group, in_place)
     check_tokens(tokens, vocab_size)
@@ -92,8 +92,8 @@ def check(
     group: dist.ProcessGroup | None,
     in_place: bool,
 ) -> VocabShard:
-    """Check the arguments and return the part of the vocabulary on this rank. Raise ValueError if
-    an argument is invalid."""
+    """Check the arguments and return this rank's part of the vocabulary. Raise ValueError if an
+    argument is invalid."""
     if logits.dim() != 2:
         raise ValueError(f"logits: shape {list(logits.shape)}; must be [tokens, vocabulary]")
     if logits.dtype not in DTYPES:
@@ -129,7 +129,7 @@ def check_row(
 def check_shard(
     width: int, vocab_size: int, temperature: float, group: dist.ProcessGroup | None
 ) -> VocabShard:
-    """Return the columns of this rank. Raise ValueError if ranks and vocabulary do not match."""
+    """Return this rank's columns. Raise ValueError if all ranks together have too few columns."""
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature {temperature}: must be a finite number above 0")
     if vocab_size < 1:
@@ -162,14 +162,14 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the statistics of logits with this dtype."""
+    """Return the dtype in which statistics of logits of `dtype` are computed."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def row_stats(logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float) -> Tensor:
     """Return four statistics of this rank's columns, [4, T]: top = max x (rounded),
-    sum e^(x - top), sum e^(x - top) (x - top), and x - top of the token. The last one is -inf if
-    the token belongs to another rank."""
+    sum e^(x - top), sum e^(x - top) (x - top), and x - top of the token. The fourth is -inf if the
+    token's column is on another rank."""
     out = logits.new_empty((4, logits.size(0)), dtype=statistics_dtype(logits.dtype))
     ops = native.torch_ops("token_logprob", logits.device.type)
     if ops is None:
@@ -194,11 +194,11 @@ def row_grad(
 ) -> Tensor:
     """Write the gradient of the logits to `out`, which may be the logits, and return it.
 
-    It is (g (onehot - p) - h p (log p + H)) / temperature, [T, W] in the logits' dtype, where g and
-    h are the gradients of log-prob and entropy. Rows with g = h = 0 are not read. `lse` [2, T] has
-    the two terms of logsumexp from `combined`: their sum would lose precision for large logits.
+    The gradient is (g (onehot - p) - h p (log p + H)) / temperature, [T, W] in the logits' dtype; g
+    and h are the gradients of log-prob and entropy. Rows with g = h = 0 are not read. `lse` [2, T]
+    has logsumexp as two terms (`combined`), as one number would lose precision for large logits.
     """
-    # Gradients of sums and expanded scalars have stride 0.
+    # The kernels need dense rows; gradients of sums and of expanded scalars have stride 0.
     g = None if grad_logp is None else grad_logp.to(lse.dtype).contiguous()
     h = None if grad_entropy is None else grad_entropy.to(lse.dtype).contiguous()
     where = (tokens.contiguous(), first, valid, temperature)
@@ -226,7 +226,7 @@ class _LogProb(torch.autograd.Function):
         stats = row_stats(logits, tokens, *shard, temperature)
         logp, entropy, lse = combined(gathered(stats, group))
         if in_place:
-            # Not saved through autograd, which raises if backward overwrites a saved tensor.
+            # Autograd raises if backward overwrites a saved tensor, so keep the logits in `ctx`.
             ctx.logits, ctx.version = logits.detach(), version(logits)
             ctx.save_for_backward(tokens, lse, entropy)
         else:
@@ -261,12 +261,12 @@ class _LogProb(torch.autograd.Function):
 
 
 def version(value: Tensor) -> int:
-    """Return torch's count of the writes to the tensor; 0 for an inference tensor."""
+    """Return torch's count of writes to the tensor; 0 for an inference tensor."""
     return 0 if value.is_inference() else value._version
 
 
 def count_write(value: Tensor) -> None:
-    """Count a native op's write to the tensor, as torch counts those of its own ops."""
+    """Count a native op's write to the tensor, as torch does for writes of its own ops."""
     if not value.is_inference():
         torch.autograd.graph.increment_version(value)
 
@@ -282,7 +282,7 @@ def gathered(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def combined(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Combine the statistics [R, 4, T] of all parts to log-prob [T], entropy [T] and logsumexp
-    [2, T]. The latter has two terms: top and log sum e^(x - top)."""
+    [2, T], which is split into two terms: top and log sum e^(x - top)."""
     if stats.size(0) == 1:
         top, total, dot, target = stats[0]
     else:
@@ -291,7 +291,7 @@ def combined(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shift = tops - top  # [R, T], -inf for a part without a possible token
         scale = shift.exp()
         total = (stats[:, 1] * scale).sum(0)
-        # Such a part adds 0 times -inf, which must count as 0.
+        # A part without a possible token adds 0 * -inf, which must count as 0.
         moved = stats[:, 2] + stats[:, 1] * shift
         dot = torch.where(scale == 0, 0.0, moved * scale).sum(0)
         target = (stats[:, 3] + shift).amax(0)
@@ -304,7 +304,7 @@ def empty_like(logits: Tensor) -> Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-# ---- the same in torch
+# ---- reference in torch
 
 
 def blocks(logits: Tensor) -> list[slice]:
@@ -328,11 +328,11 @@ def reference_stats(
         x = logits[block, :valid].to(out.dtype, copy=True)
         found = x.gather(-1, local[block].unsqueeze(-1)).squeeze(-1)
         most = x.amax(-1)
-        # In a row of only -inf, subtracting the top would give nan.
+        # If all logits of a row are -inf, subtracting the top would give nan.
         base = torch.where(most == float("-inf"), 0.0, most)
         top = (base.double() / temperature).to(out.dtype)
         rest = base.double() / temperature - top.double()
-        # Subtract the top first: large probabilities then have small exponents and rounding errors.
+        # Subtract the top first, because large probabilities then have small rounding errors.
         x.sub_(base.unsqueeze(-1)).div_(temperature)
         e = x.exp()
         total = e.sum(-1).double()

@@ -1,10 +1,10 @@
-"""Selection of the build of an op: native code, or the reference in Python or torch. The choice is
-announced once.
+"""Select native code for an op if built, else the reference in Python or torch. The choice is
+logged once.
 
-    _C         suffix forest                                  `load(op)`
-    _C_torch   ops of torch, rlcore_native::*, CPU and CUDA    `torch_ops(op, device)`
+    _C         suffix forest                                   `load(op)`
+    _C_torch   torch ops rlcore_native::*, for CPU and CUDA    `torch_ops(op, device)`
 
-With the environment variable RLCORE_NATIVE=1 a missing build is an error; 0 disables a present one.
+With the environment variable RLCORE_NATIVE=1, a missing build is an error; 0 disables native code.
 """
 
 import functools
@@ -20,7 +20,7 @@ from rlcore.utils.log import announce, log
 
 @functools.cache
 def load(op: str, symbol: str = "") -> ModuleType | None:
-    """Return the extension, or None if `op` runs its Python reference. Announce it once per op.
+    """Return the extension, or None if `op` runs in Python. Log the choice once per op.
 
     Args:
         symbol: attribute of the extension that `op` needs; an older build may lack it.
@@ -50,10 +50,10 @@ def load(op: str, symbol: str = "") -> ModuleType | None:
 @functools.cache
 def torch_ops(op: str, device: str = "cpu") -> Any | None:
     """Return `torch.ops.rlcore_native` if it has kernels for `device` ("cpu", "cuda"), or None if
-    `op` runs its torch reference. Announce it once per op and device.
+    `op` runs in torch. Log the choice once per op and device.
 
     Raises:
-        ImportError: RLCORE_NATIVE=1 and there is no build, or none for this device.
+        ImportError: RLCORE_NATIVE=1, and no build exists or it lacks kernels for this device.
     """
     wanted = os.environ.get("RLCORE_NATIVE", "")
     if wanted == "0":
@@ -85,7 +85,7 @@ def _library() -> str:
     """Load `_C_torch.so`; return the reason if that fails, else ""."""
     import torch
 
-    # The library is in the package folder, in an editable build too.
+    # The library is in the package folder, also in an editable install.
     path = Path(__file__).resolve().parents[1] / "_C_torch.so"
     if not path.is_file():
         return "no native build"
@@ -97,8 +97,8 @@ def _library() -> str:
 
 
 def _without_kernels(device: str) -> str:
-    """Return the reason that the library has no kernels for `device` (on CUDA: for the current
-    one), else ""."""
+    """Return why the library has no kernels for `device` (for "cuda": the current device), else
+    ""."""
     import torch
 
     if device == "cpu":
@@ -114,7 +114,7 @@ def _without_kernels(device: str) -> str:
 
 @functools.cache
 def _warn(why: str) -> None:
-    """Warn once that a GPU runs without the kernels."""
+    """Warn once that a GPU runs without rlcore's kernels."""
     log.warning(
         "WARNING: this GPU runs without rlcore's CUDA kernels (%s): log-probs, losses and weight "
         "copies take longer and more memory. Run bash tools/setup.sh where nvcc and a C++ compiler "

@@ -1,24 +1,24 @@
-"""The clipped policy loss with rollout correction, KL and entropy, from logits in one sweep.
+"""Compute the clipped policy loss with rollout correction, KL and entropy, in one pass over logits.
 
-Per row it computes log-prob, entropy and the token's loss, and overwrites the logits with their
-gradient.
+For every row of logits, the op computes log-prob, entropy and loss of the row's token, and
+overwrites the row with its gradient.
 
-    log r  = logp - old_log_probs              held within +-log_limit, no gradient beyond
+    log r  = logp - old_log_probs              clamped to +-log_limit, no gradient outside
     policy = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)
     policy = min(policy, -clip_dual A)    where A < 0; clip_dual 0 or inf: off
     w      = min(p_old / p_sampler, is_threshold) / is_mean, or 1
     keep   = bounds[0] <= log p_sampler / p_old <= bounds[1], or true
-    loss_t = keep (w policy + kl_coef KL - entropy_coef H)             w, keep: no gradient
+    loss_t = keep (w policy + kl_coef KL - entropy_coef H)    w, keep: constants in the gradient
     loss   = sum_t weight_t loss_t
 
-A token of weight 0 is not trained: its row is not read; its log-prob, entropy and loss are 0. Other
-losses (over sequences, other algorithms) use `log_probs` of logprob.py, and the loss itself runs in
-torch. `trainer/objective.py` translates the settings; `csrc/loss/policy.h` is the native code.
+A token of weight 0 is not trained on: its row is skipped, and its log-prob, entropy and loss are 0.
+Other losses (per sequence, other algorithms) run in torch on `log_probs` of logprob.py.
+`trainer/objective.py` translates the run's settings; `csrc/loss/policy.h` is the native code.
 
-Whole logits use `policy_rows_`. A split vocabulary needs all ranks' statistics between reading and
-writing, so it uses row_stats, one all-gather, `policy_tokens` and row_grad.
+Unsplit logits use `policy_rows_`. If the vocabulary is split over ranks, the gradient needs the
+statistics of all ranks: row_stats, one all-gather, `policy_tokens` and row_grad run in this order.
 
-Own kernels instead of `torch.compile`: .202 s for 1.48 s, and 2 passes over the logits
+Own kernels instead of `torch.compile`: .202 s instead of 1.48 s, with 2 passes over the logits
 (`tools/results/bench_loss.json`).
 """
 
@@ -75,9 +75,9 @@ class PolicySpec:
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_dual: float = 0.0
-    """Cap of -loss / A for A < 0; 0 and inf turn it off."""
+    """Cap of -loss / A for A < 0; 0 and inf disable the cap."""
     is_threshold: float | None = None
-    """Cap of the weight p_old / p_sampler; inf means no cap, None no weight."""
+    """Cap of the weight p_old / p_sampler; inf: no cap; None: no weight is applied."""
     is_mean: float = 1.0
     """Divisor of the weights."""
     bounds: tuple[float, float] | None = None
@@ -122,7 +122,7 @@ class PolicyLoss(NamedTuple):
     entropy: Tensor
     """Entropy [T], detached; 0 for a token of weight 0."""
     tokens: Tensor
-    """Outputs per token by the names in ROWS, [len(ROWS), T], detached."""
+    """Outputs per token in the order of ROWS, [len(ROWS), T], detached."""
 
 
 def policy_loss(
@@ -137,16 +137,16 @@ def policy_loss(
     in_place: bool = False,
     unit_upstream: bool = False,
 ) -> PolicyLoss:
-    """Compute the loss of packed tokens, and its gradient in the same call.
+    """Compute the loss of packed tokens, and the gradient in the same call.
 
     Args:
         logits: [T, V/tp], this rank's part of the vocabulary; padding comes last.
         tokens: [T] int64, global ids. A token out of range raises on the CPU and gives nan
             elsewhere.
-        group: tensor-parallel group, None or of size 1 for whole logits.
+        group: tensor-parallel group, None or of size 1 for unsplit logits.
         in_place: overwrite the logits with the gradient, in this call.
-        unit_upstream: the caller differentiates the loss directly, not a multiple of it; with
-            in_place, backward then only checks that.
+        unit_upstream: the caller differentiates the loss itself, not a multiple of the loss; with
+            in_place, backward then only checks this.
 
     Raises:
         ValueError: an argument is invalid.
@@ -156,7 +156,7 @@ def policy_loss(
     logprob.check_tokens(tokens, vocab_size)
     check_spec(spec, inputs)
     given, params = prepared(inputs, spec, logits.size(0), logits)
-    # On a GPU tokens are not checked; one out of range must not look like another rank's token.
+    # On a GPU tokens are not checked; an invalid token must not look like another rank's token.
     given = guarded(given, tokens, vocab_size)
     wanted = torch.is_grad_enabled() and logits.requires_grad
     where = (*shard, temperature)
@@ -224,8 +224,8 @@ def prepared(
 
 
 def guarded(inputs: Given, tokens: Tensor, vocab_size: int) -> Given:
-    """Set the advantage of out-of-range tokens to nan on a GPU, where they raise no error, so that
-    they are not trained silently."""
+    """Set the advantage of out-of-range tokens to nan on a GPU, where such tokens raise no error
+    and would be trained on silently."""
     if tokens.device.type == "cpu":
         return inputs
     old, sampler, ref, advantage, weight = inputs
@@ -234,7 +234,7 @@ def guarded(inputs: Given, tokens: Tensor, vocab_size: int) -> Given:
 
 
 def cut(inputs: Given, chunk: slice) -> Given:
-    """Return the rows of a chunk."""
+    """Return the inputs of a chunk of tokens."""
     old, sampler, ref, advantage, weight = inputs
     ref = None if ref is None else ref[chunk]
     return old[chunk], sampler[chunk], ref, advantage[chunk], weight[chunk]
@@ -281,8 +281,8 @@ def policy_rows_(
     inputs: Given,
     params: list[float],
 ) -> tuple[Tensor, Tensor]:
-    """Overwrite whole logits with the gradient of the sum. Return log-probs and entropies [2, T],
-    and the outputs [len(ROWS), T]."""
+    """Overwrite unsplit logits with the gradient of the summed loss. Return log-probs and entropies
+    [2, T], and the outputs [len(ROWS), T]."""
     where = (tokens.contiguous(), first, valid, temperature)
     ops = native.torch_ops("policy_loss", logits.device.type)
     if ops is None:
@@ -341,7 +341,7 @@ def scaled_(grad: Tensor, upstream: Tensor, unit: bool) -> Tensor:
         return grad
     if grad.dtype is upstream.dtype:
         return grad.mul_(upstream)
-    # In 16 bits the factor would be rounded too.
+    # In a 16-bit dtype the factor would be rounded, too.
     for block in logprob.blocks(grad):
         grad[block] = grad[block].to(upstream.dtype) * upstream
     return grad
@@ -394,7 +394,7 @@ def _by_steps(
     return stats, out
 
 
-# ---- the same in torch
+# ---- reference in torch
 
 
 def reference(
@@ -463,8 +463,8 @@ def reference(
 
 
 def _kl(kind: str, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Return value and derivative by logp, with d = ref_log_probs - logp; see
-    rlcore/algos/kl.py."""
+    """Return the KL estimate and its derivative with respect to logp; d = ref_log_probs - logp.
+    See rlcore/algos/kl.py."""
     growth = d.expm1()
     if kind == "low_var_kl":
         held = d.clamp(-20, 20)

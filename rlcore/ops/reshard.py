@@ -1,22 +1,22 @@
-"""Copies of many parts of tensors to and from one flat buffer, in one launch, with a checksum.
+"""Copy many parts of tensors to or from one flat buffer, in one launch, with a checksum.
 
-A `ReshardPlan` is made once for a static layout; each call of `pack` and `unpack` takes tensors and
-buffer. C++ and CUDA code (`csrc/reshard`) runs if it is built, else torch piece by piece, with the
-same bytes and checksum. Casts round to nearest even, as in torch; a cast turns every NaN into the
-positive quiet NaN.
+A `ReshardPlan` is made once for a layout; each call of `pack` and `unpack` takes the tensors and
+the buffer (bucket). C++ and CUDA code (`csrc/reshard`) is used if built; otherwise torch copies
+piece by piece, with the same bytes and checksum. Casts round to nearest even, as in torch, and turn
+every NaN into the positive quiet NaN.
 
-    plan = Plan([TensorSpec((2, 3), torch.float32)], [Piece(tensor=0, offset=0, shape=(2, 3))], 24)
-    said = plan.pack([tensor], bucket)
-    assert plan.unpack(bucket, [other]) == said == checksum(bucket)
+    specs = [TensorSpec((2, 3), torch.float32)]
+    plan = ReshardPlan(specs, [TensorPiece(tensor=0, offset=0, shape=(2, 3))], num_bytes=24)
+    sent = plan.pack([tensor], bucket)
+    assert plan.unpack(bucket, [other]) == sent == checksum(bucket)
 
-The checksum has 64 bits: the sum, modulo 2^64, of one value per word of 8 bytes, which depends on
-the word and its position, and one value for the number of bytes. It does not depend on how the work
-is split. It always detects a change within one word. According to trials, it misses swapped,
-zeroed, repeated or missing ranges with a probability of about 2^-64. It does not protect against
-deliberate manipulation.
+The 64-bit checksum is a sum modulo 2^64: one value per 8-byte word, computed from the word and its
+position, plus one value for the number of bytes. How the work is split does not change the
+checksum. It always detects a change within one word. In trials it missed swapped, zeroed, repeated
+or missing ranges with a probability of about 2^-64. It is no protection against manipulation.
 
-Own code instead of torch's copies: a push of 1 GiB takes 197 ms for 895 ms, with its checksum
-(`tools/results/reshard.json`).
+Own code instead of torch's copies: a weight update of 1 GiB with checksum takes 197 ms instead of
+895 ms (`tools/results/reshard.json`).
 """
 
 import math
@@ -37,9 +37,9 @@ _DIMS = 4
 _TILE_BYTES = 32 << 10
 _GAP = -1
 _MAX_RUNS = 1 << 26
-_FEW = 1024  # maximum number of holes with their own row, besides one per piece
+_FEW = 1024  # maximum number of table rows for gaps, beyond one per piece
 
-# The codes are those of csrc/reshard/plan.h.
+# Type codes of csrc/reshard/plan.h.
 _FLOATS = {torch.float64: 5, torch.float32: 6, torch.bfloat16: 7, torch.float16: 8}
 _RAW = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
 _FIELDS = 22
@@ -66,8 +66,8 @@ class _Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPiece:
-    """A box of elements in a tensor and its place in the bucket. Strides are in elements of the
-    tensor's or the bucket's dtype; offsets are from the start of the tensor or the bucket."""
+    """A box of elements in a tensor and its place in the bucket. Strides count elements: of the
+    tensor's dtype in the tensor, of the bucket's dtype in the bucket."""
 
     tensor: int
     """Index into the plan's tensors."""
@@ -77,17 +77,17 @@ class TensorPiece:
     strides: tuple[int, ...] | None = None
     """Strides in the bucket; None means contiguous."""
     dtype: torch.dtype | None = None
-    """Dtype in the bucket; None means the tensor's. If it differs, both must be float64, float32,
-    bfloat16 or float16."""
+    """Dtype in the bucket; None means the tensor's. A cast needs float64, float32, bfloat16 or
+    float16 in both tensor and bucket."""
     start: int = 0
-    """Elements from the start of the tensor."""
+    """First element of the box, counted from the start of the tensor."""
     tensor_strides: tuple[int, ...] | None = None
     """Strides in the tensor; None means the tensor's own, with the same number of dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """A checked piece."""
+    """A checked `TensorPiece`."""
 
     number: int
     tensor: int
@@ -101,8 +101,8 @@ class _Box:
 
 
 class ReshardPlan:
-    """Places of tensor parts in a bucket of `num_bytes`. Bytes outside all pieces are packed as
-    zeros. A plan holds no tensors and may be used by one thread at a time."""
+    """Map parts of tensors to places in a bucket of `num_bytes`. `pack` fills bytes outside all
+    pieces with zeros. A plan holds no tensors. Only one thread at a time may use it."""
 
     def __init__(
         self, tensors: Sequence[TensorSpec], pieces: Sequence[TensorPiece], num_bytes: int
@@ -130,8 +130,8 @@ class ReshardPlan:
         return self._move(tensors, bucket, pack=True)
 
     def unpack(self, bucket: Tensor, tensors: Sequence[Tensor]) -> int:
-        """Fill the tensors from the bucket; return the checksum of the bytes read. If it differs
-        from the sent checksum, the tensors' contents are invalid."""
+        """Fill the tensors from the bucket; return the checksum of the bytes read. If this differs
+        from the checksum that `pack` returned, the tensors' contents are invalid."""
         return self._move(tensors, bucket, pack=False)
 
     def _move(self, tensors: Sequence[Tensor], bucket: Tensor, pack: bool) -> int:
@@ -201,7 +201,7 @@ def checksum_reference(bucket: Tensor) -> int:
         if head.storage_offset() % _WORD:
             head = head.clone()
         words = head.view(torch.int64)
-        part = 1 << 20  # words per pass, which limits the temporary memory
+        part = 1 << 20  # words per pass; limits temporary memory
         for first in range(0, whole, part):
             total += _sum_of(words[first : first + part], first)
     if rest:
@@ -212,7 +212,7 @@ def checksum_reference(bucket: Tensor) -> int:
 
 
 def _sum_of(words: Tensor, first: int) -> int:
-    """Sum the values of words from position `first` on; torch's integers wrap around as in C++."""
+    """Sum the values of words, the first at position `first`; int64 wraps around as in C++."""
     end = first + 1 + len(words)
     keys = torch.arange(first + 1, end, device=words.device) * _signed(_GOLDEN)
     y = words ^ keys
@@ -231,7 +231,7 @@ def _signed(x: int) -> int:
 
 
 def _finish(total: int, num_bytes: int) -> int:
-    """Add the value of the length, at position -1 with key 0, to the sum over words."""
+    """Add the value of the length, as of a word at position -1 (key 0), to the sum over words."""
     y = num_bytes ^ num_bytes >> 29
     return (total + (y ^ y >> 32)) & _MASK
 
@@ -511,7 +511,7 @@ def _by_stride(dim: tuple[int, int, int]) -> tuple[int, int]:
 
 
 class _Table:
-    """Table of pieces for the native op, on its device, as described in csrc/reshard/plan.h."""
+    """Table of pieces for the native op, on a device, in the format of csrc/reshard/plan.h."""
 
     def __init__(
         self,
@@ -543,7 +543,7 @@ class _Table:
         self._addresses = torch.zeros(0, dtype=torch.int64)
 
     def addresses(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the tensors' addresses on the device; uploaded only if they have changed."""
+        """Return the tensors' addresses as a tensor on the device, uploaded only after a change."""
         now = [tensor.data_ptr() for tensor in tensors]
         if now != self._known or not now:
             self._addresses = torch.tensor(now, dtype=torch.int64, device=self._device)
@@ -576,17 +576,17 @@ def _row(box: _Box) -> list[int]:
 
 
 def _hole(start: int, end: int) -> list[int]:
-    """Return the table row of bytes that belong to no piece."""
+    """Return the table row of a byte range outside all pieces."""
     sizes, strides = (1, 1, 1, end - start), (0, 0, 0, 1)
     return [*(*sizes, *strides, *strides, start, 0, _GAP, 0, 0, 1, _TILE_BYTES, 1, 0, 0)]
 
 
 def _gaps(boxes: Sequence[_Box], num_bytes: int) -> tuple[list[int], Any] | None:
-    """Return the padding bytes that each piece zeroes after its end, up to a word, and the other
-    ranges outside all pieces, [gaps, 2]. If a word belongs to several pieces, return None: the
+    """Return how many bytes each piece zeroes after its end, up to the next word, and the other
+    ranges outside all pieces, [gaps, 2]. Return None if a word belongs to several pieces; the
     checksum is then computed in a separate pass."""
     runs, _ = _bucket_runs(boxes)
-    if len(runs) and (runs[1:, 0] < runs[:-1, 1]).any():  # overlapping reads: unpack only
+    if len(runs) and (runs[1:, 0] < runs[:-1, 1]).any():  # pieces overlap: only unpack works
         return None
     pads = []
     for box in boxes:
@@ -596,10 +596,10 @@ def _gaps(boxes: Sequence[_Box], num_bytes: int) -> tuple[list[int], Any] | None
         if box.offset % _WORD or not (one_run or _word_rows(dims, box.dtype.itemsize)):
             return None
         pads.append(min(-end % _WORD, num_bytes - end))
-    ends = np.minimum(-(-runs[:, 1] // _WORD) * _WORD, num_bytes)  # behind the pads
+    ends = np.minimum(-(-runs[:, 1] // _WORD) * _WORD, num_bytes)  # padding included
     holes = np.stack([np.append(0, ends), np.append(runs[:, 0], num_bytes)], 1)
     if (holes[:, 0] > holes[:, 1]).any():
-        return None  # a piece starts in the word in which another one ends
+        return None  # a piece starts in the word in which another piece ends
     holes = holes[holes[:, 0] < holes[:, 1]]
     return None if len(holes) > _FEW + len(boxes) else (pads, holes.tolist())
 

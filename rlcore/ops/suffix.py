@@ -1,37 +1,38 @@
-"""Suffix forest: drafts for speculative decoding from earlier responses to the same prompt.
+"""Draft tokens for speculative decoding from earlier responses to the same prompt (suffix forest).
 
-RhymeRL's HistoSpec, arXiv:2508.18588: one index per prompt over its earlier responses. The end of a
-request's stream is matched in the index; the draft is the continuation with the largest sum of
-rewards.
+RhymeRL's HistoSpec, arXiv:2508.18588: one index per prompt over its earlier responses (the prompt's
+history). The end of a request's stream (its tokens so far) is matched in the index; the draft is
+the continuation with the largest sum of rewards.
 
-    match   the longest suffix of the stream (prompt, if fed, and response) that occurs in one of
-            the prompt's responses, at most `limit` tokens. Below `min_match` there is no draft. If
-            no occurrence has a continuation, the match is shortened until one has.
+    match   the longest suffix of the stream (response, and prompt if appended) that occurs in one
+            of the prompt's responses, at most `limit` tokens. A match below `min_match` gives no
+            draft. If no occurrence has a continuation, the match is shortened until one has.
     branch  priority of a string = (sum of rewards over its occurrences, number of occurrences),
-            compared in this order, then the smaller token. If a reward of the prompt is negative,
-            all of the prompt's are shifted by the smallest. Rewards count in steps of 2**-16.
-    draft   the branch of highest priority, token by token, at most `window`. It stops if
-            count(path) < min_prob * count(match), which is the product of branch probabilities.
-            If rewards select a rarer first token than that, the most frequent one is used instead
-            (the smaller of equals), unless it is too rare as well.
-    live    the request's own stream. Candidates are the last `candidates` earlier places where the
-            same `live_match` tokens end. The longest match backwards is used (at most `limit`, 64
-            if that is 0), the most recent of equals. The draft is the continuation there; at the
-            end of the stream it goes on with its own beginning (a period repeats). It is used if
-            the match is longer than that of the history, or the history has no draft.
-    window  starts at `start_window`. If a draft is fully accepted, it grows by `growth`, at most to
-            `max_window`; after a rejection it returns to the start; an empty draft changes nothing.
+            compared in this order, then the smaller token. If a prompt has negative rewards, the
+            smallest is subtracted from all its rewards. Rewards are rounded to steps of 2**-16.
+    draft   the branch of highest priority at every token, at most `window` tokens. The draft ends
+            where the product of branch probabilities, count(path) / count(match), falls below
+            `min_prob`. If already the first token's probability is below `min_prob`, the most
+            frequent first token is used (on a tie the smaller), unless it is below, too.
+    live    matches in the request's own stream. Candidates are the most recent `candidates` earlier
+            places that end with the stream's last `live_match` tokens. The candidate with the
+            longest match backwards wins (at most `limit` tokens, 64 if `limit` is 0), on a tie the
+            most recent. Its continuation is the draft; past the stream's end, the draft repeats
+            itself. The live draft is used if its match is longer than that of the history, or if
+            the history gives no draft.
+    window  maximum draft length. It starts at `start_window`, grows by `growth` up to `max_window`
+            after a fully accepted draft, and is reset by a rejection, but not by an empty draft.
             With a `knee` (tokens per forward pass at which compute becomes the bound), each of
-            `running` requests has a budget of knee // running - 1 (1 to max_window). Drafts are
-            not longer than it. Windows start and grow by budget // 4 (rounded down to even) if
-            that is more.
+            `running` requests has a budget of knee // running - 1 draft tokens (1 to max_window),
+            which caps its draft. The start and growth of windows are at least budget // 4, rounded
+            down to even.
 
-Differs from the paper: live matches, the match without a limit, and the load rule below the knee.
-C++ (`csrc/suffix`) runs if it is built; `ReferenceForest` gives the same drafts, a thousand times
-slower. On a GPU: `rlcore.ops.suffix_device`.
+Additions to the paper: live matches, unlimited match length, and the load rule of `knee`. The C++
+code (`csrc/suffix`) is used if built; `ReferenceForest` gives the same drafts, a thousand times
+slower. The version for GPUs is `rlcore.ops.suffix_device`.
 
-Own code instead of arctic-inference's suffix trees: a batch of 256 requests takes 235 us for
-16,027, and history 42 bytes per token for 258 (`csrc/README.md`, window 16, one core).
+Own code instead of arctic-inference's suffix trees: 235 us instead of 16,027 us per 256 requests,
+and 42 instead of 258 bytes of history per token (`csrc/README.md`, window 16, one core).
 """
 
 import math
@@ -55,12 +56,12 @@ LARGEST_REWARD = 16384.0
 
 
 class Forest:
-    """Histories by prompt and live requests on them. B is the batch, W the width of its drafts.
+    """Histories of prompts, and open requests. B: number of requests in a call; W: width of drafts.
 
-    Arrays are numpy, contiguous, and of exactly the stated dtype; returned arrays are new. A bad
-    argument raises a ValueError that names it; out of memory raises MemoryError. Neither changes
-    the forest. Calls release the GIL and may come from several threads: `build` runs concurrently
-    with other calls, which run one at a time.
+    Arrays are numpy, contiguous, and of exactly the stated dtype; returned arrays are new. An
+    invalid argument raises a ValueError that names it; lack of memory raises MemoryError. Neither
+    error changes the forest. Calls release the GIL and may come from several threads: `build` runs
+    concurrently with other calls; the other calls run one at a time.
     """
 
     def __init__(
@@ -91,12 +92,12 @@ class Forest:
         growth: increase of the window after a fully accepted draft.
         knee: tokens per forward pass at which compute becomes the bound; 0: unknown.
         live: match the request's own stream too.
-        candidates: number of earlier places of the own stream that are compared.
-        live_match: minimum match length in the own stream for a draft.
+        candidates: number of earlier places in the request's own stream that are compared.
+        live_match: minimum match length in the request's own stream for a draft.
         factor: maximum draft length as a multiple of the match length; 0: off.
         stream: initial capacity of a stream in tokens; it grows by a third or a half when full.
-            Without repeats it takes 22 to 36 B per token in a batch of 256 (up to 48 in one of 64,
-            for slabs of 4 MiB). When all requests are closed, one slab is kept for the next ones.
+            A stream without repeats takes 22 to 36 bytes per token at batch 256 (up to 48 at batch
+            64, due to slabs of 4 MiB). When all requests are closed, one slab stays allocated.
         threads: number of threads of `build`; 0: one per core.
         """
         options = dict(
@@ -129,24 +130,24 @@ class Forest:
         prompt_offsets: Longs,
         rewards: Floats,
     ) -> dict[str, float]:
-        """Index the responses of P prompts, for use after `swap`. Requests may continue meanwhile.
+        """Index the responses of P prompts, for use after `swap`. Requests may run meanwhile.
 
         Args:
             keys: [P] keys of the prompts, distinct.
             tokens: [N] all responses, one after the other.
             response_offsets: [R + 1] start of each response in `tokens`.
-            prompt_offsets: [P + 1] number of each prompt's first response among the R.
+            prompt_offsets: [P + 1] index of each prompt's first response among the R responses.
             rewards: [R] reward of every response; finite, at most 16384 in magnitude.
 
         Returns:
-            Numbers of tokens, states, edges and bytes, and the seconds of the build.
+            The counts `tokens`, `states`, `edges` and `bytes`, and the duration `seconds`.
         """
         return self._impl.build(keys, tokens, response_offsets, prompt_offsets, rewards)
 
     def swap(self) -> None:
-        """Use the histories of the last `build` for requests opened from now on.
+        """Use the histories of the most recent `build` for requests opened from now on.
 
-        Open requests keep their histories, whose memory is freed with the last of these requests.
+        Open requests keep the old histories, which are freed once all these requests are closed.
         """
         self._impl.swap()
 
@@ -165,21 +166,22 @@ class Forest:
     def draft(
         self, handles: Longs, windows: Ints | None = None, *, running: int = 0
     ) -> tuple[Ints, Ints]:
-        """Propose tokens.
+        """Propose draft tokens.
 
         Args:
             handles: [B] open requests.
-            windows: [B] longest drafts; None: every request's own, under the load rule.
+            windows: [B] maximum draft lengths; None: each request's own window and load budget.
             running: number of requests that share the forward pass; 0: B.
 
         Returns:
-            tokens [B, W], -1 after the draft, and lengths [B]. W is the largest of `windows`, or
-            the budget of the load rule (max_window without a knee).
+            tokens [B, W], filled up with -1, and draft lengths [B]. W is the largest of `windows`;
+            if `windows` is None, the budget of the load rule (max_window without a knee).
         """
         return self._impl.draft(handles, windows, check_running(running))
 
     def accept(self, handles: Longs, lengths: Ints) -> None:
-        """Report the accepted length [B] of each last draft; this updates the windows."""
+        """Report how many tokens of each request's last draft were accepted, [B], and update the
+        windows."""
         self._impl.accept(handles, lengths)
 
     def step(
@@ -196,12 +198,11 @@ class Forest:
         return self._impl.step(handles, accepted, tokens, offsets, windows, check_running(running))
 
     def matches(self, handles: Longs) -> tuple[Ints, Ints]:
-        """Return the present match lengths in history and own stream, [B] each; 0 below
-        `min_match`."""
+        """Return the current match lengths in history and in own stream, [B] each, 0 if none."""
         return self._impl.matches(handles)
 
     def windows(self, handles: Longs) -> Ints:
-        """Return the present windows [B], before the load rule."""
+        """Return the current windows [B], before the load rule is applied."""
         return self._impl.windows(handles)
 
     @property
@@ -213,13 +214,13 @@ class Forest:
         """Return counts: prompts, tokens, states, edges, history_bytes, live_bytes, live_tokens,
         requests.
 
-        The first four are of the present histories; history_bytes includes older histories still in
+        The first four count the current histories; history_bytes includes older histories still in
         use. Without the native build, states, edges and bytes are 0.
         """
         return self._impl.stats()
 
     def arena(self) -> NDArray[np.uint8]:
-        """Return the present histories as read-only bytes [nbytes], for a copy to a device.
+        """Return the current histories as read-only bytes [nbytes], for a copy to a device.
 
         Raises:
             ValueError: before the first `swap`, or without the native build.
@@ -235,7 +236,7 @@ class Forest:
 
 @dataclass(slots=True)
 class _History:
-    """History of a prompt: responses, their weights, and end places of each min_match-gram."""
+    """History of a prompt: responses, their weights, and (response, end) of each min_match-gram."""
 
     responses: list[list[int]]
     weights: list[int]
@@ -259,7 +260,7 @@ class _Request:
         self.stream += tokens
 
     def take_load(self, start: int, growth: int) -> None:
-        """Set start and growth of the window under the present load."""
+        """Set start and growth of the window for the current load."""
         self.window = self.window or start
         self.start, self.growth = start, growth
 
@@ -268,7 +269,7 @@ class _Request:
         self.proposed = num
 
     def accept(self, num: int, max_window: int) -> None:
-        """End the draft, of which `num` tokens were accepted, and set the next window."""
+        """Record that `num` tokens of the draft were accepted, and set the next window."""
         if self.proposed > 0:
             grown = min(self.window + self.growth, max_window)
             self.window = grown if num >= self.proposed else self.start
@@ -276,7 +277,7 @@ class _Request:
 
 
 class ReferenceForest:
-    """Python reference of `Forest`, which visits every occurrence of a match."""
+    """Python reference of `Forest`. For every draft it visits all occurrences of the match."""
 
     def __init__(
         self,
@@ -494,7 +495,7 @@ class ReferenceForest:
     # ---- match and draft
 
     def _match(self, request: _Request) -> tuple[int, list[tuple[int, int, int]]]:
-        """Return the match length, and (response, end, its match length) of every candidate."""
+        """Return the longest match length, and (response, end, match length) of each candidate."""
         stream, history = request.stream, request.history
         limit = self.limit or len(stream)
         found = []
@@ -534,8 +535,8 @@ class ReferenceForest:
     def _children(
         history: _History, places: list[tuple[int, int]]
     ) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Return (token, places after it) for each continuation of `places`, highest priority
-        first."""
+        """Return (token, places after the token) for each continuation of `places`, in descending
+        priority."""
         after: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for r, end in places:
             if end < len(history.responses[r]):
@@ -561,8 +562,7 @@ class ReferenceForest:
         return draft
 
     def _own(self, request: _Request) -> tuple[int, int]:
-        """Return (position after it, length) of the best match in the own stream; length 0 if there
-        is none."""
+        """Return (end, length) of the best match in the request's own stream; (0, 0) if none."""
         stream, gram = request.stream, self.live_match
         cap = max(self.limit or LIVE_CAP, gram)
         best, seen = (0, 0), 0
@@ -578,7 +578,7 @@ class ReferenceForest:
                 break
         return best
 
-    # ---- facts
+    # ---- statistics
 
     @property
     def nbytes(self) -> int:
@@ -651,7 +651,7 @@ def check_windows(windows: Ints, batch: int, max_window: int) -> None:
 
 
 def check_array(name: str, array: Any, dtype: type) -> None:
-    """Raise ValueError unless it is a contiguous one-dimensional numpy array of this dtype."""
+    """Raise ValueError unless `array` is a contiguous 1-D numpy array of this dtype."""
     wanted = np.dtype(dtype)
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{name}: must be a numpy array of {wanted}, not {type(array).__name__}")

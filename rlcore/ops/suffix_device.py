@@ -1,7 +1,7 @@
-"""The suffix forest on a device: drafts of a whole batch in one launch; token ids stay on the GPU.
+"""Draft from a suffix forest on a device: a whole batch per launch; token ids stay on the GPU.
 
-It gives the same drafts as `rlcore.ops.suffix.Forest`, from a copy of the same block of memory. A
-request has a record and a fixed capacity for its own stream. If its stream is longer, it drafts
+`DeviceForest` gives the same drafts as `rlcore.ops.suffix.Forest`, from a copy of its memory. Each
+request has a record and a fixed capacity for its own stream. Requests with longer streams draft
 only from the history. `device="cpu"` runs the same code on the host.
 """
 
@@ -16,21 +16,21 @@ from torch import Tensor
 from rlcore.ops import native, suffix
 from rlcore.ops.suffix import Forest, Longs
 
-# The block begins with a header (first the number of prompts), then the prompts
-# (csrc/suffix/layout.h).
+# The forest's memory block has a header, which begins with the number of prompts, and then the
+# prompts (csrc/suffix/layout.h).
 _HEADER_BYTES = 32
 _PROMPT = np.dtype(
     [("key", "<i8"), ("states", "<u8"), ("edges", "<u8"), ("num_states", "<u4"), ("rest", "<u4")]
 )
-# Place of the length of the last draft in a request's record, in 32-bit words.
+# Offset, in 32-bit words, of the last draft's length in a request's record.
 _PROPOSED_AT = 9
-# The one state of a prompt without history: no token, next, link or edges.
+# The only state of a prompt without history: no token, next, link or edges.
 _NOTHING = np.array([-1, -1, -1, 0, -1, 0], np.int32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceOptions:
-    """Options as in `Forest`; the order is that of csrc/torch/suffix.cpp."""
+    """Options as in `Forest`, in the order of csrc/torch/suffix.cpp."""
 
     limit: int = 7
     min_match: int = 3
@@ -54,7 +54,7 @@ class _Block:
 
 
 class DeviceForest:
-    """Suffix forest with its requests on a device; B is the batch, W the width of its drafts."""
+    """Suffix forest with requests on a device. B: requests in a call; W: width of the drafts."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class DeviceForest:
         """
         device = torch.device(device)
         self.options = DeviceOptions(**options)
-        Forest(**options, threads=1)  # raises its errors for invalid options
+        Forest(**options, threads=1)  # raises for invalid options
         for name, value in (("requests", requests), ("stream", stream)):
             if not isinstance(value, int | np.integer) or isinstance(value, bool):
                 raise ValueError(f"{name} {value!r}: must be a whole number")
@@ -104,7 +104,7 @@ class DeviceForest:
         self._open: dict[int, _Block | None] = {}  # by handle
 
     def upload(self, forest: Forest) -> None:
-        """Copy the present histories of `forest`; requests opened from now on use them.
+        """Copy the current histories of `forest`, which requests opened from now on will use.
 
         Raises:
             ValueError: `forest` has no histories yet, or is the Python reference.
@@ -114,7 +114,7 @@ class DeviceForest:
         table = block[_HEADER_BYTES : _HEADER_BYTES + count * _PROMPT.itemsize]
         memory = torch.empty(block.size, dtype=torch.uint8, device=self.device)
         with warnings.catch_warnings():
-            # The block is read-only and is only read here.
+            # The warning does not apply, because the block is only read here.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             memory.copy_(torch.from_numpy(block))
         self._current = _Block(memory, table.view(_PROMPT).copy())
@@ -140,7 +140,7 @@ class DeviceForest:
         self._records[where] = made
         self._slots[where] = 0
         handles = made[:, 0].contiguous()
-        # No call fails from here on; an earlier failure must not take a slot.
+        # Take the slots last, so that a failure above takes none.
         del self._free[len(self._free) - len(keys) :]
         self._open.update(dict.fromkeys(records[:, 0].tolist(), self._current))
         return handles
@@ -190,24 +190,24 @@ class DeviceForest:
         *,
         running: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Accept, advance and draft in one launch, without waiting for it.
+        """Accept, advance and draft in one launch, without waiting for the device.
 
         Args:
             handles: [B] int64, distinct.
-            accepted: [B] int32, accepted lengths of the last drafts; None: the windows stay.
+            accepted: [B] int32, accepted lengths of the last drafts; None: keep the windows.
             tokens: [N] int32 to append.
             offsets: [B + 1] int64: tokens[offsets[i] : offsets[i + 1]] go to handles[i].
-            windows: [B] int32, longest drafts; None: every request's own, under the load rule.
+            windows: [B] int32, maximum draft lengths; None: each request's window and load budget.
             running: number of requests that share the forward pass; 0: B.
 
         Returns:
-            tokens [B, W], -1 after the draft, and lengths [B]. W is max_window, or without
-            `windows` the budget of the load rule.
+            tokens [B, W], filled up with -1, and draft lengths [B]. W is max_window; if `windows`
+            is None, the budget of the load rule.
 
-            On a GPU values are not checked, because that would wait for the device. A handle that
-            is not open, or repeats another one, gets length -1; negative tokens match nothing;
-            other values are clamped. On the CPU such values raise the ValueErrors of `Forest`, and
-            no request changes.
+            On a GPU values are not checked, because a check would wait for the device. A handle
+            that is not open or occurs twice gets length -1; negative tokens match nothing; other
+            invalid values are clamped. On the CPU such values raise the ValueErrors of `Forest`,
+            and no request changes.
         """
         batch, o = self._check("handles", handles, torch.int64), self.options
         for name, given, dtype, size in (
@@ -224,7 +224,7 @@ class DeviceForest:
         width = o.max_window
         if windows is None and o.knee > 0 and batch > 0:
             width = max(1, min(o.knee // running - 1, o.max_window))
-        # One allocation holds the drafts and the marks of the requests in use.
+        # One allocation holds the drafts and the marks that detect repeated handles.
         filled = torch.full(
             (batch * width + len(self._records),), -1, dtype=torch.int32, device=self.device
         )

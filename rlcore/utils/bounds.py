@@ -1,6 +1,6 @@
-"""Ranges of settings, declared at the field: `steps: Annotated[int, at_least(0)] = 200`.
+"""Declare the range of a setting at its field: `steps: Annotated[int, at_least(0)] = 200`.
 
-If a subclass redefines a field without a range, it inherits the range. `broken` reads all ranges.
+A field that a subclass redefines without a range keeps the range. `broken` checks all ranges.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Range:
-    """Range of numbers that a setting, or each element of it, may have."""
+    """Range of allowed numbers for a setting, or for each element of a tuple."""
 
     low: float = -inf
     high: float = inf
@@ -23,12 +23,12 @@ class Range:
     unbounded: bool = False
     """Whether inf is allowed."""
     off: float | None = None
-    """A number outside the range that is allowed too."""
+    """A number that is also allowed, although outside the range."""
     note: str = ""
-    """End of the error sentence: what a special value means, or why the range is what it is."""
+    """Appended to the error message: meaning of a special value, or reason for the range."""
 
     def allows(self, value: float) -> bool:
-        """Tell whether a number is in the range; nan never is."""
+        """Return whether a number is allowed; nan never is."""
         if value == self.off:
             return True
         if abs(value) == inf and not self.unbounded:
@@ -37,7 +37,7 @@ class Range:
         return low and (value < self.high if self.below_high else value <= self.high)
 
     def why(self, value: float) -> str:
-        """Say what is allowed, for a number that is not in the range."""
+        """Describe what is allowed, for an error about `value`."""
         if self.low == -inf or value == inf == self.high:
             return "must be a finite number"
         if self.high == inf:
@@ -70,12 +70,12 @@ def above(
 def at_least(
     low: float, *, at_most: float = inf, below: float = inf, unbounded: bool = False, note: str = ""
 ) -> Range:
-    """Allow `low` and numbers above it."""
+    """Allow `low` and numbers above `low`."""
     return Range(low, min(at_most, below), False, below < at_most, unbounded, None, note)
 
 
 def finite() -> Range:
-    """Allow every number but inf."""
+    """Allow every finite number."""
     return Range()
 
 
@@ -83,8 +83,8 @@ _ANY = Range(unbounded=True)
 
 
 def broken(section: Any, key: str) -> list[str]:
-    """Describe every field of a dataclass that is out of its range, one sentence each. `key` is the
-    section's, such as `train` or `reward.math`. A number without a range must not be nan."""
+    """Return an error message for every field of a dataclass that is out of range. `key`: name of
+    the section, such as `train` or `reward.math`. A number without a range must not be nan."""
     known, out = _ranges(type(section)), []
     for f in fields(section):
         value = getattr(section, f.name)
@@ -102,7 +102,7 @@ def broken(section: Any, key: str) -> list[str]:
 
 
 def _ranges(section: type) -> dict[str, Range]:
-    """Return the range of every field of a dataclass that has one."""
+    """Return the ranges of a dataclass's fields, by name, for the fields that have a range."""
     found: dict[str, Range] = {}
     for base in section.__mro__:
         for name, hint in inspect.get_annotations(base, eval_str=True).items():
@@ -117,5 +117,5 @@ def _is_annotated(hint: Any) -> bool:
 
 
 def show(value: Any) -> str:
-    """Write a value as a user would: 1 for 1.0."""
+    """Format a value as a user would write it, such as 1 for 1.0."""
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value)

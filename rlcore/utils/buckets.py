@@ -1,8 +1,8 @@
-"""Buckets, the form in which weights travel: named tensors in one flat buffer. This module reads
-them and shares them between processes of one machine; `sync/pack.py` makes them.
+"""Read buckets, and share buckets between processes of one machine. A bucket holds named weights in
+one flat buffer, for weight updates; `sync/pack.py` makes buckets.
 
-Tensors start at multiples of `ALIGN` bytes, so that a receiver on any device can view them in
-place.
+Tensors start at multiples of `ALIGN` bytes, so that a receiver on any device can view each tensor
+in place.
 
 Own code instead of `multiprocessing.shared_memory`: a memfd is freed when its process exits.
 """
@@ -23,8 +23,8 @@ ALIGN = 16
 
 
 def as_tensor(bucket: Bucket, buffer: Tensor | bytes | memoryview | mmap.mmap) -> Tensor:
-    """Return the bytes of a bucket, uint8 [num_bytes], as a view of `buffer`, or of a copy if it is
-    read-only. ValueError if the buffer is shorter than the bucket."""
+    """Return the bytes of a bucket, uint8 [num_bytes], as a view of `buffer`, or of a copy if
+    `buffer` is read-only. Raise ValueError if the buffer is shorter than the bucket."""
     if isinstance(buffer, Tensor):
         if len(buffer) < bucket.num_bytes:
             raise ValueError(
@@ -46,8 +46,8 @@ def as_tensor(bucket: Bucket, buffer: Tensor | bytes | memoryview | mmap.mmap) -
 def unpack(
     bucket: Bucket, buffer: Tensor | bytes | memoryview | mmap.mmap
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the named tensors of a bucket; they share memory with `buffer` as `as_tensor` does.
-    ValueError if the buffer is shorter than the bucket or a tensor lies outside."""
+    """Yield (name, tensor) for a bucket's tensors, which share memory with `buffer` as in
+    `as_tensor`. Raise ValueError if the buffer is too short or a tensor exceeds the bucket."""
     flat = buffer if isinstance(buffer, Tensor) else as_tensor(bucket, buffer)
     for meta in bucket.tensors:
         dtype = getattr(torch, meta.dtype, None)
@@ -67,9 +67,9 @@ def unpack(
 
 @contextmanager
 def shared(buffer: bytes | memoryview) -> Iterator[str]:
-    """Share a payload with processes of this machine for the length of the block; yield the path
-    they open, the payload of a bucket with transport `shm`. The memory has no name in a file
-    system, so it is freed when this process exits, and the size of /dev/shm is no limit."""
+    """Share `buffer` with processes of this machine during the block. Yield a path for the other
+    processes to open: the payload of a bucket with transport `shm`. The memory is in no file
+    system, so it is freed when this process exits and not limited by the size of /dev/shm."""
     handle = os.memfd_create("rlcore-bucket", os.MFD_CLOEXEC)
     try:
         with os.fdopen(handle, "wb", closefd=False) as file:
@@ -80,10 +80,9 @@ def shared(buffer: bytes | memoryview) -> Iterator[str]:
 
 
 def open_payload(bucket: Bucket, payload: bytes | memoryview) -> Tensor | memoryview | mmap.mmap:
-    """Return the contents of a payload: the bytes themselves, the shared-memory file that it names,
-    mapped, or the GPU memory of its handle. The map is private: writing to it does not reach the
-    file. GPU memory belongs to the sender: drop it before the call that brought the payload
-    returns."""
+    """Return the contents of a payload: its bytes, the mapped shared-memory file that it names, or
+    the GPU memory of its handle. Writes to the mapped file stay in this process. GPU memory belongs
+    to the sender: release the tensor before the call that delivered the payload returns."""
     if bucket.transport == "bytes":
         return memoryview(payload)
     if bucket.transport == "cuda_ipc":
@@ -99,9 +98,9 @@ def open_payload(bucket: Bucket, payload: bytes | memoryview) -> Tensor | memory
 
 
 class SharedRoom:
-    """Reusable buffer that processes of this machine map by its path, so that a bucket packed into
-    it is not copied again. As with `shared`, it has no name in a file system. Reuse it: the system
-    allocates its pages at their first use, which costs several times the copy."""
+    """Reusable buffer that processes of this machine map by path, so that a bucket packed into the
+    buffer is not copied again. As with `shared`, the buffer is in no file system. Reuse pays off,
+    because the system's allocation of pages at first use costs several times the copy."""
 
     def __init__(self) -> None:
         self._handle = os.memfd_create("rlcore-room", os.MFD_CLOEXEC)
@@ -132,8 +131,8 @@ class SharedRoom:
 
 
 class _CudaHandle(msgspec.Struct, frozen=True, array_like=True):
-    """What torch needs to open GPU memory in another process, and the GPU's UUID: device numbers
-    differ between processes that see different devices."""
+    """Data that torch needs to open GPU memory in another process, and the GPU's UUID, because
+    device numbers differ between processes that see different devices."""
 
     gpu: str
     handle: bytes
@@ -146,9 +145,9 @@ class _CudaHandle(msgspec.Struct, frozen=True, array_like=True):
 
 
 def cuda_handle(buffer: Tensor) -> bytes:
-    """Return the payload of a bucket with transport `cuda_ipc`. `buffer` needs a storage of its
-    own, made for this bucket: torch counts the storage's readers and keeps it until they have
-    dropped it."""
+    """Return the payload of a bucket with transport `cuda_ipc`. `buffer` needs a separate storage,
+    made for this bucket, because torch counts readers per storage and keeps the storage until all
+    readers have released it."""
     storage = buffer.untyped_storage()
     if buffer.storage_offset() or storage.nbytes() != buffer.nbytes:
         raise ValueError("a bucket shared by its CUDA handle must have its own storage")
@@ -158,8 +157,8 @@ def cuda_handle(buffer: Tensor) -> bytes:
 
 
 def open_cuda(payload: bytes) -> Tensor:
-    """Open the GPU memory of another process as uint8. ValueError if this process does not see that
-    GPU."""
+    """Open the GPU memory of another process as uint8. Raise ValueError if this process does not
+    see that GPU."""
     try:
         made = msgspec.msgpack.decode(payload, type=_CudaHandle)
     except msgspec.MsgspecError as error:

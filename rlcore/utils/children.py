@@ -1,15 +1,15 @@
-"""Child processes of rlcore: start one, exchange frames with it, detect its exit, end it.
+"""Start child processes of rlcore, exchange frames with them, detect their exit, and end them.
 
-Every child has one `Channel` to its parent: a socket pair with the frames of `utils/net.py`.
-`Child` is the parent's side of a child that runs our own code, an engine. `GuardedChild` is the
-parent's side of a child that runs users' code, which may hang, crash or loop: rewards, judges,
-environments. A child first calls `open_channel` or `open_guarded_channel`.
+Every child has one `Channel` to its parent: a socket pair with the frames of `utils/net.py`. In the
+parent, `Child` represents a child that runs rlcore's own code (an engine). `GuardedChild` runs
+users' code, which may hang, crash or loop: rewards, judges, environments. The child process first
+calls `open_channel` or `open_guarded_channel`.
 
 Some child processes need another mechanism. SGLang starts its schedulers itself. Programs in the
 sandbox need their stdin and stdout (`sandbox/isolation.py`). CUDA MPS is NVIDIA's daemon. The jobs
 of `rlcore mux` receive no messages.
 
-Own code instead of `multiprocessing`: a child is ended together with all that it started.
+Own code instead of `multiprocessing`: a child is ended together with all processes it started.
 """
 
 import contextlib
@@ -50,10 +50,10 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 class Channel:
     """One end of the stream of frames between a process and its child. One thread may send while
-    another receives."""
+    another thread receives."""
 
     def __init__(self, end: socket.socket, largest: int = LARGEST_FRAME) -> None:
-        """`largest`: most bytes of a received frame."""
+        """`largest`: maximum size of a received frame, in bytes."""
         end.setblocking(False)
         self._end, self._frames, self._queue = end, Frames(largest), bytearray()
 
@@ -62,8 +62,8 @@ class Channel:
         return self._end.fileno()
 
     def send(self, frame: bytes | bytearray, timeout_s: float = _STUCK_S) -> None:
-        """Write a whole frame (`net.frame`). TimeoutError if the other side does not read it in
-        time, OSError if that side is closed."""
+        """Write a whole frame (`net.frame`). Raise TimeoutError if the other side does not read the
+        frame in time, OSError if the other side is closed."""
         end, rest = time.monotonic() + timeout_s, memoryview(frame)
         while rest:
             try:
@@ -79,24 +79,24 @@ class Channel:
         self._queue += frames
 
     def flush(self) -> bool:
-        """Write as much of the queue as fits without waiting; return whether some is left."""
+        """Write as much of the queue as fits without waiting; return whether any bytes are left."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._queue:
                 del self._queue[: self._end.send(self._queue)]
         return bool(self._queue)
 
     def receive(self, timeout_s: float | None = 0.0) -> Iterator[bytes]:
-        """Yield the bodies of the frames that have arrived. If there is none, wait up to
-        `timeout_s` for more bytes (None: without a limit). EOFError at the end of the stream,
-        ValueError for an invalid frame. Bodies that the caller does not take come with the next
-        call."""
+        """Yield the bodies of the frames that have arrived. If no frame has arrived, wait up to
+        `timeout_s` for more bytes (None: no limit). Raise EOFError at the end of the stream,
+        ValueError for an invalid frame. Bodies that the caller does not consume are yielded by the
+        next call."""
         for body in self._frames.feed(b""):
             timeout_s = 0.0
             yield body
         waits = timeout_s is None or timeout_s > 0
         if waits and not self._wait(select.POLLIN, timeout_s):
             return
-        for _ in range(_MOST_READS):  # a flood must not hold up the caller
+        for _ in range(_MOST_READS):  # limited, so that a flood of data cannot block the caller
             try:
                 data = self._end.recv(_READ_BYTES)
             except BlockingIOError:
@@ -108,7 +108,7 @@ class Channel:
             yield from self._frames.feed(data)
 
     def first(self) -> bytes:
-        """Wait for the first frame and return its body. EOFError at the end of the stream."""
+        """Wait for the first frame and return its body. Raise EOFError at the end of the stream."""
         while (body := next(self.receive(None), None)) is None:
             pass
         return body
@@ -125,11 +125,11 @@ class Channel:
 
 
 class Child:
-    """A child process and the channel to it. It shares its parent's stdout and stderr, and belongs
-    to one thread."""
+    """A child process and its channel. The child shares its parent's stdout and stderr. Only one
+    thread may use this object."""
 
     exit_s = 5.0
-    """Seconds that a child gets to exit."""
+    """Seconds to wait for the child's exit."""
 
     def __init__(
         self,
@@ -144,8 +144,8 @@ class Child:
 
         Args:
             threads: OMP_NUM_THREADS of the child; a rank may have many children.
-            env: its other environment variables; None: those of this process.
-            largest: most bytes of a frame from the child.
+            env: the child's other environment variables; None: those of this process.
+            largest: maximum size of a frame from the child, in bytes.
             options: further arguments of `subprocess.Popen`.
         """
         self.started = time.monotonic()
@@ -168,8 +168,8 @@ class Child:
         return subprocess.Popen(command, **options)
 
     def end(self, exiting: bool = False) -> int | None:
-        """Close the channel and kill the child; return its exit status, None if it does not end.
-        `exiting` gives it `exit_s` to end by itself, so that the status is its own."""
+        """Close the channel and kill the child. Return the exit status; None if the child still
+        runs. With `exiting`, first wait `exit_s` for the child to exit with its own status."""
         self.channel.close()
         status = self._wait(self.exit_s) if exiting else None
         if status is None:
@@ -197,9 +197,9 @@ class Selector(Protocol):
 
 
 class GuardedChild(Child):
-    """A child that runs users' code. Its output goes into a pipe that the parent reads. It is
-    killed together with every process that it started, and exits with the thread that started
-    it."""
+    """A child that runs users' code. The parent reads the child's output from a pipe. The child is
+    killed together with every process that it started, and exits when the parent's thread that
+    started it exits."""
 
     exit_s = 0.2
 
@@ -210,8 +210,8 @@ class GuardedChild(Child):
         sink: Callable[[bytes], None],
         module: str,
     ) -> None:
-        """`start` is the first frame, `sink` takes the child's output, `selector` reports the
-        descriptors that have data, as (this child, "channel" or "output")."""
+        """`start`: first frame for the child. `sink`: called with the child's output. `selector`:
+        watches the descriptors, registered with data (this child, "channel" or "output")."""
         self.tail = b""
         self._selector, self._sink = selector, sink
         self._mark = uuid.uuid4().hex
@@ -238,14 +238,14 @@ class GuardedChild(Child):
         self.flush()
 
     def flush(self) -> None:
-        """Write what fits; the rest follows when the child reads again."""
+        """Write as much as fits; the selector reports when the rest can be written."""
         more = self.channel.flush()
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0)
         if self._selector.get_key(self.channel).events != events:
             self._selector.modify(self.channel, events, (self, "channel"))
 
     def read_output(self) -> None:
-        """Read one piece of the child's output, so that a child that prints too much blocks."""
+        """Read one piece of output. A child that prints faster than the parent reads blocks."""
         if not self._output_open:
             return
         try:
@@ -277,7 +277,8 @@ class GuardedChild(Child):
         return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def print_stack(self) -> None:
-        """Make the child print its stack, for the log of a time-out; it may have moved on since."""
+        """Make the child print its current stack, for the log of a time-out. The child may have
+        moved on since the time-out."""
         seen = self.tail
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
@@ -297,24 +298,23 @@ class GuardedChild(Child):
         status = self._wait(_KILL_S)
         if status is None:
             log.error("child process %d is still running after SIGKILL", self.process.pid)
-        self.read_output()  # a pipe holds no more than one piece
+        self.read_output()  # one read empties a pipe
         self._close_output()
         return status
 
 
 class CappedLog:
-    """A file for the output of children, up to 4 MiB in all."""
+    """A log file for the output of children, at most 4 MiB."""
 
     def __init__(self, file: Path | None, name: str) -> None:
-        """`file`: if None, keep nothing. `name`: shown in the warning if the file cannot be
-        written."""
+        """`file`: None discards the output. `name`: for the warning if writing fails."""
         self._file, self._name = file, name
         self._room = _LOG_BYTES if file is not None else 0
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, data: bytes) -> None:
-        """Append as much as fits."""
+        """Append as much of `data` as fits."""
         if self._file is None or self._room <= 0:
             return
         data = data[: self._room]
@@ -339,7 +339,7 @@ def without_launcher() -> dict[str, str]:
 
 
 def open_channel(largest: int = LARGEST_FRAME) -> Channel:
-    """Open the channel to the parent, in a child. No process that this child starts inherits it."""
+    """Open the channel to the parent; called in the child. Child processes do not inherit it."""
     end = socket.socket(fileno=int(sys.argv[1]))
     end.set_inheritable(False)
     os.register_at_fork(after_in_child=end.close)
@@ -364,14 +364,14 @@ def open_guarded_channel(name: str, *, all_threads: bool = True) -> Channel:
 
 
 def tie_to(parent: int, name: str) -> None:
-    """Tie this child to its parent: exit when the parent's thread that started it exits, adopt
-    processes that its own children orphan, and keep users' code from killing the trainer. `name` is
-    for warnings."""
+    """Tie this child to its parent: exit when the parent's thread that started this child exits,
+    adopt orphans of the child's own children, and keep users' code from killing the trainer.
+    `name` is for warnings."""
     libc = ctypes.CDLL(None, use_errno=True)
     for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_CHILD_SUBREAPER, 1)):
         if libc.prctl(option, value, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"prctl {option}")
-    signal.signal(signal.SIGTERM, lambda *_: None)  # Slurm signals all; the parent decides
+    signal.signal(signal.SIGTERM, lambda *_: None)  # Slurm also signals children
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if os.getppid() != parent:  # the parent exited before prctl took effect
         sys.exit(1)
@@ -380,7 +380,7 @@ def tie_to(parent: int, name: str) -> None:
 
 
 def last_lines(printed: str) -> str:
-    """Return the last lines of printed text, indented, each cut to a readable length."""
+    """Return the last lines of printed text, indented and cut to a readable length."""
     lines = printed.strip().splitlines()[-_SHOWN_LINES:]
     return "".join(f"\n    {line[:_SHOWN_CHARS]}" for line in lines) or " nothing"
 
@@ -398,7 +398,7 @@ def exit_text(status: int | None) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """Return type and first line of an error: `ZeroDivisionError: division by zero`."""
+    """Return type and first line of an error, such as `ZeroDivisionError: division by zero`."""
     try:
         text = str(error)
     except Exception:  # an exception whose own __str__ fails

@@ -1,22 +1,22 @@
-"""Clocks. Code that waits or measures time takes a clock, so that tests and the simulator can pass
-one that they move themselves."""
+"""Provide clocks. Code that waits or measures time takes a clock as an argument, so that tests and
+the simulator can pass a clock that they control."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic seconds from an arbitrary zero."""
+    """Monotonic clock in seconds, from an arbitrary start."""
 
     def now(self) -> float:
-        """Return the seconds since some fixed moment."""
+        """Return the seconds since a fixed start."""
 
     def sleep(self, seconds: float) -> None:
-        """Wait, or move the clock."""
+        """Wait, or advance a virtual clock."""
 
 
 class RealClock:
-    """The machine's monotonic clock, with the same zero in all processes of one machine."""
+    """The machine's monotonic clock, with the same start in all processes of one machine."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -26,7 +26,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """A clock that stands still until it is moved; sleeping moves it."""
+    """A clock that changes only when code sleeps or advances it."""
 
     def __init__(self, start: float = 0.0):
         self._now = start
@@ -38,13 +38,13 @@ class VirtualClock:
         self.advance(max(0.0, seconds))
 
     def advance(self, seconds: float) -> None:
-        """Move forward by `seconds`; ValueError if that is negative."""
+        """Advance by `seconds`; raise ValueError if `seconds` is negative."""
         if seconds < 0:
             raise ValueError(f"advance {seconds:g}: must be 0 or more")
         self._now += seconds
 
     def advance_to(self, time_s: float) -> None:
-        """Move forward to `time_s`; ValueError if that is in the past."""
+        """Advance to `time_s`; raise ValueError if `time_s` is in the past."""
         if time_s < self._now:
             raise ValueError(f"advance_to {time_s:g}: must be at least {self._now:g}, the time now")
         self._now = time_s

@@ -1,5 +1,5 @@
-"""Small collectives over the default process group (the ranks of one role) or a given group, such
-as that of all ranks (`everyone`). In a world of one they return at once."""
+"""Run small collectives over the default process group (the ranks of one role) or a given group,
+such as the group of all ranks (`everyone`). With a single rank, they return at once."""
 
 import os
 import statistics
@@ -19,15 +19,15 @@ Group = dist.ProcessGroup | None
 
 
 _devices: dict[int, list[Any]] = {}
-"""Gloo devices by process id; a forked child has none of its parent's threads."""
+"""Gloo devices by process id, because a forked child lacks the threads of its parent's devices."""
 
 
 def share_gloo_device() -> None:
-    """Make all gloo process groups share one device. Call it before the first group is made.
+    """Make all gloo process groups share one device. Call this before the first group is made.
 
-    By default each group has a device of its own, whose thread wakes about a hundred times a
-    second. Megatron makes some forty groups for a layout. 80 groups take a tenth of a core from an
-    idle process, and .003 with one device (torch 2.13, 2 cores).
+    By default each group has a separate device, whose thread wakes about a hundred times a second.
+    Megatron makes about forty groups for a layout. In an idle process, 80 groups take .1 of a core,
+    and .003 with one device (torch 2.13, 2 cores).
     """
     made = dist.ProcessGroupGloo.__init__
     if getattr(made, "shares", False):
@@ -40,7 +40,7 @@ def share_gloo_device() -> None:
         size: int,
         timeout: Any = default_pg_timeout,
     ) -> None:
-        if not isinstance(timeout, timedelta):  # options, which already name their devices
+        if not isinstance(timeout, timedelta):  # options already name devices
             made(self, store, rank, size, timeout)
             return
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in stubs
@@ -49,12 +49,12 @@ def share_gloo_device() -> None:
         options._threads = 2 * len(options._devices)  # as torch sets it
         made(self, store, rank, size, options)
 
-    init.shares = True  # type: ignore[attr-defined]  # marks the function that replaces
+    init.shares = True  # type: ignore[attr-defined]  # marks the replacement
     dist.ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]  # what this function is for
 
 
 def _devices_here() -> list[Any]:
-    """Return the devices that torch would make for every group."""
+    """Return this process's devices, chosen as torch chooses them for every group."""
     pid = os.getpid()
     if pid not in _devices:
         make, names = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -64,18 +64,18 @@ def _devices_here() -> list[Any]:
 
 
 def everyone(store: Any, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Make a gloo group of all ranks, beside default groups that have some of them; collective.
+    """Make a gloo group of all ranks, for use next to default groups of some ranks; collective.
 
     Args:
-        store: the launcher's, under a prefix of its own.
+        store: the launcher's store, under a prefix that nothing else uses.
         timeout_s: deadline of every wait in the group.
     """
     made = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
-    return made  # type: ignore[return-value]  # a backend has the calls of a group
+    return made  # type: ignore[return-value]  # a backend has a group's methods
 
 
 def is_alone(group: Group = None) -> bool:
-    """Tell whether the group has no other rank."""
+    """Return whether the group has no other rank."""
     if group is not None:
         return group.size() == 1
     return not dist.is_initialized() or dist.get_world_size() == 1
@@ -89,12 +89,12 @@ def place(group: Group = None) -> tuple[int, int]:
 
 
 def is_first(group: Group = None) -> bool:
-    """Tell whether this rank is the group's first."""
+    """Return whether this rank is the group's first."""
     return place(group)[0] == 0
 
 
 def reduce_floats(values: list[float], op: Op = "sum", group: Group = None) -> list[float]:
-    """Reduce element-wise over all ranks, in float64, on the CPU."""
+    """Reduce the values element-wise over all ranks, in float64, on the CPU."""
     if is_alone(group) or not values:
         return values
     t = torch.tensor(values, dtype=torch.float64)
@@ -109,14 +109,14 @@ def barrier(group: Group = None) -> None:
 
 
 def any_rank(flag: bool, group: Group = None) -> bool:
-    """Tell whether the flag is set on any rank."""
+    """Return whether the flag is set on any rank."""
     return reduce_floats([float(flag)], "max", group)[0] > 0
 
 
 def clock_offset(rounds: int = 9, group: Group = None) -> float:
-    """Return the seconds that this machine's clock (`time.time`) is behind the first rank's; 0 on
-    that machine. It is the median over some barriers, which all ranks leave at about the same time.
-    Collective."""
+    """Return how many seconds this machine's clock (`time.time`) is behind the first rank's clock;
+    0 on the first rank's machine. Measured as the median over `rounds` barriers, which all ranks
+    leave at about the same time. Collective."""
     if is_alone(group):
         return 0.0
     first = _rank(group) == 0
@@ -139,7 +139,7 @@ def broadcast_text(text: str, group: Group = None) -> str:
     if is_alone(group):
         return text
     mine = _rank(group) == 0
-    data = text.encode() + b"." if mine else b""  # never empty: an empty tensor cannot be sent
+    data = text.encode() + b"." if mine else b""  # torch cannot send an empty tensor
     size = int(reduce_floats([float(len(data))], "max", group)[0])
     buffer = torch.zeros(size, dtype=torch.uint8)
     if mine:
@@ -149,7 +149,7 @@ def broadcast_text(text: str, group: Group = None) -> str:
 
 
 def gather_texts(text: str, group: Group = None) -> list[str]:
-    """Return every rank's text, in rank order, on every rank; at most 255 bytes each."""
+    """Return every rank's text in rank order, on every rank; texts are cut after 255 bytes."""
     if is_alone(group):
         return [text]
     rank, size = place(group)

@@ -1,7 +1,7 @@
-"""Deadlines, so that every wait ends: `Deadline` for our own waits, `Watchdog` for waits inside a
-library.
+"""Limit every wait: `Deadline` for waits in rlcore's code, `Watchdog` for waits inside a library.
 
-Both name the rank or request that is missing: without a name, finding it takes an hour of logs.
+`Deadline` and `Watchdog` name the missing rank or request, because otherwise finding it means
+reading logs for an hour.
 """
 
 import faulthandler
@@ -15,7 +15,7 @@ from rlcore.utils.log import log
 
 
 class Deadline:
-    """A wait of at most `seconds`. `what` names the waiting rank and its phase, for example `rank
+    """Deadline `seconds` from now. `what` names the waiting rank and its phase, for example `rank
     0, rollout of step 12`."""
 
     def __init__(self, seconds: float, what: str, clock: Clock | None = None):
@@ -26,12 +26,11 @@ class Deadline:
         self._end = self._clock.now() + seconds
 
     def restart(self) -> None:
-        """Start counting again, because of progress."""
+        """Restart the deadline, after progress."""
         self._end = self._clock.now() + self.seconds
 
     def remaining(self, at_most: float = math.inf) -> float:
-        """Return the seconds left, at least 0 and at most `at_most`, for waits that poll in
-        between."""
+        """Return the seconds left, from 0 to `at_most`, as the time-out of one poll."""
         return min(at_most, max(0.0, self._end - self._clock.now()))
 
     @property
@@ -39,22 +38,22 @@ class Deadline:
         return self._clock.now() >= self._end
 
     def check(self, missing: str | Callable[[], str]) -> None:
-        """Raise TimeoutError once the time is over. `missing` names the rank or request that did
-        not come; if it is a function, it is called only then."""
+        """Raise TimeoutError if the deadline has passed. `missing` names the rank or request that
+        did not answer; a function is called only in this case."""
         if self.expired:
             missing = missing() if callable(missing) else missing
             raise TimeoutError(f"{self.what}: waited {self.seconds:g} s for {missing}")
 
 
 class Watchdog:
-    """Thread that reports a phase of this process that makes no progress. It writes one sentence
-    and the stacks of all threads to `path`, and logs the sentence or passes it to `on_overrun`.
+    """Thread that reports a phase of this process that makes no progress. It writes a message and
+    the stacks of all threads to `path`, and logs the message or passes it to `on_overrun`.
 
-    `beat(phase)` restarts the time; with "" no phase is watched. It fits `Spans(listener=...)`.
+    `beat(phase)` restarts the time; "" stops watching. `beat` can be a listener of `Spans`.
     `describe()` runs in the watchdog's thread and returns what the process waits for.
-    `on_overrun(verdict)` may end the process. Each is called at most once per beat. If a phase
-    holds the interpreter lock, `describe` cannot run. Its stacks are still written by
-    faulthandler's own timer, `grace_s` later.
+    `on_overrun(message)` may end the process. Each function is called at most once per beat. If a
+    phase holds the interpreter lock, `describe` cannot run; faulthandler's own timer then writes
+    the stacks, `grace_s` later.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Watchdog:
     def beat(self, phase: str) -> None:
         """Report that the process makes progress and is in `phase`."""
         now = self._clock.now()
-        # Waking either timer's thread at every beat costs time on a busy machine.
+        # Wake the threads of both timers only if needed, which saves time on a busy machine.
         if not phase:
             faulthandler.cancel_dump_traceback_later()
             self._armed = -math.inf
@@ -111,7 +110,7 @@ class Watchdog:
             self._speak(phase)
 
     def _next_overrun(self) -> str | None:
-        """Wait until a phase overruns; return its name, None when closed."""
+        """Wait until a phase exceeds its time; return the phase's name, or None when closed."""
         with self._changed:
             while not self._closed:
                 left = self._since + self._timeout_s - self._clock.now()

@@ -1,6 +1,6 @@
-"""Report on this machine and this installation: the output of `rlcore env`, saved with every run.
+"""Report this machine and this installation; `rlcore env` prints the report, every run saves it.
 
-Own code instead of `torch.utils.collect_env`: it also knows rlcore's packages and native build.
+Own code instead of `torch.utils.collect_env`, to include rlcore's packages and native build.
 """
 
 import os
@@ -45,8 +45,8 @@ VARIABLES = (
 
 
 def report() -> dict[str, Any]:
-    """Return versions, devices, CPU, memory and the native build as plain data. Of the listed
-    packages it imports only torch."""
+    """Return versions, devices, CPU, memory and the native build as plain data. Of `PACKAGES`, only
+    torch is imported."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -92,8 +92,8 @@ def num_cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or the container's limit
-    if lower."""
+    """Return the bytes of memory that this process may use: the machine's memory, or the
+    container's limit if lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     return min(total, int(limit)) if limit.isdigit() else total
@@ -115,7 +115,7 @@ def _cuda() -> dict[str, Any]:
 
 
 def _native() -> str:
-    """Name the parts of csrc that are built; at start, rlcore.ops logs which of them it uses."""
+    """Name the built parts of csrc; at start, rlcore.ops logs which parts are used."""
     import torch
 
     folder = Path(__file__).resolve().parents[1]
@@ -133,7 +133,7 @@ def _native() -> str:
 
 
 def _sglang() -> str:
-    """Describe the installation that `--rollout.engine sglang` uses, and what is missing."""
+    """Describe the SGLang installation of `--rollout.engine sglang` and name missing packages."""
     import torch
 
     version = _version("sglang")
@@ -153,8 +153,8 @@ def _sglang() -> str:
 
 
 def _requirements(package: str, extra: str) -> list[tuple[str, str]]:
-    """Return (name, versions) of a package's requirements on this machine, its own or those of an
-    extra."""
+    """Return (name, versions) of a package's requirements on this machine: of the extra `extra`
+    only, or of the package without extras if `extra` is empty."""
     from packaging.requirements import Requirement
 
     found = []
@@ -193,7 +193,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """Return the commit of the tree that this file is in, with `+` if it has changes; "" outside
+    """Return the git commit of rlcore's source tree, with `+` if files have changed; "" outside
     git."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
@@ -211,7 +211,7 @@ def _commit() -> str:
 
 
 def _read(path: str) -> str:
-    """Read a file of /proc or /sys; "" if this system does not have it."""
+    """Read a file of /proc or /sys; return "" if this system lacks the file."""
     try:
         return Path(path).read_text()
     except OSError:

@@ -1,9 +1,9 @@
-"""The error type for everything that a user can fix."""
+"""Define the error type for problems that a user can fix."""
 
 
 class ConfigError(ValueError):
     """An invalid configuration, data file, model folder, checkpoint or environment.
 
-    The text is for the user: sentences that name the key or the file and say what to do. The
-    command line prints it and exits with code 2. Every other exception is a bug in rlcore.
+    The message is for the user: it names the key or file and describes how to fix the problem. The
+    command line prints the message and exits with code 2. Any other exception is a bug in rlcore.
     """

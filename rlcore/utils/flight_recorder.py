@@ -1,8 +1,7 @@
-"""Flight recorder of a rank: its last events, what it waits for, and the stacks of its threads.
+"""Record a rank's most recent events, what the rank waits for, and the stacks of its threads.
 
-`FlightRecorder` collects during the run, at the cost of some list entries. If something is wrong
-(`utils/health.py`), the record is written to `<run>/flight/rank<r>.json`. `utils/verdict.py` reads
-the records of all ranks.
+`FlightRecorder` collects events in memory during the run. On an alarm (`utils/health.py`), the
+record is written to `<run>/flight/rank<r>.json`. `utils/verdict.py` reads the records of all ranks.
 """
 
 import json
@@ -47,8 +46,8 @@ Record = dict[str, Any]
 
 
 class FlightRecorder:
-    """Flight recorder of one rank. `phase` fits `Spans(listener=...)`, `see` fits
-    `RolloutWorker.observers`; the main thread calls both, any thread the rest."""
+    """Flight recorder of one rank. `phase` can be a listener of `Spans`, `see` an observer of
+    `RolloutWorker`. Only the main thread calls `phase` and `see`; any thread may call the rest."""
 
     def __init__(self, rank: int, world_size: int, folder: Path | None):
         """`folder`: the run's folder; None: write nothing."""
@@ -62,7 +61,7 @@ class FlightRecorder:
 
     @property
     def at(self) -> dict[str, Any]:
-        """Current state of the rank, in few bytes."""
+        """Current state of the rank: the contents of a heartbeat."""
         return {
             "rank": self.rank,
             "host": self.host,
@@ -75,15 +74,15 @@ class FlightRecorder:
         }
 
     def watch_step(self, step: Callable[[], int]) -> None:
-        """Read the number of the current step from `step`."""
+        """Call `step` from now on to get the number of the current step."""
         self._step = step
 
     def on_phase(self, changed: Callable[[], None]) -> None:
-        """Call `changed` at every new phase."""
+        """Call `changed` whenever the phase changes."""
         self._changed = changed
 
     def phase(self, name: str) -> None:
-        """Enter a phase of the run, "" for none. Repeating the current phase changes nothing."""
+        """Enter a phase of the run ("": no phase). Repeating the current phase changes nothing."""
         if name != self._phase:
             self._phase, self._since = name, time.time()
             self.note(f"phase {name or 'none'}")
@@ -113,7 +112,7 @@ class FlightRecorder:
             self.note(type(what).__name__)
 
     def record(self, reason: str) -> Record:
-        """Return everything that is known on this rank. `reason`: why the record is made."""
+        """Return everything that is known about this rank. `reason`: cause of the record."""
         frames, threads = sys._current_frames(), {}
         for thread in threading.enumerate():
             frame = frames.get(thread.ident or 0)
@@ -135,7 +134,7 @@ class FlightRecorder:
         }
 
     def write(self, reason: str, found: Record | None = None) -> Path | None:
-        """Write `found`, or a new record, and return its path; None without a folder."""
+        """Write `found`, or a new record, and return the file's path; None without a folder."""
         if self.folder is None:
             return None
         path = record_path(self.folder, self.rank)
@@ -147,8 +146,8 @@ class FlightRecorder:
 
 
 def machine() -> str:
-    """Identify the machine, or container, in which process ids are comparable: boot id and pid
-    namespace. The host name is not enough: containers on several machines may share one."""
+    """Return boot id and pid namespace, which identify the machine or container in which process
+    ids are unique. Containers on several machines may share a host name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -157,13 +156,13 @@ def machine() -> str:
 
 
 def record_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's record, in the run's folder."""
+    """Return the path of a rank's record; `folder`: the run's folder."""
     return folder / FOLDER / f"rank{rank}.json"
 
 
 def children_stacks() -> dict[str, str]:
-    """Return the stacks of this rank's child processes (engine, rewards), if py-spy is
-    installed."""
+    """Return the stacks of this rank's child processes (engine, rewards) by description of the
+    child; a note instead if py-spy is not installed."""
     py_spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
     found, end = {}, time.monotonic() + PY_SPY_S
     for child in psutil.Process().children():
@@ -189,7 +188,7 @@ def children_stacks() -> dict[str, str]:
 
 def collectives() -> dict[str, Any]:
     """Read torch's own flight recorder: the number of collectives that this rank has entered in
-    each process group, and the last ones. Empty if it is off (TORCH_FR_BUFFER_SIZE)."""
+    each process group, and the most recent collectives. Empty if TORCH_FR_BUFFER_SIZE is 0."""
     c10d = sys.modules.get("torch._C._distributed_c10d") or _c10d()
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
@@ -244,12 +243,12 @@ WAITS = {
 OURS = (
     "flight_recorder.py",
     "health.py",
-)  # frames to skip: a failed rank makes its record in these files
+)  # frames of these files make the record, so they do not show what the rank was doing
 
 
 def _waits(frame: FrameType | None) -> str:
-    """Return what the main thread waits for, judged by the innermost frames; "" if it does not seem
-    to wait."""
+    """Return what the main thread waits for, according to its innermost four frames; "" if none of
+    them is a known wait."""
     for _ in range(4):
         if frame is None:
             break

@@ -1,10 +1,10 @@
-"""Seccomp filter for a reward's child: it, and all that it starts, cannot signal or trace the
-trainer.
+"""Install a seccomp filter, so that a reward's child process and all processes that it starts
+cannot signal or trace the trainer.
 
-A process may kill any other of the same user. So `os.kill(os.getppid(), 9)` in a user's reward, or
-in a library that it calls, would end the run. The filter refuses (EPERM) signals to the given
-processes, to their groups and to all processes. It protects against accidents and simple attacks;
-untrusted code needs the sandbox (rlcore/sandbox).
+A process may kill any process of the same user. So `os.kill(os.getppid(), 9)` in a user's reward,
+or in a library that the reward calls, would end the run. The filter refuses (EPERM) signals to the
+given processes, to their groups, and to all processes at once. It protects against accidents and
+simple attacks; untrusted code needs the sandbox (rlcore/sandbox).
 
 Own code instead of libseccomp's bindings: one filter through ctypes saves the dependency.
 """
@@ -19,7 +19,7 @@ _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # SECCOMP_RET_ERRNO with EPERM
 _NUMBER, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24
-"""Offsets in seccomp_data; of an argument, of its low half."""
+"""Offsets of fields in seccomp_data; for an argument, of the argument's low half."""
 _ARCHES: Mapping[str, tuple[int, dict[str, int]]] = {
     "x86_64": (
         0xC000003E,
@@ -53,7 +53,7 @@ class _Program(ctypes.Structure):
 
 
 def ancestors(pid: int) -> list[int]:
-    """Return `pid` and its ancestors up to init, as far as /proc shows them."""
+    """Return `pid` and its ancestors up to init (excluded), as long as /proc shows each parent."""
     found = []
     while pid > 1:
         found.append(pid)
@@ -66,8 +66,8 @@ def ancestors(pid: int) -> list[int]:
 
 
 def protect(pids: Iterable[int]) -> str:
-    """Install the filter for this process and all that it will start. Return "" or why that
-    failed."""
+    """Install the filter for this process and all processes that it will start. Return "", or the
+    reason if that failed."""
     machine = platform.machine()
     if machine not in _ARCHES:
         return f"system calls of {machine} are not known"
@@ -96,12 +96,12 @@ def _program(machine: str, pids: list[int]) -> bytes:
     allow = struct.pack("=HBBI", _RETURN, 0, 0, _ALLOW)
     refuse = struct.pack("=HBBI", _RETURN, 0, 0, _REFUSE)
     n = len(refused)
-    # each list of comparisons: jump to `refuse` behind it, or fall to `allow`
+    # A comparison that matches jumps to `refuse` at the end of its list; else `allow` is reached.
     check = b"".join(compare(pid, n - i) for i, pid in enumerate(refused)) + allow + refuse
     first, second = load(_ARG0) + check, load(_ARG1) + check
     size = n + 3
     head = [load(_ARCH), compare(arch, 1), allow, load(_NUMBER)]
-    # behind the head: tests of the number, `allow`, first, second, `refuse`
+    # Order after `head`: tests of the call's number, `allow`, `first`, `second`, `refuse`.
     tests = [
         *((number, 0) for number in by_first),
         (calls["ptrace"], size),

@@ -1,12 +1,12 @@
-"""Health of the ranks of a run: heartbeats over torchrun's store, and an alarm that reaches all
-ranks. On an alarm every rank writes its flight record, and the first rank that can reports which
-rank is stuck (`utils/verdict.py`).
+"""Monitor the ranks of a run: heartbeats over torchrun's store, and an alarm that reaches all
+ranks. On an alarm every rank writes its flight record (stacks, recent events), and one rank reports
+which rank is stuck (`utils/verdict.py`).
 
-This runs in a thread and a store connection of its own: the main thread may be stuck in a
-collective, and its store connection in a wait.
+A separate thread with a separate store connection does this. The main thread may be stuck in a
+collective, and the main store connection in a wait.
 
-Own code instead of `torch.distributed.monitored_barrier`: that is gloo only, this covers NCCL and
-waits outside of collectives.
+Own code instead of `torch.distributed.monitored_barrier`, which supports only gloo. This module
+covers NCCL, and waits outside of collectives.
 """
 
 import json
@@ -39,23 +39,23 @@ from rlcore.utils.sealed import ForgedValueError
 
 BEAT_S = 2.0
 STORE_S = 5.0
-"""Time-out of one answer of the store."""
+"""Time-out in seconds of one request to the store."""
 GRACE_S = 6.0
-"""Time that the records of the other ranks may take."""
+"""Seconds to wait for the records of the other ranks."""
 SILENT_S = 15.0
 """Seconds without a heartbeat after which a rank is assumed not to finish its step."""
 AGAIN_S = 5.0
-"""Seconds after which a second SIGTERM counts as a new one; launchers send each twice."""
+"""Seconds after which a second SIGTERM counts as a new request; launchers send SIGTERM twice."""
 SPEAKERS = 3
-"""Number of ranks that may have to report an alarm."""
+"""Number of ranks that can report an alarm: rank 0, and the next ranks if rank 0 cannot."""
 VERDICT = "verdict.json"
-"""File beside the records: the report, and the ranks that it names."""
+"""File next to the flight records, with the report and the suspected ranks."""
 EXIT_TERM = 128 + signal.SIGTERM
 
 
 class Health:
-    """Health of this rank and the others. `store`: a connection for this object alone; None in a
-    world of one and before the ranks have met."""
+    """Heartbeats and alarms of this rank and the others. `store`: a store connection that only this
+    object uses; None for a single rank, and until all ranks have started."""
 
     def __init__(self, flight: FlightRecorder, store: Any | None, beat_s: float = BEAT_S):
         self.flight, self._store, self._beat_s = flight, None, beat_s
@@ -64,7 +64,7 @@ class Health:
             self.enter(store)
         self._alarm: dict[str, Any] | None = None
         self._answered = threading.Event()
-        """Set when the alarm has been answered: there is a verdict, or no rank to give one."""
+        """Set when the alarm has been handled: a rank wrote the verdict, or no rank could."""
         self._lock = threading.Lock()
         self._told = 0.0
         self.known: dict[int, dict[str, Any]] = {}
@@ -74,14 +74,13 @@ class Health:
         self._closed = False
         self._old_term: Any = None
         self._grace_s = 0.0
-        """Seconds that a run has after a SIGTERM to finish its step and save; 0: it ends at
-        once."""
+        """Seconds for a run to finish its step and save after a SIGTERM; 0: exit at once."""
         self._is_done = False
         """Whether nothing is left to do or to save, so that the other ranks may exit."""
         self._ended_at: float | None = None
         self._alarms = 0
         self._seen: dict[int, tuple[Any, float]] = {}
-        """Last heartbeat of each other rank, and when it came."""
+        """Most recent heartbeat of each other rank, and when it was first seen."""
         flight.on_phase(self._poke)
         self._thread = threading.Thread(target=self._live, name="health", daemon=True)
 
@@ -91,10 +90,10 @@ class Health:
         self._store = store
 
     def start(self, signals: bool = True) -> "Health":
-        """Start the health thread. `signals`: on SIGTERM, write the flight record, whatever the
-        main thread does; this must be called in the main thread."""
+        """Start the health thread. `signals`: write the flight record on SIGTERM, even if the main
+        thread is stuck; requires that `start` is called in the main thread."""
         if signals:
-            # A forked child that gets a signal before `_forget` would report it as the rank's.
+            # Before `_forget` runs, a forked child would report its own SIGTERM as the rank's.
             os.register_at_fork(
                 before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
                 after_in_parent=partial(
@@ -108,11 +107,11 @@ class Health:
         return self
 
     def met(self, known: dict[int, dict[str, Any]]) -> None:
-        """Keep the state of all ranks at the start."""
+        """Store the state of all ranks at the start, from `meet`."""
         self.known = known
 
     def allow_grace(self, seconds: float) -> None:
-        """Give the run this time to finish its step and save after a SIGTERM."""
+        """Allow the run `seconds` after a SIGTERM to finish its step and save."""
         self._grace_s = seconds
 
     def done(self) -> None:
@@ -120,9 +119,9 @@ class Health:
         self._is_done = True
 
     def alarm(self, reason: str, *, ends: bool = False) -> None:
-        """Raise an alarm: all ranks write their records, and one reports which rank is stuck.
-        Return when that is done, at most some seconds later; with `ends` the rank exits then. A
-        second alarm waits for the first."""
+        """Raise an alarm: all ranks write their records, and one rank reports which rank is stuck.
+        Return when that is done, within a few seconds; with `ends` this rank then exits. A second
+        alarm waits for the first."""
         first = False
         with self._lock:
             if self._alarm is None:
@@ -138,13 +137,13 @@ class Health:
             os._exit(1)
 
     def wait_for_alarm(self) -> None:
-        """Wait until another rank's alarm is answered, or some seconds."""
+        """Wait until another rank's alarm has been handled, at most `2 * GRACE_S`."""
         self._poke()
         self._answered.wait(2 * GRACE_S)
 
     @property
     def ends(self) -> bool:
-        """Whether a SIGTERM has come, so that the current step is the last one."""
+        """Whether a SIGTERM has arrived, so that the current step is the last one."""
         return self._ended_at is not None
 
     def close(self) -> None:
@@ -160,7 +159,7 @@ class Health:
             signal.signal(signal.SIGTERM, self._old_term)
         self._wake.close()
         self._woken.close()
-        self._store = None  # on rank 0 it holds the server
+        self._store = None  # releases the store's server on rank 0
 
     # ---- the thread
 
@@ -194,7 +193,7 @@ class Health:
         except ValueError as error:
             self._drop_forged(error)
             return
-        except Exception as error:  # torch raises several types; ranks then report alone
+        except Exception as error:  # torch raises several types; each rank then reports by itself
             log.debug("the run's store does not answer: %s", error)
             return
         with self._lock:
@@ -207,13 +206,13 @@ class Health:
 
     def _drop_forged(self, error: ValueError) -> None:
         self._forged += 1
-        if self._forged == 1:  # the value stays in the store, and is read at every beat
+        if self._forged == 1:  # warn once; the value stays and is read at every heartbeat
             log.warning("ignored an invalid alarm in the run's store: %s", error)
 
     def _handle_sigterm(self) -> None:
-        """Handle SIGTERM: from torchrun when another rank has exited, or from the user or
-        scheduler. With a grace, the loop sees `ends`, and the rank exits by itself when it has
-        saved."""
+        """Handle a SIGTERM, which torchrun sends after another rank has exited, or the user or the
+        scheduler sends. With a grace period, the training loop reads `ends`, and the rank exits by
+        itself after saving."""
         now = time.monotonic()
         if not self._grace_s or (self._ended_at is not None and now > self._ended_at + AGAIN_S):
             self._terminate("ended by SIGTERM")
@@ -243,7 +242,7 @@ class Health:
         return f"ended by SIGTERM: rank {gone[0]} has exited or does not respond" if gone else ""
 
     def _failed_ranks(self) -> list[int]:
-        """Return the other ranks that are known to be dead or stopped, or are silent."""
+        """Return the other ranks that have exited, are stopped, or send no heartbeats."""
         if self._store is None:
             return []
         found, now = [], time.monotonic()
@@ -257,7 +256,7 @@ class Health:
         return found
 
     def _terminate(self, why: str) -> None:
-        """Write the record and end this process."""
+        """Write the flight record and end this process."""
         with self._lock:
             known = self._alarm
             if known is None:
@@ -280,12 +279,12 @@ class Health:
             return
         try:
             self._store.set("alarm", json.dumps(dict(alarm)))
-        except Exception as error:  # as above
+        except Exception as error:  # torch raises several types
             log.debug("cannot write the alarm to the run's store: %s", error)
 
     def _answer(self, alarm: Mapping[str, Any]) -> None:
-        """Write the record, wait for those of the other ranks, and report if this rank is the first
-        that can."""
+        """Write the flight record, wait for the other ranks' records, and report if this is the
+        lowest rank that can report."""
         try:
             self._answer_now(alarm)
         except Exception:  # the reason of the alarm must not be lost in a second error
@@ -305,11 +304,11 @@ class Health:
         if flight.write(why, record) is None:
             return
         log.debug("flight record written: %s", why)
-        if flight.world_size == 1 and why.startswith("failed"):  # there is no other rank to look at
+        if flight.world_size == 1 and why.startswith("failed"):  # no other rank can be stuck
             return
         assert flight.folder is not None  # the record was written there
         told = flight.folder / FOLDER / VERDICT
-        # Rank 0 reports. If it cannot, the next rank does, a while later; other ranks only wait.
+        # Rank 0 reports. If no report appears, rank 1 does, then rank 2; other ranks only wait.
         if flight.rank and (
             flight.rank >= SPEAKERS or _appears(told, begin, flight.rank * GRACE_S)
         ):
@@ -328,7 +327,7 @@ class Health:
         beats: Mapping[int, Mapping[str, Any]],
         states: Mapping[int, str],
     ) -> None:
-        """Report which rank is stuck, and write that beside the records."""
+        """Log which rank is stuck, and write the report next to the flight records."""
         flight = self.flight
         assert flight.folder is not None
         found = verdict.suspects(records, beats, flight.world_size, states)
@@ -346,8 +345,8 @@ class Health:
     def _gather(
         self, begin: float
     ) -> tuple[dict[int, Record], dict[int, dict[str, Any]], dict[int, str]]:
-        """Return the records of this alarm, the last heartbeats, and the processes without an
-        answer that are dead or stopped."""
+        """Return the records of this alarm, the most recent heartbeats, and the state (`dead` or
+        `stopped`) of ranks that wrote no record."""
         flight = self.flight
         assert flight.folder is not None
         end = time.monotonic() + GRACE_S
@@ -377,7 +376,7 @@ class Health:
                     beats[r] = json.loads(self._store.get(f"beat/{r}"))
             except ForgedValueError as error:
                 log.debug("ignored the heartbeat of rank %d: %s", r, error)
-            except Exception as error:  # as above
+            except Exception as error:  # torch raises several types
                 log.debug("the run's store does not answer: %s", error)
                 break
         return beats
@@ -385,12 +384,12 @@ class Health:
     def _poke(self) -> None:
         try:
             self._wake.send(b"\0")
-        except OSError:  # full or closed: the thread wakes by itself
+        except OSError:  # socket full or closed: the thread wakes anyway
             return
 
 
 def _alarm_of(text: bytes, world_size: int) -> dict[str, Any]:
-    """Parse an alarm. ValueError if it is invalid: the rank that wrote it runs another version."""
+    """Parse an alarm. Raise ValueError if its format is invalid, as from another version."""
     alarm = json.loads(text)
     match alarm:
         case {"number": float(), "from": int(rank), "reason": str()} if 0 <= rank < world_size:
@@ -399,7 +398,7 @@ def _alarm_of(text: bytes, world_size: int) -> dict[str, Any]:
 
 
 def _appears(file: Path, begin: float, seconds: float) -> bool:
-    """Wait up to `seconds` for a file of this alarm; tell whether it exists."""
+    """Wait up to `seconds` for a file newer than `begin`; return whether the file appeared."""
     end = time.monotonic() + seconds
     while not (file.exists() and file.stat().st_mtime >= begin - BEAT_S):
         if time.monotonic() > end:
@@ -409,8 +408,8 @@ def _appears(file: Path, begin: float, seconds: float) -> bool:
 
 
 def _forget(health: "weakref.ref[Health]") -> None:
-    """Reset the signals of a forked child, such as a checkpoint writer, so that they do not count
-    as the rank's."""
+    """Reset the signal handling of a forked child, such as a checkpoint writer, so that signals to
+    the child do not count as signals to the rank."""
     found = health()
     if found is not None and not found._closed:
         signal.set_wakeup_fd(-1)
@@ -421,13 +420,13 @@ def _forget(health: "weakref.ref[Health]") -> None:
 def _is_plain(
     alarm: Mapping[str, Any], states: Mapping[int, str], records: Mapping[int, Record], size: int
 ) -> bool:
-    """Tell whether all ranks were told to end and none has failed, so that no rank is stuck."""
+    """Return whether a SIGTERM is the only cause: every rank has a record, none has failed."""
     return "SIGTERM" in alarm["reason"] and not states and len(records) == size
 
 
 def _state(at: Mapping[str, Any] | None, machine: str) -> str:
-    """Return `dead` or `stopped` for a process on this machine (`flight.machine`); "" if it is
-    neither or unknown."""
+    """Return `dead` or `stopped` for a process on this machine (`flight.machine`); "" if the
+    process runs normally or is unknown."""
     if at is None or at["machine"] != machine:
         return ""
     try:
@@ -442,15 +441,15 @@ def _state(at: Mapping[str, Any] | None, machine: str) -> str:
 def meet(
     store: Any, at: Mapping[str, Any], size: int, timeout_s: float, clock: Callable[[], float]
 ) -> tuple[dict[int, dict[str, Any]], str]:
-    """Wait until every rank has started. Return the state of each rank, as `FlightRecorder.at`, and
-    a name for this meeting, which no earlier meeting in the same store had. `store`: as torch's;
-    `at`: the state of this rank.
+    """Wait until every rank has started. Return the state of each rank (as `FlightRecorder.at`) and
+    a name for this start, unique in the store. `store`: has the methods of torch's store; `at`: the
+    state of this rank.
 
-    torchrun restarts ranks one by one, and its store keeps the entries of failed ones. Rank 0
-    therefore publishes the list of ranks again until all ranks on it have answered.
+    torchrun restarts ranks one by one, and its store keeps the entries of failed ranks. Rank 0
+    therefore publishes the list of ranks after every change, until all listed ranks have answered.
 
-    TimeoutError names the ranks that have not come. RuntimeError if a rank's entry is not one of
-    this version.
+    TimeoutError names the ranks that have not started. RuntimeError if a rank's entry was written
+    by another version.
     """
     rank, mine = at["rank"], json.dumps(dict(at) | {"process": uuid.uuid4().hex})
     keys = [f"here/{r}" for r in range(size)]
@@ -478,7 +477,7 @@ def meet(
 
 
 def _place_of(text: str, rank: int, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse the state that a rank has published; `like`: the state of this rank."""
+    """Parse the state that a rank has published; `like`: this rank's state, for the types."""
     place = json.loads(text)
     if not isinstance(place, dict) or any(type(place.get(k)) is not type(like[k]) for k in like):
         raise RuntimeError(
@@ -494,7 +493,7 @@ def _answers(name: str, size: int) -> list[str]:
 
 def _not_there(store: Any, size: int, name: str, timeout_s: float) -> str:
     keys = _answers(name, size) if name else [f"here/{r}" for r in range(size)]
-    missing = [r for r in range(size) if not store.check([keys[r]])] or [0]  # else it is rank 0
+    missing = [r for r in range(size) if not store.check([keys[r]])] or [0]  # else rank 0
     names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return (
         f"start-up: rank {names} of {size} has not joined within --cluster.timeout_s "

@@ -1,5 +1,5 @@
-"""Interfaces on which a run's servers listen: the loopback on one node, the given one on
-several."""
+"""Choose the interface on which a run's servers listen: loopback on one node, the configured
+interface on several nodes."""
 
 import errno
 import ipaddress
@@ -26,7 +26,7 @@ _ARGUMENTS = (
 
 
 def address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface here. ConfigError if it has none."""
+    """Return a network interface's IPv4 address on this node. Raise ConfigError if it has none."""
     found = psutil.net_if_addrs()
     addresses = [a.address for a in found.get(interface, []) if a.family == socket.AF_INET]
     if not addresses:
@@ -38,10 +38,10 @@ def address_of(interface: str) -> str:
 
 
 def store_address(host: str, interface: str = "") -> str:
-    """Return the address on which the store known to clients as `host` should listen; "" for all
+    """Return the address on which a store should listen if its clients use `host`; "" for all
     interfaces.
 
-    A host name is no address: other nodes may resolve it to another one than this node does.
+    A host name gives "", because other nodes may resolve it to another address than this node.
     """
     if interface:
         return address_of(interface)
@@ -56,8 +56,8 @@ def store_address(host: str, interface: str = "") -> str:
 def bind_stores(interface: str = "") -> None:
     """Make every TCPStore server that this process starts from now on listen on one interface.
 
-    torch (2.13) listens on all of them, whatever host the clients are given. `interface`: interface
-    of servers with clients on other nodes.
+    torch (2.13) listens on all interfaces, whatever host the clients use. `interface`: used for
+    servers with clients on other nodes.
     """
     from torch.distributed import TCPStore
 
@@ -75,13 +75,13 @@ def bind_stores(interface: str = "") -> None:
                 given["master_listen_fd"] = listener.detach()
         made(self, **given)
 
-    init.is_bound = True  # type: ignore[attr-defined]  # marks the function that replaces
+    init.is_bound = True  # type: ignore[attr-defined]  # marks the replacement
     TCPStore.__init__ = init  # type: ignore[method-assign]  # what this function is for
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """Return a listening socket. None if torch has to choose the address itself: the port is taken,
-    by a server that this process may share, or the address is not of this machine."""
+    """Return a listening socket. Return None if torch must choose the address: the port is taken
+    (perhaps by a server that this process may share), or this machine lacks the address."""
     made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,6 +1,6 @@
-"""Lock that gives a folder to one process at a time.
+"""Lock a folder for one process at a time.
 
-Own code instead of the package filelock: it names the process that holds the folder.
+Own code instead of the package filelock, to name the process that holds the folder.
 """
 
 import fcntl
@@ -13,13 +13,13 @@ from typing import TextIO
 from rlcore.utils.log import log
 
 _HELD: dict[Path, TextIO] = {}
-"""Lock files of this process by path, open until it exits. They are POSIX locks: children do not
-inherit them, and network disks support them."""
+"""Lock files of this process by path, open until the process exits. The locks are POSIX locks,
+which children do not inherit and network disks support."""
 
 
 def hold(path: Path, wait_s: float = 10.0) -> str:
-    """Lock a file until this process exits; wait up to `wait_s` for a process that is just exiting.
-    Return the name of the process that holds the lock, "" if this process does."""
+    """Lock a file until this process exits. Wait up to `wait_s`, since the holder may be exiting.
+    Return "" on success, else the name of the process that holds the lock."""
     path = path.absolute()
     if path in _HELD:
         return ""

@@ -1,4 +1,4 @@
-"""The logger `rlcore`: rank 0 writes to the terminal, every rank writes its own file."""
+"""Set up the logger `rlcore`: rank 0 writes to the terminal, and every rank to a separate file."""
 
 import logging
 import sys
@@ -8,8 +8,8 @@ log = logging.getLogger("rlcore")
 
 
 def setup(rank: int, folder: Path | None = None) -> None:
-    """Log rank 0 to the terminal, other ranks only their errors. With a folder, each rank also logs
-    to `<folder>/rank<N>.log`."""
+    """Log to the terminal: on rank 0 from level INFO, on other ranks only errors. With a folder,
+    each rank also logs to `<folder>/rank<N>.log`."""
     log.handlers.clear()
     log.propagate = False
     log.setLevel(logging.DEBUG)

@@ -1,7 +1,7 @@
-"""Serialization of records: msgpack with a typed decoder, arrays as one extension type. Never a
+"""Serialize records with msgpack and a typed decoder, arrays as an extension type; never with
 pickle.
 
-An array travels as (dtype, shape, raw bytes in C order) and arrives as a writable copy, in a typed
+An array is sent as (dtype, shape, raw bytes in C order) and received as a writable copy, in a typed
 field or deep inside a `dict[str, Any]`.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 LENGTH_BYTES = 4
 LARGEST_FRAME = 1 << 28
 _ARRAY = 1  # msgpack extension code
-_KINDS = "biuf"  # bool, signed, unsigned, float: other kinds would need a pickle
+_KINDS = "biuf"  # bool, signed, unsigned, float; other kinds would need pickle
 
 
 class _Header(msgspec.Struct, array_like=True):
@@ -61,20 +61,20 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder:
 
 
 def encode(record: Any) -> bytes:
-    """Encode a record, or a list, dict or tuple of records. ValueError for a value that cannot be
-    sent."""
+    """Encode a record, or a list, dict or tuple of records. Raise ValueError for a value that
+    cannot be sent."""
     return _encoder.encode(record)
 
 
 def decode(data: bytes | memoryview, kind: Any) -> Any:
-    """Decode a record that `encode` wrote; `kind` is its type or a union such as `AnyEvent`. Raises
-    `msgspec.DecodeError` (a ValueError) naming the field that does not fit."""
+    """Decode a record that `encode` wrote; `kind` is a type or a union such as `AnyEvent`. Raise
+    `msgspec.DecodeError` (a ValueError), naming the field, if the record has another type."""
     return _decoder(kind).decode(data)
 
 
 def frame(message: Any) -> bytearray:
-    """Encode a message behind its length, for a stream. ValueError, TypeError or OverflowError for
-    a value that cannot be sent."""
+    """Encode the length of a message and then the message, for a stream. Raise ValueError,
+    TypeError or OverflowError for a value that cannot be sent."""
     data = bytearray(LENGTH_BYTES)
     _encoder.encode_into(message, data, LENGTH_BYTES)
     data[:LENGTH_BYTES] = (len(data) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
@@ -82,15 +82,15 @@ def frame(message: Any) -> bytearray:
 
 
 class Frames:
-    """Splits a stream of bytes into the bodies of its frames."""
+    """Split a stream of bytes into the bodies of its frames."""
 
     def __init__(self, largest: int = LARGEST_FRAME) -> None:
         self._buffer = bytearray()
         self._largest = largest
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the bodies that `data` completes, each once; bodies that the caller does not take
-        come with the next call. ValueError if a frame is longer than allowed."""
+        """Yield the bodies that `data` completes. Bodies that the caller does not consume are
+        yielded by the next call. Raise ValueError if a frame is longer than allowed."""
         self._buffer += data
         while len(self._buffer) >= LENGTH_BYTES:
             size = int.from_bytes(self._buffer[:LENGTH_BYTES], "little")

@@ -1,8 +1,8 @@
-"""The phases of a run: one vocabulary for spans, metrics, step line, memory plan, dry run,
-simulator and jobs that share nodes.
+"""Name the phases of a run, for spans, metrics, step line, memory plan, dry run, simulator and jobs
+that share nodes.
 
-The names are verl's timing names. `update_weights` is its name for sending the learner's weights to
-the engines; the phases that a colocated run adds are ours.
+The names are verl's timing names, such as `update_weights` for sending the learner's weights to the
+engines. The names of phases that only colocated runs have are rlcore's.
 """
 
 STEP = {
@@ -24,8 +24,8 @@ STEP = {
     "offload_learner": "moving the learner to host memory",
     "wake_engine": "allocating the engine's memory again",
 }
-"""Phases of a step in order; they do not overlap. `timing_s/step` is their sum and the time outside
-of them."""
+"""Phases of a step in order; phases do not overlap. `timing_s/step` is the sum of their times plus
+the time outside of any phase."""
 
 BETWEEN = {
     "testing": "evaluation; not part of the step",
@@ -44,7 +44,7 @@ WITHIN = {
     "wait_learner": "waiting for the train ranks, on rollout ranks",
     "optimizer_step": "the optimizer's part of update_actor, in the memory plan",
 }
-"""Names that enclose phases, or are parts of one; they have no metric of their own, except step."""
+"""Names that enclose phases or are parts of a phase; only `step` has a separate metric."""
 
 ALL = STEP | BETWEEN | BEFORE | WITHIN
 

@@ -1,4 +1,4 @@
-"""End of a guarded child together with every process that it started."""
+"""Terminate a guarded child and every process that it started."""
 
 import contextlib
 import os
@@ -10,21 +10,21 @@ from pathlib import Path
 from rlcore.utils.log import log
 
 MARK = "RLCORE_CHILD"
-"""Environment variable whose value is unique to a guarded child. Every process that it starts
-inherits it, so all of them are found when it ends, in any process group, session or parent."""
+"""Environment variable with a value that is unique to a guarded child (its mark). All processes
+that the child starts inherit it and so can be found, whatever their group, session or parent."""
 _KILL_S = 2.0
 
 
 def has_exited(process: subprocess.Popen) -> bool:
-    """Tell whether the process has ended; its pid is not reused before `process.wait`."""
+    """Return whether the process has ended; its pid is not reused before `process.wait`."""
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return os.waitid(os.P_PID, process.pid, options) is not None
 
 
 def end_tree(process: subprocess.Popen, mark: str) -> None:
-    """Send SIGKILL to `process`, its descendants, and every process that carries its mark. The
-    process itself is stopped first and killed last: it adopts orphans, so that all of them are
-    found."""
+    """Send SIGKILL to `process`, its descendants, and every process with `mark` in its environment.
+    `process` itself is stopped first and killed last, because it adopts orphaned descendants, which
+    are then found."""
     if not has_exited(process):
         os.kill(process.pid, signal.SIGSTOP)
     deadline = time.monotonic() + _KILL_S
@@ -37,7 +37,7 @@ def end_tree(process: subprocess.Popen, mark: str) -> None:
             break
         time.sleep(0.001)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # not yet waited for, so the pid is not reused
+        os.killpg(process.pid, signal.SIGKILL)  # before `wait`, the pid is not reused
 
 
 def _family(root: int, mark: str) -> set[int]:

@@ -1,8 +1,8 @@
-"""The secret of a run, and a store whose values only the run's own ranks can write.
+"""Share a secret between the ranks of a run, and authenticate values in the run's store with it.
 
 torchrun's store is open to the whole network: it has no authentication, and torch listens on all
-interfaces. The secret therefore travels through a file that only the run's user can read, never
-through the store. With it, values in the store carry a code (HMAC-SHA256 over key and value), and
+interfaces. The secret is therefore passed in a file that only the run's user can read, never in the
+store. With the secret, values in the store get a code (HMAC-SHA256 over key and value), and
 messages between ranks are encrypted (`rollout/transport.py`).
 """
 
@@ -40,7 +40,7 @@ class SealedStore:
         self._store.set(key, self._code(key, body) + body)
 
     def get(self, key: str) -> bytes:
-        """Wait for a value and return it without its code. ForgedValueError if the code is
+        """Wait for a value and return it without the code. Raise ForgedValueError if the code is
         wrong."""
         sealed = bytes(self._store.get(key))
         code, body = sealed[:_MAC_BYTES], sealed[_MAC_BYTES:]
@@ -52,11 +52,11 @@ class SealedStore:
         return body
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return its new value; not authenticated."""
+        """Add to a counter and return the new value; not authenticated."""
         return self._store.add(key, amount)
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether all keys exist; not authenticated."""
+        """Return whether all keys exist; not authenticated."""
         return self._store.check(keys)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -64,25 +64,25 @@ class SealedStore:
         self._store.set_timeout(timeout)
 
     def _code(self, key: str, body: bytes) -> bytes:
-        # The length separates key and body: no two pairs give the same text.
+        # With the key's length, different pairs of key and body always give different texts.
         return hmac.digest(self._secret, b"%d:%s" % (len(key), key.encode() + body), "sha256")
 
 
 def share_secret(
     file: Path, rank: int, size: int, store: Any, timeout_s: float, clock: Callable[[], float]
 ) -> bytes:
-    """Make the run's secret on rank 0 and hand it to all ranks through `file`; collective.
+    """Make the run's secret on rank 0 and pass it to all ranks through `file`; collective.
 
-    The file has mode 0600 and lies in a folder that all nodes share. It is removed as soon as every
+    The file has mode 0600 and is in a folder that all nodes share. It is removed as soon as every
     rank has read it.
 
     Args:
-        file: a name that no earlier start has used.
-        store: torch's; it holds only whether the file exists and how many ranks have read it.
+        file: path of the file, which no earlier start has used.
+        store: torch's store; it records only whether the file exists and how many ranks read it.
 
     Raises:
-        ConfigError: the file cannot be written or read; the same sentence on every rank that knows.
-        TimeoutError: a rank has not read it in time; the sentence names the file.
+        ConfigError: the file cannot be written (same message on all ranks) or read.
+        TimeoutError: a rank has not read the file in time; the message names the file.
     """
     if rank:
         _await(lambda: store.check(["secret/there"]), clock() + timeout_s, clock, _NOT_MADE, file)

@@ -1,9 +1,9 @@
-"""Removal of passwords from addresses that are shown."""
+"""Remove passwords from addresses before they are shown."""
 
 import re
 
 
 def hide(url: str) -> str:
-    """Hide the passwords of addresses in a text. If a password contains `@`, its end is ambiguous:
-    the last `@` before the next address counts, so too much may be hidden, never too little."""
+    """Hide the passwords of addresses in a text. As a password may contain `@`, it ends at the last
+    `@` before the next address, so that too much may be hidden, but never too little."""
     return re.sub(r"(//[^:\s]*):(?:(?!\s\w+://).)*@", r"\1:***@", url, flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""Seeds derived from names: every random choice depends on (seed, purpose), never on order."""
+"""Derive seeds from names, so that random choices depend on (seed, purpose), never on order."""
 
 import hashlib
 import random

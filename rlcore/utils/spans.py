@@ -1,6 +1,6 @@
-"""Phase timer: `with spans.phase("gen"):` adds the seconds of the block to `gen`.
+"""Measure time by phase: `with spans.phase("gen"):` adds the seconds of the block to `gen`.
 
-Own code instead of OpenTelemetry: sums by phase save the dependency.
+Own code instead of OpenTelemetry: only sums by phase are needed, so this saves the dependency.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,8 +10,8 @@ from rlcore.utils.clock import Clock, RealClock
 
 
 class Spans:
-    """Seconds by phase since the last `take`. Phases may nest: each counts in full, so an inner
-    phase's seconds are part of the outer one's. Only one thread may use it.
+    """Seconds by phase since the most recent `take`. Phases may nest; the seconds of an inner phase
+    then also count for the outer phase. Only one thread may use a `Spans`.
 
     Listeners, such as the screen and the watchdog, are called with the name of the innermost open
     phase whenever that changes, "" for none.
@@ -26,12 +26,12 @@ class Spans:
 
     @property
     def current(self) -> str:
-        """Innermost open phase, "" for none."""
+        """Innermost open phase; "" if there is none."""
         return self._open[-1] if self._open else ""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block under `name`, also if it raises."""
+        """Add the block's time to `name`, also if the block raises."""
         self._open.append(name)
         self._tell()
         start = self._clock.now()
@@ -50,7 +50,7 @@ class Spans:
         self._listeners.append(listener)
 
     def listen_to_ends(self, hear: Callable[[str, float, float], None]) -> None:
-        """Call `hear` after every phase with its name, its start and its end by the clock."""
+        """Call `hear` after every phase with the phase's name, start and end (seconds by clock)."""
         self._on_end.append(hear)
 
     def add(self, name: str, seconds: float) -> None:
@@ -58,8 +58,8 @@ class Spans:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Return the seconds by phase in order of first use, and reset them. The whole time of an
-        open phase counts in the next take."""
+        """Return the seconds by phase in order of first use, and reset all sums. An open phase
+        counts with its whole time in a later `take`, after it has ended."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 

@@ -1,5 +1,5 @@
-"""Which rank is stuck, found from the flight records of all ranks: no state, no waiting, no
-printing."""
+"""Find out which rank is stuck, from the flight records of all ranks: pure functions, which do not
+wait or print."""
 
 import json
 import time
@@ -15,14 +15,14 @@ LONG_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A rank that the others wait for, and the evidence."""
+    """A rank that the other ranks wait for, and the evidence."""
 
     rank: int
     why: str
 
 
 def read(run_dir: Path) -> dict[int, Record]:
-    """Return the records in a run's folder, by rank; unreadable ones are left out."""
+    """Return the records in a run's folder, by rank; unreadable records are left out."""
     found: dict[int, Record] = {}
     for path in sorted((run_dir / FOLDER).glob("rank*.json")):
         try:
@@ -39,12 +39,12 @@ def suspects(
     size: int,
     states: Mapping[int, str],
 ) -> list[Suspect]:
-    """Return the ranks that the others wait for, by the strongest kind of evidence only.
+    """Return the ranks that the other ranks wait for, by the strongest kind of evidence only.
 
     Args:
         records: flight records by rank; not every rank has one.
-        beats: last heartbeat of each rank, as `Flight.at`.
-        states: `dead` or `stopped`, for the ranks whose process is known to be.
+        beats: most recent heartbeat of each rank, as `FlightRecorder.at`.
+        states: `dead` or `stopped`, for ranks whose process is known to be dead or stopped.
     """
     gone = [Suspect(r, _of_state(r, why, beats)) for r, why in sorted(states.items())]
     if gone:
@@ -75,7 +75,7 @@ def _of_state(rank: int, state: str, beats: Mapping[int, Mapping[str, Any]]) -> 
 
 
 def _behind(records: Mapping[int, Record]) -> list[Suspect]:
-    """Return ranks that have entered fewer collectives of a group than others that wait in it."""
+    """Return ranks that have entered fewer collectives of a group than other, waiting ranks."""
     counts: dict[str, dict[int, int]] = {}
     for rank, record in records.items():
         for group, found in record["collectives"].get("groups", {}).items():
@@ -97,7 +97,7 @@ def _behind(records: Mapping[int, Record]) -> list[Suspect]:
 
 
 def _busy(records: Mapping[int, Record]) -> list[Suspect]:
-    """Return ranks that do not wait while others do."""
+    """Return the ranks that do not wait, if other ranks wait."""
     busy = [r for r, x in records.items() if not x["waits"]]
     if not busy or len(busy) == len(records) > 1:
         return []
@@ -131,7 +131,7 @@ def table(
     found: Sequence[Suspect],
     reason: str,
 ) -> list[str]:
-    """Format the report: which rank is stuck, where, how long; then a line per rank."""
+    """Format the report: the stuck ranks with place and duration, then a line per rank."""
     who = [f"rank {s.rank}: {s.why}" for s in found[:4]]
     if len(found) > 4:
         who.append(f"and {len(found) - 4} more ranks")
