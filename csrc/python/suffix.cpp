@@ -23,14 +23,14 @@ namespace {
 // Handed in as it is: a copy of what has another type or layout would hide a mistake.
 template <class T>
 std::span<const T> view(const py::handle& given, const char* name, const char* type) {
-  RL_CHECK(py::isinstance<py::array>(given), name, ": a numpy array of ", type, ", not ",
+  RL_CHECK(py::isinstance<py::array>(given), name, ": must be a numpy array of ", type, ", not ",
            Py_TYPE(given.ptr())->tp_name);
   const auto array = py::reinterpret_borrow<py::array>(given);
-  RL_CHECK(py::isinstance<py::array_t<T>>(given), name, ": ", type, ", not ",
+  RL_CHECK(py::isinstance<py::array_t<T>>(given), name, ": must be ", type, ", not ",
            std::string(py::str(array.dtype())));
-  RL_CHECK(array.ndim() == 1, name, ": one dimension, not ", array.ndim());
+  RL_CHECK(array.ndim() == 1, name, ": must have one dimension, not ", array.ndim());
   RL_CHECK(array.size() < 2 || array.strides(0) == static_cast<py::ssize_t>(sizeof(T)), name,
-           ": contiguous, not with a stride of ", array.strides(0), " bytes");
+           ": must be contiguous, has a stride of ", array.strides(0), " bytes");
   return {static_cast<const T*>(array.data()), static_cast<size_t>(array.size())};
 }
 

@@ -373,7 +373,7 @@ def good_build() -> dict:
         (dict(rewards=np.float32([1, np.nan, 0])), r"rewards\[1\] nan: .*finite"),
         (dict(rewards=np.float32([np.inf, 0, 0])), r"rewards\[0\] inf: .*finite"),
         (dict(rewards=np.float32([0, 0, 1e6])), r"rewards\[2\] 1.*: .*finite"),
-        (dict(rewards=np.float64([1, 0, 0])), "rewards: float32, not float64"),
+        (dict(rewards=np.float64([1, 0, 0])), "rewards: must be float32, not float64"),
     ],
 )
 def test_a_bad_build_names_the_argument_and_changes_nothing(case, change, message):
@@ -388,7 +388,7 @@ def test_a_bad_build_names_the_argument_and_changes_nothing(case, change, messag
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda f, h: f.open(i32(1)), "keys: int64, not int32"),
+        (lambda f, h: f.open(i32(1)), "keys: must be int64, not int32"),
         (lambda f, h: f.open(None), "keys: must be a numpy array of int64, not NoneType"),
         (lambda f, h: f.advance(h, i32(1), i64(0, 2)), r"offsets\[1\] 2: the last offset"),
         (lambda f, h: f.advance(h, i32(1), i64(0)), "offsets: 2 entries are needed, got 1"),

@@ -106,10 +106,10 @@ def test_a_closed_handle_is_refused():
 @pytest.mark.parametrize(
     "keys, message",
     [
-        (np.array([1.5]), "keys: int64, not float64"),
-        (np.array(["1"]), "keys: int64, not <U1"),
-        (np.zeros((1, 1), np.int64), "keys: one dimension, not 2"),
-        ([1], "keys: a numpy array of int64, not list"),
+        (np.array([1.5]), "keys: must be int64, not float64"),
+        (np.array(["1"]), "keys: must be int64, not <U1"),
+        (np.zeros((1, 1), np.int64), "keys: must have one dimension, not 2"),
+        ([1], "keys: must be a numpy array of int64, not list"),
     ],
 )
 def test_bad_keys_are_refused_and_take_no_room(keys, message):
