@@ -112,7 +112,7 @@ def test_the_trace_shows_both_ranks_on_one_axis(worlds: Worlds) -> None:
     path, ranks = trace.merge(worlds.runs / "straight")
     events = json.loads(path.read_text())["traceEvents"]
     assert ranks == 2
-    for phase in ("gen", "sync"):  # both ranks are in it at the same time
+    for phase in ("gen", "update_weights"):  # both ranks are in it at the same time
         bars = [e for e in events if e.get("name") == phase and e["args"]["step"] == 1]
         assert sorted(e["pid"] for e in bars) == [0, 1], phase
         assert max(e["ts"] for e in bars) < min(e["ts"] + e["dur"] for e in bars), phase

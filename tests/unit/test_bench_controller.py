@@ -31,7 +31,7 @@ def test_rounds_end_and_every_event_has_its_time_beside_the_empty_loop(tool, tmp
     rows = {row["name"]: row for row in found["rows"]}
     assert rows["live requests"]["value"] == 10 * 5
     assert rows["events"]["value"] > 6 * 10 * 5
-    for kind in ("event", "ready", "progress", "stats", "finished", "rewarded", "aborted"):
+    for kind in ("event", "ready", "lengthreport", "stats", "finished", "rewarded", "aborted"):
         row = rows[f"{kind} p50"]
         assert row["value"] > 0 and row["baseline"] > 0
         assert row["ratio"] == row["value"] / row["baseline"]

@@ -238,7 +238,7 @@ BAD: dict[str, dict[str, Any]] = {
     "weight_grad: shape .17, 4.": {"weight_grad": torch.zeros(V, 4)},
     "chunk_tokens 0": {"chunk_tokens": 0},
     "tokens: shape .2. for 3 rows": {"tokens": torch.zeros(2, dtype=torch.int64)},
-    "tokens: 17 at 0": {"tokens": torch.full((3,), V)},
+    "tokens: 17 at index 0": {"tokens": torch.full((3,), V)},
     "vocab_size 18: the group's 1 parts of 17": {"vocab_size": 18},
     "temperature -1": {"temperature": -1.0},
 }

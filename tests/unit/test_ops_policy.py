@@ -395,7 +395,7 @@ def good() -> dict[str, Any]:
 
 BAD = {
     "logits: shape": lambda k: k | {"logits": torch.zeros(T)},
-    "tokens: 13 at 0": lambda k: k | {"tokens": torch.full((T,), 13)},
+    "tokens: 13 at index 0": lambda k: k | {"tokens": torch.full((T,), 13)},
     "advantage: shape .3. for 24 rows": lambda k: (
         k | {"inputs": k["inputs"]._replace(advantage=torch.zeros(3))}
     ),
