@@ -204,8 +204,13 @@ RL_HD TokenInputs<Real> token_inputs(const PolicyInputs& p, int64_t token, Real 
   const auto at = [&](const void* values) {
     return values ? static_cast<const Real*>(values)[token] : Real(0);
   };
-  return {logp,           entropy,         at(p.old_log_probs), at(p.rollout_log_probs),
-          at(p.ref_log_probs), at(p.advantage), at(p.weight)};
+  return {logp,
+          entropy,
+          at(p.old_log_probs),
+          at(p.rollout_log_probs),
+          at(p.ref_log_probs),
+          at(p.advantage),
+          at(p.weight)};
 }
 
 }  // namespace rlcore::loss

@@ -265,9 +265,10 @@ void policy_tokens_cpu(const Tensor& logp, const Tensor& entropy, const Tensor& 
 }
 
 void policy_rows_cpu(Tensor logits, const Tensor& tokens, int64_t first, int64_t valid,
-                     double temperature, const Tensor& old_log_probs, const Tensor& rollout_log_probs,
-                     std::optional<Tensor> ref_log_probs, const Tensor& advantage, const Tensor& weight,
-                     std::vector<double> params, Tensor stats, Tensor out, int64_t /*stream*/) {
+                     double temperature, const Tensor& old_log_probs,
+                     const Tensor& rollout_log_probs, std::optional<Tensor> ref_log_probs,
+                     const Tensor& advantage, const Tensor& weight, std::vector<double> params,
+                     Tensor stats, Tensor out, int64_t /*stream*/) {
   const TokenTensors x{old_log_probs, rollout_log_probs, ref_log_probs, advantage, weight, params};
   loss::policy_rows(rows_params(logits, tokens, first, valid, temperature, x, stats, out),
                     parallel_for);
@@ -308,9 +309,10 @@ void policy_tokens_cuda(const Tensor& logp, const Tensor& entropy, const Tensor&
 }
 
 void policy_rows_cuda(Tensor logits, const Tensor& tokens, int64_t first, int64_t valid,
-                      double temperature, const Tensor& old_log_probs, const Tensor& rollout_log_probs,
-                      std::optional<Tensor> ref_log_probs, const Tensor& advantage, const Tensor& weight,
-                      std::vector<double> params, Tensor stats, Tensor out, int64_t stream) {
+                      double temperature, const Tensor& old_log_probs,
+                      const Tensor& rollout_log_probs, std::optional<Tensor> ref_log_probs,
+                      const Tensor& advantage, const Tensor& weight, std::vector<double> params,
+                      Tensor stats, Tensor out, int64_t stream) {
   const TokenTensors x{old_log_probs, rollout_log_probs, ref_log_probs, advantage, weight, params};
   const auto p = rows_params(logits, tokens, first, valid, temperature, x, stats, out);
   const auto device = guard(logits);
@@ -334,7 +336,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlcore_native, m) {
       "int stream) -> ()");
   m.def(
       "policy_rows(Tensor(a!) logits, Tensor tokens, int first, int valid, float temperature, "
-      "Tensor old_log_probs, Tensor rollout_log_probs, Tensor? ref_log_probs, Tensor advantage, Tensor weight, "
+      "Tensor old_log_probs, Tensor rollout_log_probs, Tensor? ref_log_probs, Tensor advantage, "
+      "Tensor weight, "
       "float[] params, Tensor(b!) stats, Tensor(c!) out, int stream) -> ()");
 }
 
