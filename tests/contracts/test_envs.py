@@ -120,7 +120,7 @@ def test_a_tool_that_is_not_there_and_a_long_result_are_said():
     keys = {"tools": ("calc",), "max_result_chars": 40}
     turns = ["<python>print(1)</python>", "<calc>" + "(" * 90 + "1" + ")" * 90 + "</calc>"]
     told = check_env("tools", prompt_of(), turns, settings=keys)
-    assert told[1][0] == "<result>error: there is n ... on; there is calc</result>\n"
+    assert told[1][0] == "<result>error: there is n ...  use one of: calc</result>\n"
     assert told[2][0] == "<result>1</result>\n"
 
 

@@ -176,7 +176,7 @@ def test_a_source_without_a_number_is_named():
 
 def test_a_source_that_hardly_comes_is_named():
     source = tail(4, 1, prompt_of=prompt, quotas={"s": 3, "rare": 1})
-    with pytest.raises(ValueError, match="domain 'rare': 0 of the 1 prompts"):
+    with pytest.raises(ValueError, match="domain 'rare': only 0 of a round's 1 prompts"):
         source.next_round(Sampling())
 
 
