@@ -188,9 +188,9 @@ def test_a_second_alarm_waits_for_the_first(tmp_path: Path):
 END = """
 import os, signal, sys, time
 from pathlib import Path
-from rlcore.utils.flight_recorder import Flight
+from rlcore.utils.flight_recorder import FlightRecorder
 from rlcore.utils.health import Health
-flight = Flight(0, 1, Path(sys.argv[1]))
+flight = FlightRecorder(0, 1, Path(sys.argv[1]))
 flight.phase("save")
 Health(flight, None).start()
 child = os.fork()
