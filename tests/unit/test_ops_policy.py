@@ -122,7 +122,7 @@ def slow(objective: Objective, x: LossInputs, logits: Tensor, tokens: Tensor, ow
     """Op A, the objective's text, op B."""
     made = log_probs(logits, tokens, vocab_size=V, temperature=0.8)
     old = made.logp.detach() if own else x.old_log_probs
-    x = replace(x, logp=made.logp, entropy=made.entropy, old_log_probs=old)
+    x = replace(x, log_probs=made.logp, entropy=made.entropy, old_log_probs=old)
     out = objective(x)
     kept = x.mask & out.mask
     total = torch.where(kept, out.per_token, 0.0).sum()
