@@ -55,7 +55,7 @@ def test_one_response_a_prompt_is_said(tmp_path: Path):
         (
             "a.csv",
             "idx,response_tokens\n0,5\n1,many\n",
-            "line 3: response_tokens 'many'; give a",
+            "line 3: response_tokens 'many': give a",
         ),
         (
             "a.csv",
