@@ -1,4 +1,4 @@
-"""Decoupled PPO: clip the ratio to this step's first weights, and weigh tokens by the mismatch.
+"""Decoupled PPO: clip the ratio p / p_prox, and weight tokens by the mismatch.
 arXiv:2110.00641, arXiv:2505.24298
 
     r = p / p_prox       p_prox: the learner before the first update of this step (old_log_probs)

@@ -51,7 +51,7 @@ def hand(seen: tuple[int, int, int]) -> str:
 
 
 def _demonstration(env) -> str:
-    """Return the text of a game: turns, with the hands between them."""
+    """Return the text of a game: its turns, and the hand shown after each."""
     out, over = "", False
     while not over:
         hits = env._get_obs()[0] < _STICK_AT

@@ -48,7 +48,7 @@ SAY_EVERY_S = 60.0
 
 @runtime_checkable
 class Resident(Protocol):
-    """State that a phase needs on the device; between phases the state is in host memory."""
+    """A state that a phase needs on the device; between phases it is in host memory."""
 
     def load(self) -> None:
         """Load the state to the device."""

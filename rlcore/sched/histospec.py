@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 _WARM = 6
 """Minimum number of steps with drafts before drafting may be switched off, also in a retry."""
 _FORGET = 0.1
-"""Minimum weight of a new step in the running means for a batch size."""
+"""Minimum weight of a new step in the running means of its batch size."""
 _WAIT = 32
 _LONGEST_WAIT = 1024
 _PLAIN_EVERY = 64

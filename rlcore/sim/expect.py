@@ -34,7 +34,8 @@ def step(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple
 
 
 def rates(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Rates, str]:
-    """Return rates of a step for the planner of `sched/balance.py`, and the origin of lengths."""
+    """Return rates of a step for the planner of `sched/balance.py`, and where the lengths come
+    from."""
     made, said = plan(cfg, hf, gpus, gpu, earlier)
     return splits.rates(made), said
 

@@ -14,7 +14,7 @@ NODE_GB = 1500.0
 """Host memory of a node in GB; [ours], as [paper] has 1 to 2 TB."""
 WARM_S = {"rollout": 1.9, "train": 5.9}
 """Seconds of a warm start by pool; [paper] OSDI: 0.9 to 1.9 and 4.1 to 5.9. We use the larger
-values, since admission guarantees the worst case."""
+values, since admission must hold in the worst case."""
 COLD_S = {"v1": 80.0, "OSDI": 135.8}
 """Maximum seconds of a cold start, without states in host memory; [paper]."""
 
@@ -148,5 +148,5 @@ MIGRATION = (1.06, 1.28)
 MIGRATION_MODELS = (("7B", "8k"), ("14B", "8k"), ("14B", "16k"), ("32B", "32k"))
 """Models and lengths of the migration results: the second is [paper], the others are [ours]."""
 COLD_LOSS = 0.45
-"""Share of throughput lost if states do not stay in host memory; OSDI."""
+"""Share of throughput lost if states do not stay in host memory; [paper] OSDI."""
 WARM_RATIO = {"v1": 48.0, "OSDI": 71.5}
