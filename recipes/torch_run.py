@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def failed() -> None:
-    """Tell job.sbatch that nobody ended this run: it would fail again."""
+    """Tell job.sbatch that the run failed by itself and would fail again."""
     if file := os.environ.get(UNFINISHED):
         with suppress(OSError):  # the exit code matters more
             Path(f"{file}.failed").touch()

@@ -190,12 +190,14 @@ MISSING = {
 def explain(name: str) -> str:
     """Return a hint for a key that rlcore does not have, "" if no table has the key.
 
-    A key matches by its full name, without `actor_rollout_ref.`, or by its last part.
+    A key matches by its full name, without `actor_rollout_ref.`, or by its last part. Renamed keys
+    also match if negated (`draft.no_gate`) or of one term of a sum (`reward.exact.after`).
     """
     name = name.removeprefix("actor_rollout_ref.")
-    if name in RENAMED:
-        return f"it is now --{RENAMED[name]}"
-    last = name.rpartition(".")[2]
+    section, last = name.partition(".")[0], name.rpartition(".")[2]
+    if new := RENAMED.get(f"{section}.{last.removeprefix('no_')}"):
+        negated = "no_" if last.startswith("no_") else ""
+        return f"it is now --{name.removesuffix(last)}{negated}{new.rpartition('.')[2]}"
     for who, table in (("verl", VERL), ("TRL", TRL), ("slime", SLIME)):
         for theirs, ours in table.items():
             if name == theirs or (who != "verl" and last == theirs):

@@ -277,7 +277,7 @@ STREAMABLE = ("grpo", "grpo_passk", "rloo", "opo")
 
 
 def _stream(cfg: Config) -> list[str]:
-    """Check settings that conflict with --mode stream: those that need every sample of a step
+    """Check settings that conflict with --mode stream because they need every sample of a step
     before the first gradient."""
     a, s, out = cfg.algo, cfg.stream, []
     if cfg.select.mode != "stream":

@@ -24,6 +24,7 @@ from rlcore.mux.profile import STEP
 from rlcore.sched import drift
 from rlcore.sched.cluster import Cluster, Decision, JobGroup, MuxJob, NodePool, Nodes
 from rlcore.sched.phase_mux import Grant, Member, Migrate, PhaseMux, Todo
+from rlcore.utils import phases
 from rlcore.utils.log import log
 
 LOCK_S = 5.0
@@ -32,7 +33,7 @@ IDLE_S = 0.2
 """Seconds between checks of leases and idle jobs while no message arrives."""
 LEAST_PATIENCE_S = 30.0
 """Minimum idle time of a job between two phases before its permit passes to another job."""
-ROLLOUT, TRAIN = "rollout", "train"
+ROLLOUT, TRAIN = phases.POOLS
 PROMISED = {ROLLOUT: ("rollout_s",), TRAIN: ("train_s",)}
 """Profile fields whose sum is the promised time, by phase; other phases have no promise."""
 PROMISED_COLOCATED = {STEP: ("rollout_s", "train_s", "sync_s")}

@@ -32,6 +32,7 @@ import redis
 from rlcore.config.schema import MuxConfig
 from rlcore.mux import store
 from rlcore.mux.profile import STEP, Profile
+from rlcore.utils import phases
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
@@ -118,7 +119,7 @@ class PermitGate:
             ConnectionError: the server does not answer, or refuses the password or a command.
         """
         self._url, self._job = url, store.check_name(job)
-        self._pools = {STEP: ("rollout", "train")} | dict(pools or {})
+        self._pools = {STEP: phases.POOLS} | dict(pools or {})
         self._lease_s, self._wait_s = lease_s, wait_s
         self._incarnation = secrets.token_hex(8)
         self._on_lost = on_lost or self._end

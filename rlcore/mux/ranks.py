@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from rlcore.mux.gate import NoGate, PermitGate, Resident
 from rlcore.mux.tail import TailMoves
 from rlcore.sched.roles import Cell
-from rlcore.utils import collective
+from rlcore.utils import collective, phases
 from rlcore.utils.errors import ConfigError
 
 MEET_S = 1.0
@@ -168,7 +168,7 @@ class RanksGate:
     def see(self, metrics: dict[str, float]) -> None:
         """Pass the job's host memory, from a step's metrics, to the gate for its next report."""
         assert self._gate is not None
-        pools = ("rollout", "train")
+        pools = phases.POOLS
         self._gate.has_on_host({pool: metrics[f"perf/{pool}_node_gb"] for pool in pools})
 
     def close(self) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlcore.sched.phase_mux import TAIL, Grant, Member, Migrate, PhaseMux, Todo
+from rlcore.utils import phases
 
-ROLLOUT, TRAIN = "rollout", "train"
+ROLLOUT, TRAIN = phases.POOLS
 STEPS = {ROLLOUT: TRAIN, TRAIN: "sync", "sync": ROLLOUT}
 
 

@@ -111,7 +111,7 @@ AGENTIC = {"ALFWorld": (1.58, 2.72), "SWE": (1.23, 1.81)}
 """Published speed-ups over the fully sequential version: with independent environments, and with
 training overlapped as well."""
 AGENTIC_GPUS, AGENTIC_INFER = 64, 4
-"""Number of GPUs in total, and of those that sample if training is separate (our assumptions)."""
+"""GPUs in total, and GPUs that sample if training is separate (our assumptions)."""
 
 
 def cost() -> EngineCost:

@@ -368,7 +368,7 @@ def test_the_policy_of_a_token_is_the_objective_of_the_trainer(kl_type, entropy_
         kept = mask & expected.mask
         torch.where(kept, expected.per_token, 0.0).sum().backward()
         if own:
-            x["old_log_probs"] = torch.full_like(old, math.nan)  # nobody may read it
+            x["old_log_probs"] = torch.full_like(old, math.nan)  # must not be read
         out = policy_tokens(x, params(cfg, mean=mean, kl_scale=1.5, own=own))
 
         def same(row: int, value: Tensor | None, where: Tensor = kept, out: Tensor = out) -> None:

@@ -509,6 +509,8 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist():
     ("key", "words"),
     [
         ("rollout.place", "it is now --rollout.routing"),
+        ("draft.no_gate", "it is now --draft.no_adaptive"),
+        ("reward.exact.after", "it is now --reward.exact.answer_marker"),
         ("actor_rollout_ref.rollout.n", "here verl's rollout.n is --rollout.samples_per_prompt"),
         ("train.learning_rate", "here TRL's learning_rate is --train.lr"),
         ("train.eps_clip", "here slime's eps_clip is --algo.clip_low"),

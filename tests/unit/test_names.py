@@ -5,6 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import rlcore
+from rlcore.sim import cluster
 from rlcore.utils import phases
 
 ROOT = Path(rlcore.__file__).parent
@@ -42,4 +43,5 @@ def test_the_phases_that_are_timed_are_those_of_the_vocabulary() -> None:
     inferred = {"reward", "wait_permit", "testing", "save_checkpoint"}  # by other calls than phase
     kept = {"optimizer_step"}  # of the memory plan
     assert opened() <= phases.ALL.keys()
+    assert set(cluster.PHASES) <= phases.STEP.keys()
     assert phases.ALL.keys() - opened() <= inferred | kept

@@ -23,10 +23,11 @@ if TYPE_CHECKING:  # imports Redis, which only --mux.url needs
     from rlcore.mux.ranks import RanksGate
 
 
-BOTH = phases.POOLS
-POOLS = {"start": BOTH, "testing": ("rollout",), "save_checkpoint": ("train",)}
+POOLS = {"start": phases.POOLS, "testing": ("rollout",), "save_checkpoint": ("train",)}
 """Pools of each phase whose name is not the name of its pool."""
-POOLS_COLOCATED = dict.fromkeys(("start", "step", "train", "testing", "save_checkpoint"), BOTH)
+POOLS_COLOCATED = dict.fromkeys(
+    ("start", "step", "train", "testing", "save_checkpoint"), phases.POOLS
+)
 """Pools of each phase if every rank samples and trains."""
 
 

@@ -372,15 +372,15 @@ class ProcessBackend:
             is_older,
         )
 
-    def _ended(self, reason: str, nobodys: bool = False) -> None:
+    def _ended(self, reason: str, is_innocent: bool = False) -> None:
         """Stop the process, which has exited or must be killed. The running batch fails if it has
         one request or timed out; otherwise its requests are retried one by one. Other requests are
-        sent again. If `nobodys` is set, the batch is not the cause: all requests are sent again."""
+        sent again. With `is_innocent` the batch is not the cause: all requests are sent again."""
         worker, self._worker = self._worker, None
         assert worker is not None
         status = worker.end(exiting=not reason)
         printed = worker.printed() or "(nothing)"
-        keys, self._running = () if nobodys else self._running, ()
+        keys, self._running = () if is_innocent else self._running, ()
         is_late = reason.startswith("timeout")
         if is_late and not keys:  # judge hangs between batches: any sent request may be the cause
             keys = tuple(key for key, entry in self._entries.items() if entry.sent)
