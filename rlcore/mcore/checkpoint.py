@@ -2,8 +2,8 @@
 
 The optimizer format is always `fully_reshardable`: saving in Megatron's default format fails, and
 `dp_reshardable` loads wrong moments without an error. This module works around four bugs of the
-distributed optimizer (0.16.1); three occur only without TE or Apex. The rank's process writes the
-files, without forked or spawned helpers, into a temporary folder that is renamed when complete.
+distributed optimizer (0.16.1); three occur only without TE or Apex. Each rank writes its files
+itself, without helper processes, to a temporary folder that is renamed when complete.
 
 Only the optimizer's tensors and one step count are saved. The loading run keeps its own parameter
 groups, so learning rate, decay and expert layout may differ from the run that saved.
@@ -38,8 +38,7 @@ WRITERS = 2
 
 
 def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any]) -> None:
-    """Write a checkpoint and then replace the folder `path`, once all files are on disk.
-    Collective.
+    """Write a checkpoint to a temporary folder, which then replaces `path`. Collective.
 
     Raises:
         OSError: a rank could not write; all ranks raise it, and `path` stays unchanged.
@@ -70,7 +69,7 @@ def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any
 
 
 def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm") -> dict[str, Any]:
-    """Load a checkpoint that `save` wrote into model and optimizer; return its `state`. Collective.
+    """Load model and optimizer from a checkpoint of `save`; return its `state`. Collective.
 
     Raises:
         ConfigError: `path` holds no checkpoint or an unsafe pickle, or `state["head"]` in the
@@ -100,8 +99,8 @@ def _keys(models: Sequence[Any]) -> list[str]:
 
 
 def _sharded(models: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    """Return the sharded state that Megatron writes or reads, by key. The entry `optimizer` maps
-    the number of each chained optimizer to its tensors."""
+    """Return the sharded state dict that Megatron saves or loads. Its entry `optimizer` maps the
+    number of each chained optimizer to the optimizer's tensors."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -120,8 +119,8 @@ def _sharded(models: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[st
 
 
 def _drop_groups(part: Any, sharded: dict[str, Any]) -> None:
-    """Remove everything but tensors from an optimizer's state; `_load_part` takes the rest from the
-    loading run."""
+    """Remove everything except tensors from an optimizer's sharded state. `_load_part` takes the
+    rest from the loading run."""
     if isinstance(part, DistributedOptimizer):
         del sharded["optimizer"], sharded["param_state_sharding_type"]
         return
@@ -131,7 +130,7 @@ def _drop_groups(part: Any, sharded: dict[str, Any]) -> None:
 
 
 def _load_part(part: Any, found: dict[str, Any], step: int) -> None:
-    """Load one optimizer: tensors and step from the checkpoint, parameter groups from `part`."""
+    """Load one chained optimizer: tensors and step from `found`, parameter groups from `part`."""
     if isinstance(part, DistributedOptimizer):
         found["param_state_sharding_type"] = "fully_reshardable"
         found["optimizer"] = part.state_dict()["optimizer"]
@@ -144,14 +143,14 @@ def _load_part(part: Any, found: dict[str, Any], step: int) -> None:
         if "step" in group:
             group["step"] = step
     part.load_state_dict(found)
-    # Megatron gives all parameters the same `step` tensor, so AdamW would advance it repeatedly.
+    # Megatron gives all parameters one `step` tensor, which AdamW would advance repeatedly.
     for state in part.optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].clone()
 
 
 def _step(optimizer: Any) -> int:
-    """Return the optimizer's step count: the maximum, since a rank may have no parameters."""
+    """Return the optimizer's step count, as maximum over ranks; a rank may have no parameters."""
     steps = [0.0]
     for inner in _inner(optimizer):
         steps += [float(s["step"]) for s in inner.state.values() if "step" in s]
@@ -164,11 +163,11 @@ def _step(optimizer: Any) -> int:
 
 @contextmanager
 def _unpadded_indices(optimizer: Any) -> Iterator[None]:
-    """Correct Megatron's parameter offsets while a checkpoint is written.
+    """Correct Megatron's parameter offsets while the sharded optimizer state is built.
 
     Megatron joins a buffer's buckets without padding, then slices parameters at offsets that
-    include padding. Tied embeddings have a separate bucket, so the parameters of the last pipeline
-    stage would be saved shifted, without an error."""
+    include padding. A tied embedding has a separate bucket. Without the correction, the parameters
+    of the last pipeline stage would be saved shifted, without an error."""
     kept = []
     try:
         for part in optimizer.chained_optimizers:
@@ -192,7 +191,7 @@ def _unpadded_indices(optimizer: Any) -> Iterator[None]:
 
 
 def _write(sharded: dict[str, Any], folder: Path) -> None:
-    # Megatron's own queue would start a manager process.
+    # Replace Megatron's result queue, which would start a manager process.
     results: queue.Queue = queue.Queue()
     filesystem_async._results_queue = results
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=WRITERS)
@@ -212,7 +211,7 @@ def _write(sharded: dict[str, Any], folder: Path) -> None:
 
 
 def _write_file(transforms: list, number: int, bucket: Any) -> list | BaseException:
-    """Write one file of this rank; return the list of write results, or the error."""
+    """Write one of this rank's files; return the list of write results, or the exception."""
     done: queue.Queue = queue.Queue()
     count: queue.Queue = queue.Queue()
     count.put(number)
@@ -285,7 +284,7 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 
 def fill_empty_states(optimizer: Any) -> None:
-    """Add AdamW's state to parameters without any step, because Megatron requires this state."""
+    """Add AdamW's state to parameters that no step has updated; Megatron's checkpoints need it."""
     for inner in _inner(optimizer):
         if not isinstance(inner, torch.optim.AdamW | torch.optim.Adam):
             continue  # the optimizers of TE and Apex create their own state
@@ -300,8 +299,8 @@ def fill_empty_states(optimizer: Any) -> None:
 
 
 def _patch_loading() -> None:
-    """Patch Megatron's loading, which would unpickle everything except tensors. Without TE and
-    Apex, it also expects a `step` per parameter and writes to leaf tensors outside no_grad."""
+    """Patch Megatron's loading, which would unpickle all entries except tensors. Without TE and
+    Apex, loading also expects a `step` per parameter and writes to leaf tensors outside no_grad."""
     MCoreLoadPlanner.load_bytes = index.load_bytes
 
     def set_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:

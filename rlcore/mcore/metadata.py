@@ -1,9 +1,9 @@
 """Check the pickles in a torch checkpoint before loading, so that a checkpoint cannot run code.
 
 The index of a checkpoint is a pickle that torch loads unchecked. This module loads the index first,
-with an unpickler that accepts only the classes of an index. The files that the index names hold
-pickles for entries that are not tensors. The only such entries allowed are extra states of modules,
-which must be empty (extra states have contents only in FP8 training, which is not supported).
+with an unpickler that accepts only the classes of an index. The data files hold a pickle for each
+entry that is not a tensor. The only such entries allowed are extra states of modules, which must be
+empty. Extra states have contents only in FP8 training, which is not supported.
 """
 
 import io
@@ -41,7 +41,7 @@ KNOWN = {
         "WriteItemType",
     },
 }
-"""Classes in a checkpoint's index (torch 2.13, Megatron-Core 0.16), by module."""
+"""Classes that a checkpoint's index may contain (torch 2.13, Megatron-Core 0.16), by module."""
 EXTRA_STATE = "._extra_state/shard_"
 
 
@@ -82,8 +82,8 @@ def _check(index: Any) -> None:
 
 
 def load_bytes(planner: DefaultLoadPlanner, item: Any, value: io.BytesIO) -> None:
-    """Load an extra state with torch's `load_bytes` if empty; otherwise raise ConfigError, because
-    torch unpickles the state unchecked, and Transformer Engine unpickles the bytes inside."""
+    """Load a module's extra state with torch's `load_bytes`. If the state is not empty, raise
+    ConfigError, because torch and Transformer Engine would unpickle the contents unchecked."""
     found = torch.load(value, weights_only=True)
     if not isinstance(found, list) or not all(
         state is None or (isinstance(state, Tensor) and state.numel() == 0) for state in found

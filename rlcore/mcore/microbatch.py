@@ -1,8 +1,8 @@
 """Divide a batch into micro-batches in the layout that the model needs.
 
-Sequences are sorted by length, so that a micro-batch has sequences of similar length; an index
-restores the order of the results. Context parallelism pads every sequence to a multiple of 2 cp.
-Sequence parallelism adds a dummy sequence, so that the number of tokens is a multiple of tp.
+Sequences are sorted by length, so that a micro-batch has sequences of similar length; `Cut.order`
+restores the batch's order. Context parallelism pads every sequence to a multiple of 2 cp. Sequence
+parallelism adds a dummy sequence, so that the number of tokens is a multiple of tp.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from rlcore.tensors import Batch, cumulative
 class MicroBatch:
     """Inputs of one forward pass. T: tokens of the micro-batch; L: rows of this rank's input."""
 
-    batch: Batch  # T tokens, on the learner's device; T is 0 in a dummy micro-batch
+    batch: Batch  # T tokens on the learner's device; no tokens in a dummy micro-batch
     tokens: Tensor  # [1, L] model input
     positions: Tensor  # [1, L]
-    targets: Tensor  # [L] the token that each row predicts; 0 if it predicts none
+    targets: Tensor  # [L] token that each row predicts; 0 for rows that predict no token
     packed: Packed
-    take: Tensor  # [T] gathered row that predicts each token; arbitrary where not `predicted`
-    predicted: Tensor  # [T] bool: False for the first token of a sequence
+    take: Tensor  # [T] row (of all cp ranks) that predicts each token; undefined if not predicted
+    predicted: Tensor  # [T] bool: False for the first token of each sequence
     sequence: Tensor  # [T] int64 index of the token's sequence
 
 
@@ -36,12 +36,12 @@ class Cut:
     """The micro-batches of one batch."""
 
     micro_batches: list[MicroBatch]
-    order: Tensor = field(repr=False)  # [T] batch index of each token, in micro-batch order
+    order: Tensor = field(repr=False)  # [T] each token's index in the batch, in micro-batch order
 
 
 def groups(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Divide the rows into micro-batches of at most `budget` tokens, longest rows first. A row
-    longer than `budget` gets a separate micro-batch."""
+    """Divide sequences into micro-batches of at most `budget` tokens, longest sequences first. A
+    sequence longer than `budget` gets a separate micro-batch."""
     found: list[list[int]] = []
     tokens = 0
     for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
@@ -54,7 +54,7 @@ def groups(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def rounded_count(count: int, layout: ParallelLayout) -> int:
-    """Round the number of micro-batches up to what the schedule needs: at least one per pipeline
+    """Round the number of micro-batches up to what the pipeline schedule needs: at least one per
     stage, and with interleaving a multiple of the number of stages."""
     count = max(count, layout.pp)
     if layout.vpp > 1:
@@ -84,11 +84,11 @@ class Cutter:
         self._cos, self._sin = rope.tables(self._inverse, torch.arange(0), dtype)
 
     def groups(self, batch: Batch) -> list[list[int]]:
-        """Return the rows of each micro-batch of this batch."""
+        """Return the indices of the sequences in each micro-batch of this batch."""
         return groups(batch.lengths, self._budget)
 
     def cut(self, batch: Batch, rows: list[list[int]], count: int) -> Cut:
-        """Make a micro-batch for each list in `rows`, then empty micro-batches up to `count`."""
+        """Make a micro-batch of each list of sequences, then empty micro-batches up to `count`."""
         flat = [row for group in rows for row in group]
         starts, lengths = batch.cu_seqlens.tolist(), batch.lengths
         pieces = [torch.arange(starts[r], starts[r] + lengths[r]) for r in flat]
@@ -115,7 +115,7 @@ class Cutter:
         filler = rest * layout.cp or (0 if padded else multiple * self._fill)
         full = [*padded, filler] if filler else padded
         total = sum(full)
-        # `place` maps the tokens of the batch to their padded positions, in sequence order.
+        # `place` has the position of each token of the batch in the padded sequences.
         count = torch.tensor(lengths, dtype=torch.int64)
         room = torch.tensor(padded, dtype=torch.int64)
         shift = (room.cumsum(0) - room) - (count.cumsum(0) - count)
