@@ -171,6 +171,8 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
             rank=rank - first,
             world_size=count,
             timeout=timeout,
+            # NCCL's groups then share one communicator's memory, and it starts here, not in a step.
+            device_id=device if has_cuda else None,
         )
     except (RuntimeError, OSError) as error:
         health.alarm(f"failed: {error}")

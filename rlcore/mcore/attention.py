@@ -15,7 +15,7 @@ Own code instead of Transformer Engine's attention, because plain torch also run
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -44,15 +44,22 @@ class PaddedBucket:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Position of every token in the padded buckets. A unit is a sequence or, with context
-    parallelism, a chunk of a sequence."""
+class PaddedPlan:
+    """Position of every token in the padded buckets."""
 
     buckets: tuple[PaddedBucket, ...]
     query_index: Tensor  # [padded queries] index of this rank's token in each padded query row
     key_index: Tensor  # [padded keys] token in each padded key row, as index in the packed batch
     query_rows: Tensor  # [T] padded query row of each token of this rank
     key_rows: Tensor | None  # [T] padded key row of each token; None if cp > 1 (several per key)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Lengths and positions of the units of packed sequences. A unit is a sequence or, with context
+    parallelism, a chunk of a sequence."""
+
+    padded: PaddedPlan | None  # None if only flash attention or Transformer Engine uses the plan
     gathered: Tensor | None  # [cp*T] position of each token in the all-gather's output, if cp > 1
     cu_query: Tensor  # [units + 1] int32: cumulative numbers of queries of this rank's units
     cu_key: Tensor  # [units + 1] int32: cumulative numbers of keys of this rank's units
@@ -132,15 +139,40 @@ def _bucketed(units: Sequence[_Unit]) -> list[list[_Unit]]:
 
 
 def plan(
-    lengths: Sequence[int], *, cp: int = 1, cp_rank: int = 0, device: torch.device | None = None
+    lengths: Sequence[int],
+    *,
+    cp: int = 1,
+    cp_rank: int = 0,
+    device: torch.device | None = None,
+    padded: bool = True,
 ) -> AttentionPlan:
-    """Make the attention plan of packed sequences. If cp > 1, lengths must be multiples of 2 cp."""
+    """Make the attention plan of packed sequences. If cp > 1, lengths must be multiples of 2 cp.
+    `padded`: whether attention may run on padded buckets, whose masks take query * key bytes."""
     units = _units(lengths, cp, cp_rank)
+    gathered = prefix = None
+    if cp > 1:
+        order = torch.cat([local_positions(lengths, cp, rank)[0] for rank in range(cp)])
+        gathered = torch.empty_like(order)
+        gathered[order] = torch.arange(order.numel())
+        prefix = torch.cat([torch.arange(unit.start, unit.start + unit.key) for unit in units])
+    made = AttentionPlan(
+        padded=_padded(units, cp) if padded else None,
+        gathered=gathered,
+        cu_query=_cumulative([unit.query for unit in units]),
+        cu_key=_cumulative([unit.key for unit in units]),
+        prefix=prefix,
+        max_query=max(unit.query for unit in units),
+        max_key=max(unit.key for unit in units),
+    )
+    return made if device is None or device.type == "cpu" else _to(made, device)
+
+
+def _padded(units: Sequence[_Unit], cp: int) -> PaddedPlan:
     total = sum(unit.query for unit in units)
     query_index, key_index, buckets = [], [], []
     query_rows = torch.empty(total, dtype=torch.int64)
     key_rows = torch.empty(total, dtype=torch.int64) if cp == 1 else None
-    queries = keys = 0
+    queries = 0
     for group in _bucketed(units):
         query = max(unit.query for unit in group)
         key = max(unit.key for unit in group)
@@ -154,10 +186,10 @@ def plan(
         query_index.append((rows + at_query.minimum(q_len - 1)).flatten())
         key_index.append((starts + at_key.minimum(k_len - 1)).flatten())
         real = (at_query < q_len).flatten()
-        padded = torch.arange(len(group) * query)[real] + queries
-        query_rows[query_index[-1][real]] = padded
+        place = torch.arange(len(group) * query)[real] + queries
+        query_rows[query_index[-1][real]] = place
         if key_rows is not None:
-            key_rows[query_index[-1][real]] = padded
+            key_rows[query_index[-1][real]] = place
         mask = None
         if cp > 1:
             # A padded query attends at least to key 0, so that no mask row is empty (softmax: NaN).
@@ -165,40 +197,26 @@ def plan(
             mask = mask.unsqueeze(1)
         buckets.append(PaddedBucket(len(group), query, key, mask))
         queries += len(group) * query
-        keys += len(group) * key
-    gathered = prefix = None
-    if cp > 1:
-        order = torch.cat([local_positions(lengths, cp, rank)[0] for rank in range(cp)])
-        gathered = torch.empty_like(order)
-        gathered[order] = torch.arange(order.numel())
-        prefix = torch.cat([torch.arange(unit.start, unit.start + unit.key) for unit in units])
-    made = AttentionPlan(
-        buckets=tuple(buckets),
-        query_index=torch.cat(query_index),
-        key_index=torch.cat(key_index),
-        query_rows=query_rows,
-        key_rows=key_rows,
-        gathered=gathered,
-        cu_query=_cumulative([unit.query for unit in units]),
-        cu_key=_cumulative([unit.key for unit in units]),
-        prefix=prefix,
-        max_query=max(unit.query for unit in units),
-        max_key=max(unit.key for unit in units),
+    return PaddedPlan(
+        tuple(buckets), torch.cat(query_index), torch.cat(key_index), query_rows, key_rows
     )
-    return made if device is None or device.type == "cpu" else _to(made, device)
 
 
 def _cumulative(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
 
 
-def _to(made: AttentionPlan, device: torch.device) -> AttentionPlan:
-    def move(value: Any) -> Any:
-        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-
-    buckets = tuple(PaddedBucket(b.count, b.query, b.key, move(b.mask)) for b in made.buckets)
-    names = [name for name in AttentionPlan.__slots__ if name != "buckets"]
-    return AttentionPlan(buckets=buckets, **{name: move(getattr(made, name)) for name in names})
+def _to(value: Any, device: torch.device) -> Any:
+    """Move all tensors of a plan."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        return tuple(_to(part, device) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(
+            value, **{f.name: _to(getattr(value, f.name), device) for f in fields(value)}
+        )
+    return value
 
 
 class CoreAttention(MegatronModule):
@@ -253,14 +271,20 @@ def attend(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, made: AttentionPlan, scale: float | None) -> Tensor:
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    if q.is_cuda and half and q.size(-1) % 8 == 0 and q.size(-1) <= 256:
+    if uses_flash(q.device, q.dtype, q.size(-1)):
         return _attend_varlen(q, k, v, made, scale)
-    return _attend_padded(q, k, v, made, scale)
+    assert made.padded is not None, "the plan was made for flash attention"
+    return _attend_padded(q, k, v, made.padded, scale)
+
+
+def uses_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether flash attention supports these tensors, so that no padding is needed."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    return device.type == "cuda" and half and head_dim % 8 == 0 and head_dim <= 256
 
 
 def _attend_padded(
-    q: Tensor, k: Tensor, v: Tensor, made: AttentionPlan, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, made: PaddedPlan, scale: float | None
 ) -> Tensor:
     rows = made.query_rows
     q_all = _Spread.apply(q, made.query_index, rows)

@@ -13,6 +13,7 @@ token (critic). Actor and critic of one process share only the process groups.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import tee
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -34,7 +35,7 @@ from rlcore.algos import sequence
 from rlcore.config.schema import ClusterConfig, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
-from rlcore.mcore import bridge, checkpoint, compat, inputs, parallel
+from rlcore.mcore import attention, bridge, checkpoint, compat, inputs, parallel
 from rlcore.mcore.build import Head, build, dtype_of
 from rlcore.mcore.check import check
 from rlcore.mcore.head import LateHead
@@ -142,6 +143,8 @@ class MegatronLearner:
             dtype=dtype_of(model),
             device=self.device,
             budget=train.tokens_per_micro_batch,
+            padded=train.transformer_impl == "local"
+            and not attention.uses_flash(self.device, dtype_of(model), hf.head_dim),
         )
         self._sums: dict[str, Tensor] = {}
         self._kept = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -436,12 +439,13 @@ class MegatronLearner:
             logits = model(micro.tokens, micro.positions, None, packed_seq_params=micro.packed)
             return logits, partial(function, micro)
 
-        iterators = [iter(cut.micro_batches) for _ in self._models]
+        # Interleaved stages take the micro-batches at different times.
+        iterators = list(tee(cut.micro_batches, len(self._models)))
         get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators,
             model=self._models,
-            num_microbatches=len(cut.micro_batches),
+            num_microbatches=cut.count,
             seq_length=self._train.tokens_per_micro_batch,
             micro_batch_size=1,
             forward_only=forward_only,

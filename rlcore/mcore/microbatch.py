@@ -5,7 +5,7 @@ restores the batch's order. Context parallelism pads every sequence to a multipl
 parallelism adds a dummy sequence, so that the number of tokens is a multiple of tp.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -33,9 +33,10 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The micro-batches of one batch."""
+    """The micro-batches of one batch, each made when the model needs it."""
 
-    micro_batches: list[MicroBatch]
+    micro_batches: Iterator[MicroBatch]
+    count: int
     order: Tensor = field(repr=False)  # [T] each token's index in the batch, in micro-batch order
 
 
@@ -74,8 +75,10 @@ class Cutter:
         dtype: torch.dtype,
         device: torch.device,
         budget: int,
+        padded: bool = True,
     ) -> None:
-        self._layout = layout
+        """Args: `padded` as in `attention.plan`."""
+        self._layout, self._padded = layout, padded
         self._fill = layout.tp if sequence_parallel else 1
         self._device, self._dtype, self._budget = device, dtype, budget
         self._inverse = inverse_frequencies.to(
@@ -94,16 +97,20 @@ class Cutter:
         pieces = [torch.arange(starts[r], starts[r] + lengths[r]) for r in flat]
         order = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
         whole = batch.select(flat)
-        made, token, row = [], 0, 0
-        for group in rows:
-            size = [lengths[r] for r in group]
-            part = _slice(whole, token, token + sum(size), size, row)
-            made.append(self._lay_out(part))
+        return Cut(
+            self._lay_out_all(whole, [[lengths[r] for r in g] for g in rows], count), count, order
+        )
+
+    def _lay_out_all(
+        self, whole: Batch, sizes: list[list[int]], count: int
+    ) -> Iterator[MicroBatch]:
+        token = row = 0
+        for size in sizes:
+            yield self._lay_out(_slice(whole, token, token + sum(size), size, row))
             token += sum(size)
-            row += len(group)
-        empty = _slice(whole, 0, 0, [], 0)
-        made += [self._lay_out(empty) for _ in range(count - len(made))]
-        return Cut(made, order)
+            row += len(size)
+        for _ in range(count - len(sizes)):
+            yield self._lay_out(_slice(whole, 0, 0, [], 0))
 
     def _lay_out(self, batch: Batch) -> MicroBatch:
         layout, multiple = self._layout, 2 * self._layout.cp if self._layout.cp > 1 else 1
@@ -132,7 +139,9 @@ class Cutter:
         index, positions = attention.local_positions(full, layout.cp, layout.cp_rank)
         if layout.cp > 1:
             inputs, targets = inputs[index], targets[index]
-        plan = attention.plan(full, cp=layout.cp, cp_rank=layout.cp_rank, device=self._device)
+        plan = attention.plan(
+            full, cp=layout.cp, cp_rank=layout.cp_rank, device=self._device, padded=self._padded
+        )
         cos, sin = self._rope(positions, max(full))
         device = self._device
         cu = cumulative(full).to(device)

@@ -19,6 +19,7 @@ Own code instead of Liger-Kernel, whose Triton kernels need a GPU; this code als
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from rlcore.ops import logprob, policy
 from rlcore.ops.logprob import LogProbs
 from rlcore.ops.policy import PolicyInputs, PolicyLoss, PolicySpec
+from rlcore.utils.log import announce
 
 
 def log_probs(
@@ -286,7 +288,7 @@ class _Gradients:
         a, b = grad.t(), self._input[chunk]
         if self._sum.dtype is grad.dtype:
             self._sum.addmm_(a, b)
-        elif grad.is_cuda and self._sum.dtype is torch.float32:
+        elif self._sum.dtype is torch.float32 and _adds_products(grad.device, grad.dtype):
             # Add in float32, because rounding every chunk's product to 16 bits loses accuracy.
             torch.addmm(self._sum, a, b, out_dtype=torch.float32, out=self._sum)
         else:
@@ -299,3 +301,24 @@ class _Gradients:
         if upstream is not None:
             self._sum.mul_(upstream.to(self._sum.dtype))
         return self._sum.to(self._matrix.dtype)
+
+
+@cache
+def _adds_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch adds a half-precision product to a float32 matrix without rounding the
+    product first. CPUs do not; on a GPU it depends on the version of torch."""
+    if device.type != "cuda":
+        return False
+    total = torch.zeros(16, 16, device=device)
+    ones = torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        announce(
+            "head",
+            f"the gradient's products are rounded to {dtype} before they are added, "
+            f"since torch {torch.__version__} cannot add these in float32 ({reason})",
+        )
+        return False
+    return True

@@ -45,8 +45,10 @@ class StepPlan:
     included, since they count in the baseline of their group."""
 
     def lengths(self, update: int) -> list[int]:
-        """Return the trained tokens of every row of the update, over all ranks."""
-        return [r.num_trained for part in self.updates[update] for r in part]
+        """Return the number of trained tokens of each row of the update that has any, over all
+        ranks. A row without trained tokens counts in no normaliser, as in `Learner.kept`."""
+        rows = (row for part in self.updates[update] for row in part)
+        return [row.num_trained for row in rows if row.num_trained]
 
     def loads(self, num_ranks: int) -> list[int]:
         """Return the tokens of prompts and responses of each data-parallel rank over all
