@@ -61,7 +61,7 @@ def read_lengths(path: Path, where: Mapping[str, str] | None = None) -> tuple[Re
         if count == len(by_prompt):
             said += "; with one response per prompt, all responses of a group are equally long"
     else:
-        said += "without prompts; lengths are resampled from all responses"
+        said += " without prompts; lengths are resampled from all responses"
     return Recorded(list(by_prompt.values()), prompt_tokens=max(1, mean)), said
 
 

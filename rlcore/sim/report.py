@@ -138,7 +138,7 @@ def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     handles = [
         Patch(color="#B0B7BF", label="published"),
-        Patch(color="#3B6FA0", label="simulated, with relative error"),
+        Patch(color="#3B6FA0", label="simulated, with difference"),
         Patch(
             facecolor="#3B6FA0",
             hatch="///",

@@ -489,13 +489,13 @@ class TorchEngine(InProcess):
 
     def pause(self, mode: PauseMode) -> None:
         """Stop decoding; `protocols.Engine` documents the modes. `submit` is still allowed."""
+        if mode not in ("in_place", "recompute", "abort"):
+            raise ValueError(f"pause mode {mode}: must be in_place, recompute or abort")
         self._paused = True
         if mode == "abort":
             self.abort(list(self._jobs))
         elif mode == "recompute":
             self._requeue(list(self._rows))
-        elif mode != "in_place":
-            raise ValueError(f"pause mode {mode}: must be in_place, recompute or abort")
 
     def resume(self) -> None:
         """Resume decoding after `pause`."""
