@@ -8,8 +8,9 @@ written twice. An entry is a box of a whole tensor: its name holds kind, key and
 `exp_avg/decoder.layers.mlp.linear_fc2.weight@3,0,512`. A rank loads the boxes that overlap its own,
 from the files of any other layout. Weights are not stored: they are the main parameters, rounded.
 
-Own code instead of Megatron's `dist_checkpointing`: its one sound format (0.16, see MEGATRON.md 5)
-gathers a whole tensor-parallel partition in float32 on the GPU, and its index is a pickle.
+Own code instead of Megatron's `dist_checkpointing`: the one format of 0.16 that
+loads correctly gathers a whole tensor-parallel partition in float32 on the GPU, and its index is a
+pickle.
 
 The loading run keeps its own parameter groups, so learning rate and decay may differ from the run
 that saved.
@@ -111,11 +112,16 @@ def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm")
     """
     try:
         found = json.loads((path / INDEX).read_text())
-        state, step = found["state"], found["optimizer_step"]
+        state, step, written = found["state"], found["optimizer_step"], found["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path}: has no complete checkpoint; choose another or start a new run"
         ) from error
+    if written != FORMAT:
+        raise ConfigError(
+            f"{path}: has format {written}, but this version of rlcore reads format {FORMAT}; "
+            "resume with the version that wrote it"
+        )
     if (saved := state.get("head", "lm")) != head:
         raise ConfigError(
             f"{path}: was saved by a model with head {saved}, but this model has head {head}; "
@@ -246,7 +252,7 @@ def _write_file(path: Path, pieces: Sequence[Piece]) -> None:
 
 
 @dataclass(slots=True)
-class _Files:
+class _Shards:
     """The files of a checkpoint, opened once."""
 
     folder: Path
@@ -282,7 +288,7 @@ class _Files:
 
 
 def _read(pieces: Sequence[Piece], folder: Path) -> None:
-    files = _Files(folder)
+    files = _Shards(folder)
     try:
         files.open()
         for piece in pieces:

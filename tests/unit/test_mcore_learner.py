@@ -356,6 +356,12 @@ def test_a_checkpoint_of_another_model_or_with_a_damaged_file_is_refused(
     learner: MegatronLearner, tmp_path: Path
 ) -> None:
     learner.save(tmp_path / "c")
+    index = tmp_path / "c" / checkpoint.INDEX
+    text = index.read_text()
+    index.write_text(text.replace('"format": 2', '"format": 3'))
+    with pytest.raises(ConfigError, match="has format 3, but this version of rlcore reads"):
+        learner.load(tmp_path / "c")
+    index.write_text(text)
     (file,) = (tmp_path / "c").glob("*.safetensors")
     entries = load_file(file)
     name = next(n for n in entries if n.startswith("exp_avg/") and entries[n].ndim == 2)
