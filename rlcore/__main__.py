@@ -1,5 +1,6 @@
-"""Run a command: `python -m rlcore COMMAND`, or `rlcore COMMAND`. This module imports little,
-because Megatron's checkpoint helper imports it again."""
+"""Run a command: `python -m rlcore COMMAND`, or `rlcore COMMAND`.
+
+Only the command's own module is imported, so that every command starts fast."""
 
 import sys
 
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
 
 
 def script() -> int:
-    """Run the command line; entry point of the program `rlcore` that pip installs."""
+    """Run the command line; pip installs this function as the program `rlcore`."""
     return main(sys.argv[1:])
 
 

@@ -1,8 +1,8 @@
 """Protocols between the trainer and engines, learners, weight channels, rewards and phase gates.
 
 The protocol of environments is in `envs/kind.py`, because environments must not import torch. Each
-protocol has a production implementation and at least one small implementation; `tests/contracts/`
-tests all of them with the same suite. This module imports no backend.
+protocol has a production implementation and at least one small implementation. `tests/contracts/`
+tests engines, environments and rewards with one suite each. This module imports no backend.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -39,15 +39,15 @@ class Engine(Protocol):
         """Queue requests. Raise ValueError if a prompt is longer than the engine supports."""
 
     def abort(self, ids: Collection[RequestId]) -> None:
-        """Stop requests; `poll` returns an `Aborted` event with the partial sample for each.
+        """Stop requests; for each, `poll` returns an `Aborted` event with the partial sample.
         Ignore unknown ids and finished requests."""
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
-        """Return the events since the previous call; if there is none, wait up to `timeout_s`."""
+        """Return the events since the previous call; wait up to `timeout_s` for the first event."""
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop decoding. `in_place`: keep the KV cache. `recompute`: drop the KV cache and prefill
-        again on `resume`. `abort`: end every request with an `Aborted` event."""
+        """Stop decoding. Mode `in_place` keeps the KV cache. `recompute` drops the KV cache, and
+        `resume` prefills again. `abort` ends every request with an `Aborted` event."""
 
     def resume(self) -> None:
         """Continue decoding after `pause`."""
@@ -60,20 +60,20 @@ class Engine(Protocol):
 
     def end_load(self) -> None:
         """Finish the weight update: tokens generated from now on have the new version. If tensors
-        are missing, raise RuntimeError with their names."""
+        are missing, raise RuntimeError with the names of the tensors."""
 
     def sleep(self, tags: Collection[Tag]) -> None:
-        """Free the memory of `tags`. The engine must be idle or paused."""
+        """Free the memory of the parts in `tags`. The engine must be idle or paused."""
 
     def wake(self, tags: Collection[Tag]) -> None:
-        """Allocate the memory of `tags` again; weights are undefined until the next update."""
+        """Allocate the memory of `tags` again; weights are undefined until a weight update."""
 
     def resize(self, tp: int) -> None:
         """Change the tensor-parallel size; call on every rank between steps. Afterwards the engine
         has no weights and may still be starting. Raise ValueError if `tp` is unsupported."""
 
     def remember(self, histories: Sequence[History]) -> None:
-        """Store earlier responses as draft source. Engines that do not draft do nothing."""
+        """Store earlier responses as draft source; do nothing if the engine does not draft."""
 
     @property
     def failure(self) -> str:
@@ -81,13 +81,13 @@ class Engine(Protocol):
         `Down` event."""
 
     def fail(self, reason: str) -> None:
-        """Mark the engine as failed and terminate it, because a dependency of it has failed."""
+        """Mark the engine as failed and terminate it, because another part of it has failed."""
 
     def restart(self) -> None:
         """Start the engine again, without requests and weights."""
 
     def is_starting(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for the start; return whether the engine is still starting."""
+        """Wait up to `timeout_s` for the engine's start; return whether it is still starting."""
 
     def close(self) -> None:
         """Terminate the engine and all processes that it started. Idempotent."""
@@ -107,7 +107,7 @@ class WeightReceiver(Protocol):
 
 
 class InProcess:
-    """Health methods of an engine that runs in the caller's process and fails only with it."""
+    """Health methods of an engine in the caller's process, which fails only with that process."""
 
     failure = ""
 
@@ -125,12 +125,12 @@ class InProcess:
 
 
 class Learner(Protocol):
-    """Model that is trained.
+    """The model that is trained: an actor, or a critic with a value head.
 
     Unless stated otherwise, a call is collective over the train ranks; `accumulate` is collective
-    over one model-parallel group only. A `Batch` is the data of the caller's data-parallel rank.
-    A critic is a learner with a value head: it has `values` instead of `logprobs`, `reference` and
-    `export`. Calling a method that a learner lacks raises RuntimeError."""
+    over one model-parallel group only. A `Batch` is the data of the caller's data-parallel rank. A
+    critic has `values` instead of `logprobs`, `reference` and `export`. If a learner lacks a
+    method, calling the method raises RuntimeError."""
 
     model_parallel_groups: Sequence[Sequence[int]]
     """Global ranks of each model-parallel group, by data-parallel rank; one batch per group."""
@@ -139,25 +139,25 @@ class Learner(Protocol):
         """Return the log-prob of every token: [T] float32 on the CPU, valid on every rank."""
 
     def reference(self) -> AbstractContextManager[None]:
-        """Keep the reference weights loaded in the block, for repeated `logprobs(batch,
-        "reference")`; no other method may be called."""
+        """During the block, keep the reference weights loaded for repeated `logprobs(batch,
+        "reference")`. No other method may be called in the block."""
 
     def values(self, batch: Batch) -> Tensor:
         """Return the critic's value before each token is sampled: [T] float32 on the CPU, valid on
         every rank."""
 
     def accumulate(self, batch: Batch, loss: Loss | ValueLoss) -> None:
-        """Add the gradient of sum(per_token * mask * weight) over this batch, within one
+        """Add the gradient of sum(loss per token * mask * weight) over this batch, within one
         model-parallel group: no data-parallel communication. A critic needs a `ValueLoss`."""
 
     def kept(self) -> tuple[int, int]:
-        """Return how many tokens and how many sequences the loss has kept in its mask since the
-        previous `apply`, over all ranks."""
+        """Return the number of tokens that the loss has kept since the previous `apply`, and the
+        number of sequences with a kept token, over all ranks."""
 
     def apply(self, normaliser: float) -> dict[str, float]:
         """Reduce the accumulated gradients over the data-parallel ranks, divide by `normaliser`
-        (the global count), clip, step, zero. Return `grad_norm`, `lr` and the global means of the
-        loss's metrics since the previous call."""
+        (the global count), clip, and make an optimizer step. Return `grad_norm`, `lr` and the
+        global means of the loss's metrics since the previous `apply`."""
 
     def discard(self) -> None:
         """Discard the accumulated gradients and metrics without an optimizer step."""
@@ -172,11 +172,11 @@ class Learner(Protocol):
         two ranks are equal or disjoint, and all shards together cover all weights."""
 
     def offload(self, parts: Collection[Part] = PARTS) -> None:
-        """Move these parts off the accelerator. Idempotent. `export` works with only the weights on
-        the accelerator; `save` needs weights and optimizer there."""
+        """Move `parts` off the accelerator. Idempotent. `export` needs only the weights on the
+        accelerator; `save` needs weights and optimizer there."""
 
     def onload(self, parts: Collection[Part] = PARTS) -> None:
-        """Move these parts back to the accelerator; gradients become zeros."""
+        """Move `parts` back to the accelerator; gradients become zeros."""
 
     def resident_bytes(self) -> dict[Part, int]:
         """Return the bytes that each part occupies on the learner's device."""
@@ -185,11 +185,11 @@ class Learner(Protocol):
         """Write a checkpoint of model and optimizer. Collective."""
 
     def load(self, path: Path) -> None:
-        """Read a checkpoint that `save` wrote, also with another parallel layout. Collective."""
+        """Read a checkpoint of `save`, possibly under another parallel layout. Collective."""
 
 
 class WeightChannel(Protocol):
-    """Carries the learner's weights to the engines.
+    """Channel that carries the learner's weights to the engines.
 
     A weight update succeeds on all ranks or fails on all ranks. If it fails, engines that had begun
     to load cannot restore the old weights, so they refuse to decode until a later update succeeds.
@@ -201,9 +201,9 @@ class WeightChannel(Protocol):
         """Update the engines' weights. Collective: every rank passes its own learner and engine, or
         None if it has no learner or no engine.
 
-        Returns metrics by name: `bytes` sent to one engine; `time_s`; `transient_gb`, this rank's
-        peak memory for the update, besides weights and engine. With several sites (node groups)
-        also `slow_bytes`, the bytes sent between sites, summed over all links.
+        Returns metrics by name: `bytes` (sent to one engine), `time_s`, `transient_gb` (this rank's
+        peak memory for the update, besides weights and engine). With several sites (node groups)
+        also `slow_bytes` (bytes sent between sites, summed over all links).
 
         Raises:
             RuntimeError, TimeoutError: the weight update failed on some rank. All ranks raise the
@@ -211,7 +211,7 @@ class WeightChannel(Protocol):
         """
 
     def resize(self, tp: int) -> None:
-        """Set the engines' tensor-parallel size from the next update on; call on every rank."""
+        """Set the engines' tensor-parallel size for later weight updates; call on every rank."""
 
 
 class Reward(Protocol):
@@ -222,7 +222,7 @@ class Reward(Protocol):
 
 
 class Scorer(Protocol):
-    """Reward service of a rank, as seen by the rollout worker. No call blocks."""
+    """Reward service of a rank, as seen by the rollout worker. Only `poll` may wait."""
 
     @property
     def num_pending(self) -> int: ...
@@ -243,7 +243,7 @@ class Scorer(Protocol):
 
 
 class PhaseGate(Protocol):
-    """Permission to run a phase on hardware that several jobs share."""
+    """Gate that gives a job permission to run a phase on hardware that several jobs share."""
 
     def phase(self, name: str, resident: object | None = None) -> AbstractContextManager[None]:
         """Wait for the permit when the block starts, and release the hardware when it ends."""

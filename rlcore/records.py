@@ -1,8 +1,8 @@
 """Messages between controller, rollout workers, rewards and trainer. This module imports no torch.
 
-Every record is a frozen `msgspec.Struct`: cheap to make, typed on the wire, never a pickle.
-`utils/net.py` encodes records. Arrays are numpy. A finished response is sent once, as a `Sample`,
-from the rank that generated it to the rank that trains on it.
+Every record is a frozen `msgspec.Struct`, which is cheap to make, typed on the wire and never a
+pickle. `utils/net.py` encodes records. Arrays are numpy. A finished response is sent once, as a
+`Sample`, from the rank that generated it to the rank that trains on it.
 
 Letters in shapes: P prompt tokens, R response tokens.
 """
@@ -16,10 +16,10 @@ IntArray = np.ndarray  # int32
 FloatArray = np.ndarray  # float32
 
 RequestId = str
-"""Stable name of one response; it seeds the response's token sampler. Training: `t<issue>.<k>`, the
-k-th response to the prompt with this issue number. Evaluation: `e<step>.<set>.<prompt>.<k>`."""
+"""Stable name of one response, which also seeds the response's token sampler. Training: `t<n>.<k>`,
+response k to issued prompt n. Evaluation: `e<step>.<set>.<prompt>.<k>`."""
 GroupId = str
-"""Part of a request id before the last dot; a group is all responses to one issued prompt."""
+"""Name of a group (all responses to one issued prompt): a request id up to the last dot."""
 Version = Annotated[int, Meta(ge=0)]
 """Number of training steps that produced the weights; 0: the weights loaded at the start."""
 Finish = Literal["stop", "length", "abort", "failed"]
@@ -30,40 +30,39 @@ cache. `recompute`: the engine keeps the tokens and prefills them again. `releas
 removes the requests, and the controller keeps the tokens."""
 
 
-# Only this module makes and parses ids (`tests/unit/test_ids.py`). Numbers start at 0:
-#
-#     t12      training prompt 12              bt12     greedy baseline of t12, not trained on
-#     t12.3    response 3 to prompt t12        e40.1.7  evaluation at step 40, set 1, prompt 7
+# Only this module makes and parses ids (`tests/unit/test_ids.py`). Numbers start at 0.
+# Training prompt 12 is group `t12`; its response 3 is `t12.3`; its greedy baseline is `bt12`.
+# The group `e40.1.7` is prompt 7 of validation set 1 in the evaluation at step 40.
 _BASELINE = "b"
 
 
 def training_group(issue: int) -> GroupId:
-    """Return the group id of the prompt with issue number `issue`."""
+    """Return the group id of the training prompt that was issued as number `issue`."""
     return f"t{issue}"
 
 
 def issue_of(group: GroupId) -> int:
-    """Return the issue number of a training group's prompt."""
+    """Return the issue number of a training group's prompt: 12 for `t12` and `bt12`."""
     return int(group.removeprefix(_BASELINE)[1:])
 
 
 def baseline_of(group: GroupId) -> GroupId:
-    """Return the id of the baseline group, which has one greedy response to the group's prompt."""
+    """Return the id of the group's baseline group: one greedy response to the same prompt."""
     return _BASELINE + group
 
 
 def is_baseline(group: GroupId) -> bool:
-    """Return whether the group is the baseline of another group."""
+    """Return whether `group` is the baseline group of another group."""
     return group.startswith(_BASELINE)
 
 
 def without_baseline(group: GroupId) -> GroupId:
-    """Return the group that `group` is the baseline of, or `group` itself if it is no baseline."""
+    """Return `group` without its baseline mark: `t12` for `bt12` and for `t12`."""
     return group.removeprefix(_BASELINE)
 
 
 def eval_group(tag: str, eval_set: int, prompt: int) -> GroupId:
-    """Return the group of a validation prompt. `tag` names the evaluation and has no dots."""
+    """Return the group id of a validation prompt. `tag` names the evaluation and has no dots."""
     return f"{tag}.{eval_set}.{prompt}"
 
 
@@ -73,17 +72,17 @@ def eval_set_of(group: GroupId) -> int:
 
 
 def request_of(group: GroupId, response: int) -> RequestId:
-    """Return the id of a response to the group's prompt."""
+    """Return the id of response number `response` to the group's prompt."""
     return f"{group}.{response}"
 
 
 def turn_of(request: RequestId, turn: int) -> RequestId:
-    """Return the id of one turn of a dialogue; turn 0 has the id of the dialogue."""
+    """Return the request id of one turn of a dialogue; turn 0 has the id of the dialogue."""
     return f"{request}.{turn}" if turn else request
 
 
 def group_of(request: RequestId) -> GroupId:
-    """Return the group that a request belongs to: `t12.3` is in `t12`."""
+    """Return the id of the group that a request belongs to: `t12` for `t12.3`."""
     return request.rpartition(".")[0]
 
 
@@ -101,7 +100,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     """Sampling settings. Returned log-probs are under the distribution that the settings define."""
 
     temperature: float = 1.0
-    """Sampling temperature; 0 means greedy."""
+    """Sampling temperature; 0 means greedy decoding."""
     top_k: int = 0
     """Number of most likely tokens to sample from; 0: all tokens."""
     top_p: float = 1.0
@@ -109,11 +108,11 @@ class Sampling(Struct, frozen=True, kw_only=True):
     max_tokens: int = 256
     """Maximum number of tokens in a response, resumed tokens included."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end a response; the stop token is part of the response."""
+    """Token ids that end a response; the stop token is part of the response."""
 
 
 class Prompt(Record):
-    """One row of a data set, tokenised."""
+    """Prompt: one row of a data set, tokenised."""
 
     index: int
     """Row number in the filtered data set; the same in all epochs and after restarts."""
@@ -122,9 +121,9 @@ class Prompt(Record):
     tokens: IntArray  # [P]
     answer: str = ""
     text: str = ""
-    """The prompt as text, for rewards and logs."""
+    """The prompt as text, for reward functions and logs."""
     fields: dict[str, Any] = {}
-    """Other columns of the row, unchanged, for use by rewards."""
+    """Other columns of the data row, unchanged, for reward functions."""
 
 
 class Partial(Record):
@@ -133,7 +132,7 @@ class Partial(Record):
     tokens: IntArray  # [R]
     logps: FloatArray  # [R]
     versions: IntArray  # [R]
-    drafted: np.ndarray | None = None  # [R] bool, as in `Sample`
+    drafted: np.ndarray | None = None  # [R] bool: token is an accepted draft token
 
 
 class Request(Record):
@@ -143,7 +142,7 @@ class Request(Record):
     prompt: IntArray  # [P]
     sampling: Sampling
     priority: int = 0
-    """Start priority: lower values start first, equal values in order of submission."""
+    """Start priority: lower values start first, and equal values in order of submission."""
     resume: Partial | None = None
 
     @property
@@ -153,13 +152,13 @@ class Request(Record):
 
 
 class Sample(Record):
-    """A finished or aborted response."""
+    """A finished or aborted response with its prompt."""
 
     id: RequestId
     prompt: IntArray  # [P]
     tokens: IntArray  # [R], the stop token included
-    logps: FloatArray  # [R], under the distribution that was sampled from
-    versions: IntArray  # [R], policy version that produced the token; -1: environment token
+    logps: FloatArray  # [R] log-probs under the distribution that was sampled from
+    versions: IntArray  # [R] policy version that produced each token; -1: environment token
     finish: Finish
     drafted: np.ndarray | None = None
     """[R] bool: whether the token is an accepted draft token; None if the engine does not draft."""
@@ -170,7 +169,7 @@ class Sample(Record):
 
 
 class SampleRef(Struct, frozen=True, kw_only=True):
-    """Reference to a sample: rank that holds the sample, and request id."""
+    """Reference to a sample: the rank that holds it, and its request id."""
 
     owner: int
     id: RequestId
@@ -181,29 +180,29 @@ class RewardResult(Record):
 
     score: float
     details: dict[str, float] = {}
-    """Further metrics, logged as `reward/<name>`."""
+    """Further numbers of the reward function, logged as metrics `reward/<name>`."""
     error: str = ""
-    """Why `score` is a substitute: `timeout`, `crash`, or the first line of the exception."""
+    """Reason why `score` is a substitute, such as a timeout, crash or exception; empty if none."""
     latency_s: float = 0.0
     timeout_s: float = 0.0
-    """Deadline for computing this score, in seconds, if deadlines adapt to prompts."""
+    """Deadline for computing this score, in seconds; set if deadlines adapt to prompts."""
     reference_latency_s: float = 0.0
-    """Equal to `latency_s` if deadlines adapt to prompts and the answer is right, else 0."""
+    """Scoring time in seconds if deadlines adapt to prompts and the answer is right, else 0."""
     queued_s: float = 0.0
-    """Seconds that the sample waited before scoring, plus seconds that its score waited after."""
+    """Seconds from the sample's submission to its result, without the scoring time itself."""
     num_ahead: int = 0
-    """Number of unscored samples of the same rank when this sample was submitted."""
+    """Number of unscored samples on the same rank when this sample was submitted."""
 
 
 class Work(Record):
-    """Order to sample `num_samples` responses to one prompt as the group `id`."""
+    """Work item: sample `num_samples` responses to one prompt, as the group `id`."""
 
     id: GroupId
     prompt: Prompt
     num_samples: int
     sampling: Sampling
     wanted: int = 0
-    """Number of finished and rewarded responses that complete the group; 0: `num_samples`."""
+    """Number of finished and rewarded responses that complete the group; 0 means `num_samples`."""
 
 
 class Group(Record):
@@ -231,7 +230,7 @@ class History(Record):
     """Key of the prompt, the same in all epochs (`rollout/histospec.py`)."""
     id: RequestId
     tokens: IntArray
-    """The end of the prompt, then the response."""
+    """Last tokens of the prompt, then the response."""
     score: float
 
 
@@ -240,10 +239,10 @@ class History(Record):
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Event(Struct, frozen=True, eq=False, kw_only=True, tag=True):
-    """Event that a rollout worker or its engine reports; `time`: the sender's clock in seconds."""
+    """Event from a rollout worker or its engine; `time` is the sender's clock in seconds."""
 
     round: int = 0
-    """Round in which the event was sent; the controller drops events of earlier rounds."""
+    """Number of the round in which the event was sent. Events of earlier rounds are dropped."""
     rank: int = 0
     time: float = 0.0
 
@@ -253,13 +252,13 @@ class Ready(Event):
 
 
 class LengthReport(Event):
-    """Lengths of the unfinished requests of one engine; sent per interval, not per token."""
+    """Lengths of one engine's unfinished requests; sent at intervals, not for every token."""
 
     ids: tuple[RequestId, ...]
     lengths: tuple[int, ...]
     tails: tuple[Partial, ...] = ()
     """New tokens of each request since the previous report; may be empty. If the engine's process
-    fails, its rank recovers the reported tokens. They are not sent to the controller."""
+    fails, its rank still has these tokens. The controller gets reports without them."""
 
 
 class Finished(Event):
@@ -271,9 +270,9 @@ class Finished(Event):
     finish: Finish
     sample: Sample | None = None
     version: Version = 0
-    """Policy version of the first token, set by the rollout worker; used in endless rounds."""
+    """Policy version of the first token, set by the rollout worker; used in `--mode async`."""
     num_observed: int = 0
-    """Number of environment tokens in the response; they are not trained on."""
+    """Number of environment tokens in the response, which are not trained on."""
 
 
 class Aborted(Event):
@@ -307,33 +306,33 @@ class Stats(Event):
     running: int = 0
     waiting: int = 0
     cache_used: float = 0.0
-    """Peak share (0 to 1) of the KV cache in use by running requests."""
+    """Peak share (0 to 1) of the KV cache that running requests use."""
     cache_tokens: int = 0
     """Capacity of the KV cache, in tokens."""
     verify_steps: int = 0
-    """Number of decode steps that could verify drafts."""
+    """Number of verify steps: decode steps with drafting on, which can check draft tokens."""
     verify_rows: int = 0
-    """Number of requests in verify steps, summed over the steps."""
+    """Number of requests in verify steps (decode steps with drafting on), summed over steps."""
     verify_tokens: int = 0
-    """Number of tokens generated in verify steps."""
+    """Number of tokens generated in verify steps (decode steps with drafting on)."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     """Number of drafted tokens that became part of a response."""
     draft_s: float = 0.0
-    """Part of `busy_s` spent on drafting."""
+    """Part of `busy_s` spent on making drafts."""
     verify_s: float = 0.0
-    """Part of `busy_s` spent in verify steps, drafting included."""
+    """Part of `busy_s` spent in verify steps (decode steps with drafting on), drafting included."""
     by_batch: tuple[tuple[int, int, int], ...] = ()
     """Counts for each range of decode batch sizes (1, 2 to 3, 4 to 7, and so on): requests,
-    generated tokens, and requests in verify steps."""
+    generated tokens, and requests in steps with drafting on."""
     episodes: int = 0
     """Number of episodes that ended; 0 without `--env`."""
     turns: int = 0
-    """Number of sampled turns, including turns of aborted or failed episodes."""
+    """Number of sampled turns of the policy, including turns of aborted or failed episodes."""
     env_calls: int = 0
-    """Number of environment resets and steps that were answered."""
+    """Number of environment resets and steps that the environment answered."""
     env_s: float = 0.0
-    """Total seconds of the calls in `env_calls`."""
+    """Total seconds of the environment calls that `env_calls` counts."""
     env_timeouts: int = 0
     """Number of episode attempts that ended because the environment did not answer in time."""
     env_crashes: int = 0
@@ -344,7 +343,7 @@ class Stats(Event):
     """Number of tokens sampled in episode attempts that failed (timeout, crash or error)."""
     knee: float = 0.0
     """Estimated number of tokens at which a forward pass takes twice as long as an empty forward
-    pass; limits the length of drafts."""
+    pass. It limits the length of drafts."""
 
 
 class Down(Event):
@@ -353,7 +352,7 @@ class Down(Event):
     reason: str
     lost: tuple[RequestId, ...] = ()
     partials: dict[RequestId, Partial] = {}
-    """Known tokens of the lost requests."""
+    """Tokens that are known of the lost requests, by request id."""
 
 
 class Released(Event):
@@ -411,13 +410,13 @@ AnyEvent = (
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Command(Struct, frozen=True, eq=False, kw_only=True, tag=True):
-    """Command to one rank."""
+    """Command from the controller or rank 0 to one rank."""
 
     rank: int
 
 
 class Submit(Command):
-    """Start these requests; `prompts` holds their dataset rows by group, for the reward."""
+    """Start these requests; `prompts` has each group's dataset row, which the reward needs."""
 
     requests: tuple[Request, ...]
     prompts: dict[GroupId, Prompt]
@@ -437,32 +436,32 @@ class Histories(Record):
 
 
 class Abort(Command):
-    """Abort these requests."""
+    """Abort these requests of the rank's engine."""
 
     ids: tuple[RequestId, ...]
 
 
 class Move(Command):
-    """Remove these requests and reply `Moved`. The requests continue on another engine."""
+    """Remove these requests from the engine and reply `Moved`; another engine continues them."""
 
     ids: tuple[RequestId, ...]
 
 
 class Streamed(Struct, frozen=True, kw_only=True):
     """Groups that were trained on while other groups were still decoding, and the data-parallel
-    ranks that did so."""
+    ranks that trained them."""
 
     groups: tuple[GroupId, ...]
     dp_ranks: tuple[int, ...]
 
 
 class Release(Command):
-    """Remove all unfinished requests and reply `Released`. The requests continue on other engines
-    while this rank trains."""
+    """Remove all unfinished requests from the engine and reply `Released`. The requests continue on
+    other engines while this rank trains."""
 
 
 class Ship(Command):
-    """Send these finished samples to the ranks `to`."""
+    """Send these finished samples to the ranks in `to`."""
 
     ids: tuple[RequestId, ...]
     to: tuple[int, ...]
@@ -477,22 +476,22 @@ class Train(Command):
 
 
 class EndRound(Command):
-    """End the round; `groups` are the groups to train on."""
+    """End the round; `groups` has the groups to train on."""
 
     groups: tuple[Group, ...]
     dropped: dict[GroupId, str] = {}
-    """Reasons by group, for complete groups that are not trained on. Groups in neither `groups` nor
-    `dropped` were late."""
+    """Reason by group, for complete groups that are not trained on. Groups in neither `groups` nor
+    `dropped` did not complete in time."""
     reference_latency: dict[str, float] = {}
     """Scoring time in seconds of the slowest right answer of the round, by prompt
     (`sched/reward_timeout.py`)."""
     streamed: tuple[Streamed, ...] = ()
-    """The part of `groups` that was already trained on during the round, in order of training."""
+    """Part of `groups` that was already trained on during the round, in order of training."""
     stats: dict[str, float] = {}
 
 
 class TrainOrder(Command):
-    """Train on these groups next, in an endless round."""
+    """Train on these groups next (train ranks with `--mode async`)."""
 
     groups: tuple[Group, ...]
     stats: dict[str, float] = {}
@@ -500,12 +499,12 @@ class TrainOrder(Command):
 
 class Hold(Command):
     """Stop decoding for a weight update, treat running requests as `mode` says, and reply `Held`.
-    The samples of the groups in `forget` may be deleted."""
+    Samples of the groups in `forget` are no longer needed."""
 
     mode: HoldMode
     forget: tuple[GroupId, ...] = ()
     reference_latency: dict[str, float] = {}
-    """Same as `EndRound.reference_latency`."""
+    """Scoring time in seconds of the slowest right answer since the last hold, by prompt."""
 
 
 class Fail(Command):
@@ -521,15 +520,15 @@ class DropEngine(Command):
 
 
 class Repair(Command):
-    """No engine works: restart this rank's engine if failed, join a weight update, send `Ready`."""
+    """No engine works. Restart this rank's engine if failed, join a weight update, send `Ready`."""
 
 
 class Alive(Command):
-    """Heartbeat of a controller that waits for other ranks; resets the receiver's deadline."""
+    """Heartbeat while other ranks are busy; a waiting rank that gets it restarts its deadline."""
 
 
 class JoinSync(Command):
-    """Join the weight update; the training ranks are ready for it."""
+    """Join the weight update, for which the train ranks are ready."""
 
 
 AnyCommand = (
@@ -558,12 +557,12 @@ class TensorMeta(Struct, frozen=True, kw_only=True):
     """Name, data type, shape and offset of one tensor in a bucket."""
 
     name: str
-    """Hugging Face name."""
+    """Hugging Face name of the tensor."""
     dtype: str
-    """torch's name without the prefix `torch.`, such as `float32` or `bfloat16`."""
+    """Data type as torch names it, without the prefix `torch.`, such as `float32` or `bfloat16`."""
     shape: tuple[int, ...]
     offset: int
-    """Bytes from the start of the bucket, a multiple of 16."""
+    """Offset of the tensor in bytes from the start of the bucket, a multiple of 16."""
 
 
 class Shard(Struct, frozen=True, kw_only=True):
@@ -571,9 +570,9 @@ class Shard(Struct, frozen=True, kw_only=True):
     `dim`, and all indices of the other dimensions."""
 
     name: str
-    """Hugging Face name."""
+    """Hugging Face name of the tensor."""
     dtype: str
-    """Data type, named as in `TensorMeta`."""
+    """Data type as torch names it, without the prefix `torch.`."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     dim: int

@@ -1,7 +1,7 @@
 """Tensors for training: `Batch` (packed samples), `LossInputs` and `LossOutput`.
 
 Index t of a per-token value always refers to token t: `logp[t]` is log p(tokens[t] | tokens before
-t), and 0 for the first token of a sequence. Only the learner internally shifts values by one.
+t), and 0 for the first token of a sequence. Only inside the learner are values shifted by one.
 
 Letters in shapes: T packed tokens, B sequences.
 """
@@ -20,21 +20,17 @@ class Batch:
 
     tokens: Tensor  # [T] int64
     cu_seqlens: Tensor  # [B+1] int32, on the CPU
-    mask: Tensor  # [T] bool: tokens to train on, part of the response
-    rollout_log_probs: Tensor | None = (
-        None  # [T] float32: log-prob under the distribution sampled from in the rollout
-    )
+    mask: Tensor  # [T] bool: whether the token is trained on (only tokens of responses)
+    rollout_log_probs: Tensor | None = None  # [T] float32: log-prob under the sampling distribution
     versions: Tensor | None = None  # [T] int32: policy version of each token, -1 on the prompt
-    score: Tensor | None = None  # [T] float32: the sequence's raw reward
+    score: Tensor | None = None  # [T] float32: raw reward of the token's sequence
     advantage: Tensor | None = None  # [T] float32
-    old_log_probs: Tensor | None = (
-        None  # [T] float32: log-prob under the learner before the first update of this step
-    )
+    old_log_probs: Tensor | None = None  # [T] float32: learner's log-prob before the first update
     ref_log_probs: Tensor | None = None  # [T] float32: log-prob under the reference model
     value_old: Tensor | None = None  # [T] float32: critic's value before the step's first update
-    returns: Tensor | None = None  # [T] float32: target of the critic
+    returns: Tensor | None = None  # [T] float32: target of the critic's value
     correction: Tensor | None = None  # [T] float32: rollout-correction weight, detached
-    weight: Tensor | None = None  # [T] float32: multiplies the loss of every token
+    weight: Tensor | None = None  # [T] float32: factor on the loss of each token
     ids: tuple[str, ...] = ()  # [B] request ids
 
     @property
@@ -52,7 +48,7 @@ class Batch:
 
     @property
     def sequence_index(self) -> Tensor:
-        """Index of each token's sequence, [T] int64, on the CPU."""
+        """Index of the sequence that each token belongs to, [T] int64, on the CPU."""
         return torch.repeat_interleave(self.cu_seqlens.diff().long())
 
     def check(self) -> None:
@@ -88,7 +84,7 @@ class Batch:
         return replace(self, **changes)
 
     def select(self, rows: Sequence[int]) -> "Batch":
-        """Return a batch of the sequences `rows`, packed in that order."""
+        """Return a batch of the sequences with the indices `rows`, packed in this order."""
         starts, lengths = self.cu_seqlens.tolist(), self.lengths
         if rows:
             index = torch.cat([torch.arange(starts[r], starts[r] + lengths[r]) for r in rows])
@@ -121,20 +117,20 @@ class LossInputs:
     log_probs: Tensor
     """Log-prob of the sampled token under the learner, with the sampling temperature applied."""
     entropy: Tensor
-    """Entropy of the learner's distribution at the token, with the sampling temperature applied. It
-    has a gradient if the config has `uses_entropy` or an `entropy_coef`."""
+    """Entropy of the learner's distribution at the token, with the sampling temperature applied.
+    Has a gradient only if the algorithm's config sets `uses_entropy` or `entropy_coef`."""
     mask: Tensor
-    """bool: tokens to train on."""
+    """bool: whether the token is trained on."""
     score: Tensor
-    """The sequence's raw reward, before shaping and baseline."""
+    """Raw reward of the token's sequence, before shaping and baseline."""
     advantage: Tensor
     old_log_probs: Tensor
-    """Log-prob under the learner before the first update of this step; if not recomputed,
-    `log_probs.detach()`."""
+    """Log-prob under the learner before the first update of this step. If the log-prob is not
+    recomputed, `log_probs.detach()`."""
     rollout_log_probs: Tensor
     correction: Tensor
-    """Rollout-correction weight (TIS), detached; 1 if the correction is off. Policy losses multiply
-    by this weight."""
+    """Rollout-correction weight (TIS), detached, by which a policy loss is multiplied; 1 if the
+    correction is off."""
     ref_log_probs: Tensor | None
     sequence: Tensor
     """int64: index of the token's sequence in the micro-batch."""
@@ -151,10 +147,10 @@ class ValueInputs:
     value: Tensor
     """The critic's estimate of the return before the token is sampled."""
     value_old: Tensor
-    """The critic's estimate before the first update of this step."""
+    """The critic's estimate of the return, made before the first update of this step."""
     returns: Tensor
     mask: Tensor
-    """bool: tokens to train on."""
+    """bool: whether the token is trained on."""
     sequence: Tensor
     """int64: index of the token's sequence in the micro-batch."""
     num_sequences: int
@@ -162,13 +158,13 @@ class ValueInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOutput:
-    """Loss and metrics per token. The learner masks and sums the loss, and `apply` divides by the
-    global normaliser. Metrics are averaged over the kept tokens of all ranks."""
+    """Loss and metrics per token. The learner masks and sums the loss, and `apply` divides the sum
+    by the global normaliser. Metrics are averaged over the kept tokens of all ranks."""
 
     per_token: Tensor  # [T]
-    metrics: dict[str, Tensor]  # name -> [T], detached
+    metrics: dict[str, Tensor]  # metrics by name, [T] each, detached
     mask: Tensor | None = None
-    """[T] bool: tokens that the loss keeps; None: all tokens of the inputs' `mask`."""
+    """[T] bool: tokens that the loss keeps; None: all tokens in the inputs' `mask`."""
 
 
 Loss = Callable[[LossInputs], LossOutput]

@@ -1,12 +1,12 @@
-"""Objectives, one file each, on torch only; README.md has a table of all objectives.
+"""Training algorithms, one file each, on torch only; README.md has a table of them.
 
 An algorithm is a module with one config class, a subclass of `base.AlgoConfig`, and a function
 
     loss(x: LossInputs, cfg) -> LossOutput
 
-which returns the policy loss per token. The objective adds correction, KL, entropy and aggregation;
-the learner masks, sums and divides by the global count. `--algo NAME` selects a file of this
-folder, `--algo my_pkg.my_module` any module on PYTHONPATH.
+which returns the policy loss per token. `trainer/objective.py` adds correction, KL, entropy and
+aggregation; the learner masks, sums and divides by the global count. `--algo NAME` selects a file
+of this folder, `--algo my_pkg.my_module` any module on PYTHONPATH.
 """
 
 import difflib
@@ -38,7 +38,7 @@ NAMES = (
 
 
 def module(name: str) -> ModuleType:
-    """Import the module of a name or dotted path. Raise ConfigError if there is none."""
+    """Import an algorithm's module by name or dotted path. Raise ConfigError if that fails."""
     if "." not in name and name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -56,13 +56,13 @@ def module(name: str) -> ModuleType:
 
 
 def estimator(found: ModuleType, cfg: AlgoConfig) -> str:
-    """Return the name of the advantage estimator, or `own` if the module has a function
+    """Return the name of the advantage estimator, or `own` if the algorithm's module has a function
     `advantages(groups, cfg)`."""
     return "own" if hasattr(found, "advantages") else cfg.adv_estimator
 
 
 def config_class(name: str) -> type[AlgoConfig]:
-    """Return the config class that the algorithm's module defines."""
+    """Return the config class that the module of algorithm `name` defines."""
     found = module(name)
     own = [
         c

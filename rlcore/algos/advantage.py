@@ -1,10 +1,12 @@
-"""Advantage estimators with one advantage per response. R_1..R_n are the rewards of a group, l_i
-the trained tokens of response i, m and s mean and standard deviation (n - 1) of the group.
+"""Advantage estimators with one advantage per response.
+
+R_1..R_n are the rewards of a group, m their mean and s their standard deviation (divisor n - 1).
+l_i is the number of trained tokens of response i.
 
     estimator                     A_i                                              n = 1
     grpo                          (R_i - m) / (s + 1e-6)                           R / (1 + 1e-6)
     grpo, norm_adv_by_std off     R_i - m                                          R
-    grpo_passk                    the best: (R_1st - R_2nd) / (s + 1e-6), others 0 ValueError
+    grpo_passk                    the best: (R_1st - R_2nd) / (s + 1e-6), others 0 ConfigError
     rloo                          R_i - sum_{j != i} R_j / (n - 1)                 R
     reinforce_plus_plus_baseline  whitened(R_i - m)                                whitened(R)
     opo                           R_i - sum_j l_j R_j / sum_j l_j                  R
@@ -18,9 +20,9 @@ than 0. Whitening is over the trained tokens of the step:
 If all rewards of a group are equal, its advantages are exactly 0 before whitening. Responses
 without trained tokens do not count in opo's baseline or in the whitening.
 
-Differs from verl: float64, and no rounding if rewards are equal. Whitening over at most one token
-gives 0, where verl raises. rloo with one response gives its reward, as verl's `rloo`; verl's
-`rloo_vectorized` gives 0.
+Differs from verl: computations are in float64, without rounding if rewards are equal. Whitening
+over at most one token gives 0, where verl raises an error. For a group of one response, rloo gives
+the reward, as verl's `rloo`; verl's `rloo_vectorized` gives 0.
 
 Sources: verl core_algos.compute_*_outcome_advantage; grpo arXiv:2402.03300, its mean alone
 arXiv:2503.20783 (Dr. GRPO), grpo_passk arXiv:2503.19595, rloo arXiv:2402.14740,
@@ -44,10 +46,10 @@ class GroupRewards:
 
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
-    """Number of tokens of each response."""
+    """Number of tokens in each response that the policy sampled (without output of tools)."""
     trained: tuple[int, ...] = ()
     """Number of trained tokens of each response, for whitening; 0 if the response was dropped after
-    sampling. Empty: all tokens are trained."""
+    sampling. Empty: no response was dropped."""
 
     def __post_init__(self) -> None:
         if not self.rewards or len(self.rewards) != len(self.lengths):
@@ -66,17 +68,17 @@ def is_equal(rewards: Sequence[float]) -> bool:
 
 
 def _centred(rewards: Sequence[float]) -> list[float]:
-    """Return R_i - m of each response; with one response, its reward."""
+    """Return each reward minus the group's mean. For a group of one, return the reward itself."""
     if len(rewards) == 1:
         return list(rewards)
     if max(rewards) == min(rewards):
-        return [0.0] * len(rewards)  # dividing a rounding error of m by s + 1e-6 would amplify it
+        return [0.0] * len(rewards)  # exact, because a rounding error would be divided by 1e-6
     mean = math.fsum(rewards) / len(rewards)
     return [r - mean for r in rewards]
 
 
 def _scale(rewards: Sequence[float], cfg: AlgoConfig) -> float:
-    """Return s + 1e-6, with s = 1 for a group of one; return 1 if norm_adv_by_std is off."""
+    """Return the std of the rewards (1 for one reward) + 1e-6, or 1 if norm_adv_by_std is off."""
     if not cfg.norm_adv_by_std:
         return 1.0
     if len(rewards) == 1:
@@ -86,7 +88,7 @@ def _scale(rewards: Sequence[float], cfg: AlgoConfig) -> float:
 
 
 def grpo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Return the differences from the group's mean, in standard deviations."""
+    """Return each reward minus its group's mean, divided by the group's std (`_scale`)."""
     out = []
     for g in groups:
         scale = _scale(g.rewards, cfg)
@@ -95,7 +97,7 @@ def grpo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 
 
 def grpo_passk(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Give the best response its lead over the second best and the others 0. On a tie all get 0."""
+    """Return the best reward's lead over the second best, divided by `_scale`; 0 for others."""
     out = []
     for i, g in enumerate(groups):
         if len(g.rewards) < 2:
@@ -111,8 +113,8 @@ def grpo_passk(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 
 
 def rloo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Return the differences from the mean of the other rewards: n / (n - 1) times the difference
-    from the group's mean."""
+    """Return each reward minus the mean of its group's other rewards. This is n / (n - 1) times the
+    difference from the group's mean."""
     out = []
     for g in groups:
         n = len(g.rewards)
@@ -121,13 +123,13 @@ def rloo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 
 
 def reinforce_plus_plus_baseline(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Return the differences from the group's mean; `outcome` whitens the advantages."""
+    """Return each reward minus its group's mean; `outcome` then whitens the advantages."""
     return [_centred(g.rewards) for g in groups]
 
 
 def opo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Return the differences from the length-weighted mean of the rewards. This baseline has the
-    least variance if a response's gradient grows with its length. Without tokens it is 0."""
+    """Return each reward minus the length-weighted mean reward of its group. This baseline has the
+    least variance if a response's gradient grows with its length. It is 0 without tokens."""
     out = []
     for g in groups:
         tokens = sum(g.lengths)
@@ -142,8 +144,8 @@ def opo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 
 
 def gpg(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Return the differences from the group's mean, times alpha. Alpha is larger if fewer responses
-    of the step have a reward other than 0."""
+    """Return each reward minus its group's mean, times alpha: the number of responses of the step,
+    divided by the number of responses with a reward other than 0."""
     rewards = [r for g in groups for r in g.rewards]
     alpha = len(rewards) / max(sum(r != 0 for r in rewards), 1)
     return [[alpha * a for a in _centred(g.rewards)] for g in groups]
@@ -152,12 +154,12 @@ def gpg(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 OUTCOME: dict[str, Callable[[Groups, AlgoConfig], list[list[float]]]] = {
     f.__name__: f for f in (grpo, grpo_passk, rloo, reinforce_plus_plus_baseline, opo, gpg)
 }
-"""Estimators with one advantage per response; estimators per token are in returns.py."""
+"""Estimators with one advantage per response, by name; returns.py has those per token."""
 
 
 def outcome(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
-    """Return the advantages of all responses of a step by `cfg.adv_estimator`, in the order of the
-    groups."""
+    """Compute the advantages of all responses of a step by `cfg.adv_estimator`: one list for each
+    group, in order."""
     if cfg.adv_estimator not in OUTCOME:
         raise ConfigError(
             f"--algo.adv_estimator {cfg.adv_estimator}: has no single advantage per response; use "
@@ -177,7 +179,7 @@ def outcome(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 
 
 def whitened(values: list[list[float]], groups: Groups) -> list[list[float]]:
-    """Shift and scale to mean 0 and variance 1 over the trained tokens of all groups."""
+    """Shift and scale advantages to mean 0 and variance 1 over the trained tokens of all groups."""
     flat = [
         (a, n)
         for row, g in zip(values, groups, strict=True)
@@ -187,7 +189,7 @@ def whitened(values: list[list[float]], groups: Groups) -> list[list[float]]:
     tokens = sum(n for _, n in flat)
     if tokens < 2:
         return [[0.0] * len(row) for row in values]
-    start = flat[0][0]  # an offset that makes the mean of equal values exact
+    start = flat[0][0]  # subtracted, so that the mean of equal values is exact
     mean = start + math.fsum(n * (a - start) for a, n in flat) / tokens
     variance = math.fsum(n * (a - mean) ** 2 for a, n in flat) / (tokens - 1)
     scale = math.sqrt(variance + WHITEN_EPSILON)

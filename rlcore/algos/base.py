@@ -1,8 +1,8 @@
-"""Settings that all algorithms have in common. The tensors of a loss are in `rlcore/tensors.py`.
+"""Settings that all algorithms have in common.
 
-`trainer/objective.py` composes the objective from these parts:
+The tensors of a loss are in `rlcore/tensors.py`. `trainer/objective.py` composes the objective:
 
-    correction (sampler against learner), rejection      correction.py
+    weights and rejection for sampler mismatch           correction.py
     per-token policy loss                                the algorithm's own file
     + kl_coef KL(p || p_ref) - entropy_coef H            kl.py
     aggregation by global counts                         reduce.py
@@ -51,13 +51,13 @@ Cap = Annotated[
     ),
 ]
 Clip = Annotated[float, at_least(0, unbounded=True)]
-"""Distance of a bound from a ratio of 1, or the bound itself; inf means no bound."""
+"""Clip range of a ratio: distance of the bound from 1, or the bound itself; inf: no bound."""
 DualClip = Annotated[float, above(1, unbounded=True, off=0, note="; 0 turns it off")]
-"""Bound of a ratio for negative advantages; a bound of 1 or less would clip an unchanged policy."""
+"""Maximum ratio where the advantage is negative; 1 or less would clip an unchanged policy."""
 
 
 LOG_LIMIT = 20.0
-"""Log-ratios are clamped to +-20 before exp, as in verl; e^20 is 5e8."""
+"""Limit of log-ratios, which are clamped to +-20 before exp, as in verl (e^20 is 5e8)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class AlgoConfig:
     """Keys of every algorithm."""
 
     has_ratio: ClassVar[bool] = True
-    """Whether the loss weights tokens by p / p_old itself. With bypass_mode this ratio is already
-    the correction; a loss without a ratio gets the weight p / p_sampler instead."""
+    """Whether the loss contains the ratio p / p_old. With bypass_mode, this ratio is also the
+    rollout correction; a loss without the ratio gets the weight p / p_sampler instead."""
     uses_entropy: ClassVar[bool] = False
     """Whether the loss has a gradient through `x.entropy`; if not, that gradient is skipped to save
     time."""
@@ -84,7 +84,7 @@ class AlgoConfig:
     gamma: Share = 1.0
     """Discount factor of reinforce_plus_plus and gae."""
     lam: Share = 1.0
-    """Lambda of gae."""
+    """Lambda of gae: decay factor of later temporal differences."""
     loss_agg_mode: Aggregation = "token-mean"
     """Aggregation of per-token losses by verl's modes, always over the global batch of an update
     (rlcore/algos/reduce.py)."""
@@ -113,21 +113,21 @@ class AlgoConfig:
     and learner differ too much. Rejected tokens do not count in denominators; a token must pass all
     rules."""
     rollout_rs_threshold: tuple[str, ...] = ()
-    """Thresholds, one per rule of rollout_rs. k1 takes the bounds of p_sampler / p_old as
-    lower_upper, such as 0.5_2.0, or upper alone (lower is its inverse); k2 and k3 an upper bound.
-    Empty: 0.5_2.0 for token_k1 and seq_sum_k1, 0.999_1.001 for seq_mean_k1, 0.01 for
+    """Thresholds, one per rule of rollout_rs. A k1 rule takes bounds of p_sampler / p_old as
+    lower_upper, such as 0.5_2.0, or upper alone (lower is then 1 / upper). A k2 or k3 rule takes an
+    upper bound. Empty: 0.5_2.0 for token_k1 and seq_sum_k1, 0.999_1.001 for seq_mean_k1, 0.01 for
     seq_mean_k3."""
     bypass_mode: bool = False
-    """Whether to use the sampler's log-probs as old ones and recompute none, so that the loss's
-    ratio corrects mismatch and staleness at once (PPO-IS). rollout_is then affects only losses
-    without a ratio."""
+    """Whether to use the sampler's log-probs as old log-probs instead of recomputing them. The
+    loss's ratio then corrects mismatch and staleness at once (PPO-IS), and rollout_is affects only
+    losses without a ratio."""
 
     kl_coef: Annotated[float, at_least(0)] = 0.0
     """Coefficient of the KL to the reference model in the loss; above 0, the initial weights are
     kept as reference."""
     kl_type: KL = "k3"
-    """Estimator of the KL in the loss. The gradient of k1 is zero in expectation, that of k3 is the
-    reverse KL's; k1+ and k3+ have the values of k1 and k3 and the gradient of k2."""
+    """Estimator of the KL in the loss. k1 has gradient 0 in expectation, k2 that of KL(p || p_ref),
+    k3 that of KL(p_ref || p). k1+ and k3+ have the values of k1 and k3 and the gradient of k2."""
     kl_reward_coef: Annotated[float, at_least(0)] = 0.0
     """Coefficient of the KL to the reference model that is subtracted from the reward of each
     token."""
@@ -137,16 +137,16 @@ class AlgoConfig:
     """Target KL of the adaptive controller, which scales kl_coef and kl_reward_coef; 0: fixed
     coefficients."""
     kl_horizon: Annotated[int, above(0)] = 10000
-    """Number of samples over which the adaptive KL controller adapts."""
+    """Horizon of the adaptive KL controller, in samples; larger values adapt more slowly."""
     entropy_coef: Annotated[float, finite()] = 0.0
     """Coefficient of the entropy bonus."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the objective needs log-probs of the reference, the start weights."""
+        """Whether the objective needs log-probs of the reference model (the initial weights)."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
     def problems(self) -> list[str]:
-        """Return one error message per conflict between settings: key, value, allowed values. An
-        algorithm extends this method for its own keys; ranges are stated at the fields."""
+        """Return one error message per conflict between settings, with key, value and allowed
+        values. An algorithm extends this method for its own keys."""
         return []

@@ -4,9 +4,9 @@
     L = -sg(clip(r, 1 - low, 1 + high)) A log p(a_t)
     L = 0 where A > 0 and r > 1 + high, or A < 0 and r < 1 - low          with unified_mask
 
-Differs from the paper, which has no lower bound and no stated upper bound: here both bounds are
-those of verl's clip_ratio. `clip_low` of 1 or more has no effect (verl's example sets 10); cispo_m1
-has only the upper bound. Tokens masked by unified_mask stay in the denominator, as in ROLL.
+Differs from the paper, which has no lower bound and does not state its upper bound: here both
+bounds are verl's clip_ratio. `clip_low` of 1 or more has no effect (verl's example sets 10);
+cispo_m1 has only the upper bound. Masked tokens still count in the denominator, as in ROLL.
 Equals verl `compute_policy_loss_cispo` and ROLL `_compute_cispo_loss` (there low = high = 0.1).
 """
 
@@ -32,7 +32,7 @@ class CISPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: CISPOConfig) -> LossOutput:
-    """Return the policy loss [T] and the shares of clipped weights."""
+    """Return the policy loss [T] and, as metrics, the shares of clipped weights."""
     r = ratio.log_ratio(x).detach().exp()
     weight = r.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     policy = -weight * x.advantage * x.log_probs * x.correction

@@ -26,7 +26,7 @@ class CISPOM1Config(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: CISPOM1Config) -> LossOutput:
-    """Return the policy loss [T] and the share of clipped weights."""
+    """Return the policy loss [T] and, as a metric, the share of clipped weights."""
     r = ratio.log_ratio(x).detach().exp()
     weight = r.clamp(max=cfg.clip_max)
     return LossOutput(

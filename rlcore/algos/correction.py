@@ -1,6 +1,6 @@
 """Rollout correction: weights and rejection for the mismatch between sampler and learner.
 
-    w_t = p_old(a_t) / p_sampler(a_t)         log w clamped to +-20
+    w_t = p_old(a_t) / p_sampler(a_t)         log w clamped to +-20; C = rollout_is_threshold
 
     rollout_is   weight                                        name
     token        min(w_t, C)                                   TIS; C = inf: vanilla IS
@@ -16,9 +16,9 @@
 
 The bounds of k1 apply to p_sampler / p_old, the inverse of the weight, as in verl: IcePop's
 alpha <= w <= beta is token_k1 with 1/beta_1/alpha. Weights are detached and multiply the policy
-loss; they have no lower bound. A rejected token does not count in the denominators either. Weights
-and rejection use all trained tokens of a response, before any rejection. Equal log-probs give
-weight 1 exactly and reject nothing.
+loss; they have no lower bound. Rejected tokens do not count in the denominators. Weights and rules
+are computed over all trained tokens of a response, before any rejection. Equal log-probs give
+weight 1 exactly and are never rejected.
 
 Differs from verl: k3 is computed by expm1, the bounds of k1 must enclose 1, and each rule has its
 own threshold (verl: one for all). Weights outside the mask are finite; verl's are 0.
@@ -45,11 +45,11 @@ DEFAULTS = {
     "seq_mean_k1": "0.999_1.001",
     "seq_mean_k3": "0.01",
 }
-"""Thresholds that apply if rollout_rs_threshold is empty."""
+"""Default thresholds of the rules, used if rollout_rs_threshold is empty."""
 
 
 class Rule(NamedTuple):
-    """One rule of rollout_rs with the inclusive bounds of its statistic."""
+    """One rejection rule of rollout_rs, with the inclusive bounds of its statistic."""
 
     name: str
     lower: float
@@ -59,7 +59,7 @@ class Rule(NamedTuple):
 def weights(
     cfg: AlgoConfig, log_w: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
 ) -> Tensor:
-    """Return the detached weights in (0, cap], [T], before batch normalisation."""
+    """Return the correction weights [T], detached and capped, before batch normalisation."""
     kept = torch.where(mask, log_w.detach(), 0.0)
     if cfg.rollout_is == "none":
         return torch.ones_like(kept)
@@ -72,9 +72,9 @@ def weights(
 def normalisation_sums(
     cfg: AlgoConfig, weights: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
 ) -> Tensor:
-    """Return sum and count of the weights, [2] float64, over trained tokens or, if rollout_is is
-    `sequence`, over sequences with trained tokens. The sums of all ranks give the mean for
-    rollout_is_batch_normalize."""
+    """Return sum and count of the weights, [2] float64, over trained tokens. If rollout_is is
+    `sequence`, count each sequence with trained tokens once. Summed over all ranks, the two numbers
+    give the mean for rollout_is_batch_normalize."""
     if cfg.rollout_is == "sequence":
         weights = sequences.mean(weights.double(), mask, sequence, num_sequences)
         mask = sequences.count(mask, sequence, num_sequences) > 0
@@ -87,7 +87,7 @@ def keep(
 ) -> Tensor:
     """Return which tokens pass all rules of rollout_rs, [T] bool; True outside the mask.
 
-    A NaN passes, so that it reaches the loss, where it is detected.
+    A token whose log w is NaN passes, so that the NaN reaches the loss and is detected there.
     """
     out = torch.ones_like(mask)
     if not cfg.rollout_rs:
@@ -133,7 +133,7 @@ def problems(cfg: AlgoConfig) -> list[str]:
     given = cfg.rollout_rs_threshold
     paired = given and len(given) == len(cfg.rollout_rs)
     out = []
-    # Parse matching pairs one by one, so that every wrong threshold is reported.
+    # Parse each rule with its threshold separately, so that every wrong threshold is reported.
     for name, text in zip(cfg.rollout_rs, given, strict=True) if paired else ():
         try:
             _parsed(name, text)

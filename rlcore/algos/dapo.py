@@ -1,11 +1,11 @@
-"""DAPO: a wider upper clip, one weight per token, no equal groups, soft overlong punishment.
+"""DAPO: wider upper clip, token-level mean, no groups of equal rewards, overlong punishment.
 arXiv:2503.14476
 
     r = p(a_t) / p_old(a_t)
-    L = -min(r A, clip(r, 1 - low, 1 + high) A)              A >= 0
-    L = min(that, -dual A)                                   A < 0
+    L = -min(r A, clip(r, 1 - low, 1 + high) A)
+    L = min(L, -dual A)                                      dual clip, only where A < 0
 
-averaged over all trained tokens of the update. Groups with equal rewards are left out. A
+L is averaged over all trained tokens of the update. Groups with equal rewards are left out. A
 response that enters the last fifth of rollout.max_tokens loses reward, linearly up to 1.
 
 Differs from the paper: dropped groups are not replaced by further prompts. The dual clip at 10 is
@@ -40,7 +40,7 @@ class DAPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: DAPOConfig) -> LossOutput:
-    """Return the policy loss [T] and clip fractions."""
+    """Return the policy loss [T] and, as metrics, the clip fractions."""
     r = ratio.log_ratio(x).exp()
     policy, metrics = ratio.clipped(r, x.advantage, cfg.clip_low, cfg.clip_high, cfg.clip_dual)
     return LossOutput(per_token=policy * x.correction, metrics=metrics)

@@ -2,13 +2,13 @@
 arXiv:2110.00641, arXiv:2505.24298
 
     r = p / p_prox       p_prox: the learner before the first update of this step (old_log_probs)
-    w = sg(p_prox / p_behave)                p_behave: the sampler, with its weights then
+    w = sg(p_prox / p_behave)                p_behave: the sampler that generated the token
     L = -w min(r A, clip(r, 1 - low, 1 + high) A), and PPO's dual clip if clip_dual is on
 
-If w exceeds the cap, `token_mask` gives the token no loss but keeps it in the denominator, and
-`truncate` sets w to the cap. `none` always uses w = 1.
+If w exceeds behave_cap, `token_mask` removes the token's loss but keeps the token in the
+denominator, and `truncate` sets w to the cap. `none` always uses w = 1.
 
-Differs from the papers only by the cap; truncate with behave_cap inf has none. Equals AReaL
+Differs from the papers only by the cap, which behave_cap inf removes. Equals AReaL
 `ppo_actor_loss_fn`: token_mask is rejection_sampling {level: token, action: mask, metric: ratio,
 upper: 5} (its old behave_imp_weight_cap), truncate is action clamp, none is no rejection_sampling.
 verl's token-level rollout_is on ppo equals truncate.
@@ -30,8 +30,8 @@ class DecoupledPPOConfig(AlgoConfig):
     """Keys of `--algo decoupled_ppo`."""
 
     rollout_is: Literal["none", "token", "sequence"] = "none"
-    """Importance weight p_old / p_sampler of the objective; must be `none` unless algo.behave is
-    `none`, since algo.behave already applies a weight."""
+    """Importance weight p_old / p_sampler that the objective applies. Must be `none` if algo.behave
+    is not `none`, because algo.behave already applies this weight."""
     behave: Literal["token_mask", "truncate", "none"] = "token_mask"
     """Handling of tokens whose weight p_prox / p_behave exceeds behave_cap. `token_mask`: no loss.
     `truncate`: weight behave_cap. `none`: all tokens have weight 1."""
@@ -60,8 +60,8 @@ class DecoupledPPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: DecoupledPPOConfig) -> LossOutput:
-    """Return the policy loss [T] and, as metrics, clip fractions, weight and share of tokens above
-    the cap."""
+    """Return the policy loss [T] and, as metrics, clip fractions, mean weight and share of tokens
+    whose weight exceeds the cap."""
     r = ratio.log_ratio(x).exp()
     policy, metrics = ratio.clipped(r, x.advantage, cfg.clip_low, cfg.clip_high, cfg.clip_dual)
     log_w = (x.old_log_probs - x.rollout_log_probs).detach().clamp(-LOG_LIMIT, LOG_LIMIT)

@@ -1,14 +1,14 @@
-"""Dr. GRPO: GRPO without its two biases, of length and of difficulty. arXiv:2503.20783
+"""Dr. GRPO: GRPO without its length bias and its difficulty bias. arXiv:2503.20783
 
     A = R - mean R                                           no division by the group's std
     r = p(a_t) / p_old(a_t)
-    L = -min(r A, clip(r, 1 - low, 1 + high) A)              A >= 0
-    L = min(that, -dual A)                                   A < 0
+    L = -min(r A, clip(r, 1 - low, 1 + high) A)
+    L = min(L, -dual A)                                      dual clip, only where A < 0
 
-summed over a response, divided by the constant rollout.max_tokens and not by the response's
+L is summed over a response, divided by the constant rollout.max_tokens instead of the response's
 length, then averaged over responses.
 
-Differs from the paper in the dual clip (verl's; 0 turns it off). Equals verl
+Differs from the paper in verl's dual clip; 0 turns it off. Equals verl
 `compute_policy_loss_vanilla` with norm_adv_by_std_in_grpo False. TRL: loss_type
 "dr_grpo", scale_rewards "none".
 """
@@ -38,7 +38,7 @@ class DrGRPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: DrGRPOConfig) -> LossOutput:
-    """Return the policy loss [T] and clip fractions."""
+    """Return the policy loss [T] and, as metrics, the clip fractions."""
     r = ratio.log_ratio(x).exp()
     policy, metrics = ratio.clipped(r, x.advantage, cfg.clip_low, cfg.clip_high, cfg.clip_dual)
     return LossOutput(per_token=policy * x.correction, metrics=metrics)

@@ -1,7 +1,7 @@
 """Objectives that the fused policy loss supports (`--train.fused_loss`, rlcore/ops/policy.py).
 
-The policy loss must be a clipped ratio. The op's other inputs for a token must be known before its
-logits are read, or depend only on that token.
+An objective is supported if its policy loss is a clipped ratio, and if all other inputs for a token
+are known before the logits are read or depend on this token only.
 """
 
 from typing import Protocol
@@ -9,11 +9,11 @@ from typing import Protocol
 from rlcore.algos.base import AlgoConfig
 
 NAMES = ("ppo", "grpo", "dapo", "dr_grpo")
-"""Algorithms whose policy loss is ratio.clipped times the correction."""
+"""Algorithms whose policy loss is `ratio.clipped` times the correction weight."""
 
 
 class Clipped(Protocol):
-    """Settings of the fusible algorithms in addition to those of `AlgoConfig`."""
+    """Clip settings that every algorithm in NAMES has in addition to `AlgoConfig`."""
 
     @property
     def clip_low(self) -> float: ...
@@ -26,7 +26,7 @@ class Clipped(Protocol):
 
 
 def problems(name: str, cfg: AlgoConfig) -> list[str]:
-    """Return one error message for each setting of algorithm `name` that cannot be fused."""
+    """Return one error message per setting that the fused loss cannot compute with `name`."""
     if name not in NAMES:
         return [
             f"--train.fused_loss: loss {name} cannot be fused, only {', '.join(NAMES)}; turn it "

@@ -4,8 +4,8 @@
     c_t = min(d_t, high) where A > 0,  max(d_t, -low) where A < 0         clip in log space
     L   = -A exp(mean_t c_t) exp(mean_t log w_t)                          one number per sequence
 
-A is the mean advantage of the sequence and w_t the correction weights, which enter by their
-geometric mean. Every token of the sequence carries L, so the mean over its tokens is L again.
+A is the mean advantage of the sequence. The correction weights w_t enter by their geometric mean.
+Every token of the sequence has the loss L, so the mean over the tokens is L again.
 
 Same as the paper. Equals verl `compute_policy_loss_geo_mean`, except that verl averages over the
 sequences of a micro-batch (here: of the update) and adds 1e-10 to w before the logarithm. Here d_t
@@ -35,7 +35,7 @@ class GMPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: GMPOConfig) -> LossOutput:
-    """Return the policy loss [T], equal for all tokens of a sequence, and clip fractions."""
+    """Return the policy loss [T], equal within a sequence, and, as metrics, the clip fractions."""
     where = (x.mask, x.sequence, x.num_sequences)
     d, sign = ratio.log_ratio(x), x.advantage.sign()  # [T]
     held = d.clamp(-cfg.clip_low, cfg.clip_high)

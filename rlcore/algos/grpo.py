@@ -1,8 +1,8 @@
 """GRPO: PPO's clipped ratio, with the group's mean reward as baseline. arXiv:2402.03300
 
     r = p(a_t) / p_old(a_t)
-    L = -w min(r A, clip(r, 1 - low, 1 + high) A)            A >= 0
-    L = min(that, -w dual A)                                 A < 0
+    L = -w min(r A, clip(r, 1 - low, 1 + high) A)
+    L = min(L, -w dual A)                                    dual clip, only where A < 0
 
 w is the rollout-correction weight, detached; the objective adds KL, entropy and aggregation.
 
@@ -33,7 +33,7 @@ class GRPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: GRPOConfig) -> LossOutput:
-    """Return the policy loss [T] and clip fractions."""
+    """Return the policy loss [T] and, as metrics, the clip fractions."""
     r = ratio.log_ratio(x).exp()
     policy, metrics = ratio.clipped(r, x.advantage, cfg.clip_low, cfg.clip_high, cfg.clip_dual)
     return LossOutput(per_token=policy * x.correction, metrics=metrics)

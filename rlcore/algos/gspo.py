@@ -1,8 +1,8 @@
 """GSPO: ratio and clip of whole sequences instead of tokens. arXiv:2507.18071
 
     s   = exp(mean_t (log p(a_t) - log p_old(a_t)))          one number per sequence
-    s_t = sg(s) p(a_t) / sg(p(a_t))                          level token: GSPO-token
-    L   = -min(s A, clip(s, 1 - low, 1 + high) A)            with s or s_t
+    s_t = sg(s) p(a_t) / sg(p(a_t))                          replaces s at level token (GSPO-token)
+    L   = -min(s A, clip(s, 1 - low, 1 + high) A)
 
 L is averaged over a response's tokens, then over responses. If advantage and correction weight are
 the same for all tokens of a response, both levels have the same value and gradient. Otherwise, at
@@ -21,7 +21,7 @@ from rlcore.algos import ratio, sequence
 from rlcore.algos.base import Aggregation, AlgoConfig, Clip
 from rlcore.tensors import LossInputs, LossOutput
 
-LOG_MAX = 10.0  # verl's upper bound of log s
+LOG_MAX = 10.0  # maximum log of a sequence's ratio, as in verl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class GSPOConfig(AlgoConfig):
     loss_agg_mode: Aggregation = "seq-mean-token-mean"
     """Aggregation of per-token losses."""
     level: Literal["sequence", "token"] = "token"
-    """Path of the gradient. `sequence`: the sequence's ratio. `token`: each token's log-prob, with
-    the sequence's ratio as a constant (GSPO-token)."""
+    """Quantity that carries the gradient. `sequence`: the sequence's ratio. `token`: each token's
+    log-prob, with the sequence's ratio as a constant factor (GSPO-token)."""
     clip_low: Clip = 3e-4
     """Lower clip range; the sequence's ratio is clipped at 1 - clip_low."""
     clip_high: Clip = 4e-4
@@ -40,7 +40,7 @@ class GSPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: GSPOConfig) -> LossOutput:
-    """Return the policy loss [T] and clip fraction."""
+    """Return the policy loss [T] and, as a metric, the clip fraction."""
     where = (x.mask, x.sequence, x.num_sequences)
     log_s = sequence.mean(x.log_probs - x.old_log_probs, *where)[x.sequence]  # [T]
     if cfg.level == "token":

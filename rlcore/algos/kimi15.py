@@ -4,7 +4,7 @@
     L = -A log p(a_t) + tau / 2 d^2,        A = R - mean R
 
 Differs from the paper, whose d is the sum over the response: here d is per token, as in ROLL.
-The log-ratio is not clamped, because its gradient pulls a distant token back. The correction
+d is not clamped, because its gradient pulls p back to p_old even if d is large. The correction
 weight multiplies both terms, as in ROLL. Equals ROLL pg_variant "kimi15" (`_compute_kimi15_loss`).
 """
 
@@ -30,7 +30,7 @@ class Kimi15Config(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: Kimi15Config) -> LossOutput:
-    """Return the policy loss [T] and its second term as a metric."""
+    """Return the policy loss [T] and, as a metric, its term tau / 2 d^2."""
     pull = cfg.tau / 2 * (x.log_probs - x.old_log_probs).square()
     policy = (pull - x.advantage * x.log_probs) * x.correction
     return LossOutput(per_token=policy, metrics={"algo/pull": pull.detach()})

@@ -1,17 +1,17 @@
-"""KL(p || p_ref) estimated from samples of p, and the controller of its weight.
+"""Estimate KL(p || p_ref) from samples of p, and adapt its coefficient to a target KL.
 
     d = log p_ref - log p
 
     kind        value                                            gradient
     k1          -d                  unbiased, may be negative    0 in expectation
-    k2          d^2 / 2             biased, low variance         of KL(p || p_ref)
-    k3          exp(d) - 1 - d      unbiased, never negative     of KL(p_ref || p)
+    k2          d^2 / 2             biased, low variance         that of KL(p || p_ref)
+    k3          exp(d) - 1 - d      unbiased, never negative     that of KL(p_ref || p)
     abs         |d|
     low_var_kl  k3 of d clamped to +-20, then clamped to +-10    0 if clamped
-    k1+, k3+    of k1, k3                                        of k2 (straight through)
+    k1+, k3+    as k1, k3                                        as k2 (straight through)
 
 Differs from verl: k3 is exact; verl's k3 is its low_var_kl. exp(d) - 1 is computed as expm1(d),
-because the difference would be rounding noise for nearly equal log-probs.
+because the plain difference would be rounding noise for nearly equal log-probs.
 
 Sources: verl core_algos.kl_penalty; http://joschu.net/blog/kl-approx.html; the controller
 arXiv:1909.08593, section 2.2.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 def estimate(kind: str, logp: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Return the estimate per token, [T]; gradients flow through `logp`."""
+    """Return the KL estimate of each token by estimator `kind`, [T]; gradients flow to `logp`."""
     d = ref_log_probs - logp
     if kind.endswith("+"):
         value = estimate(kind.removesuffix("+"), logp, ref_log_probs).detach()
@@ -47,7 +47,7 @@ def estimate(kind: str, logp: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 class AdaptiveController:
-    """Adaptive factor on the KL's weight that keeps the KL at a target.
+    """Factor on the KL coefficients, adapted to keep the KL at a target.
 
         e     = clip(KL / target - 1, -0.2, 0.2)
         scale = scale (1 + e samples / horizon)

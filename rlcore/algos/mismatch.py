@@ -1,7 +1,7 @@
 """Metrics of the mismatch between learner and sampler, from sums over micro-batches and ranks.
 
-p is the sampler's and q the learner's probability of a sampled token, w = q / p. "mean" is over
-trained tokens, "[mean]" over responses with trained tokens; t over a response's trained tokens.
+p is the sampler's and q the learner's probability of a sampled token; w = q / p. "mean" is over
+trained tokens, "[mean]" over responses with trained tokens. t indexes a response's trained tokens.
 
     rollout_corr/
       kl, k3_kl                mean -log w, mean (w - 1 - log w)
@@ -13,19 +13,19 @@ trained tokens, "[mean]" over responses with trained tokens; t over a response's
       response_max_diff_*      mean and max over responses of max_t |p - q|
       response_mean_diff_*     mean and max over responses of mean_t |p - q|
       responses_above_half     share of responses with max_t |p - q| > 1/2
-      score_is                 sum w_o R_o / sum w_o over responses, w_o = prod_t w: the mean score
-                               that the learner would have
-      rollout_is_{mean,std,min,max}         of the weight u under its cap C, before batch
-                                            normalisation
+      score_is                 sum w_o R_o / sum w_o over responses, w_o = prod_t w: estimate of the
+                               learner's mean score
+      rollout_is_{mean,std,min,max}         of the weight u, capped at C = rollout_is_threshold,
+                                            before batch normalisation
       rollout_is_eff_sample_size            (mean u)^2 / mean u^2
-      rollout_is_ratio_fraction_{high,low}  share of weights above C, below 1/C
-                                            (of responses where rollout_is is sequence)
-      rollout_rs_masked_fraction            share of tokens rejected
+      rollout_is_ratio_fraction_{high,low}  share of uncapped weights above C, below 1/C (of
+                                            tokens; of responses if rollout_is is sequence)
+      rollout_rs_masked_fraction            share of rejected tokens
       rollout_rs_seq_masked_fraction        share of responses with a rejected token
     training/
       rollout_probs_diff_{mean,max,std}     |p - q|
-      rollout_actor_probs_pearson_corr      of p and q; left out where one of them is constant
-    training/off_policy/       with v_t the version of token t, n the version trained
+      rollout_actor_probs_pearson_corr      of p and q; left out if p or q is constant
+    training/off_policy/       v_t: version of token t; n: version of the weights in training
       token_staleness          mean, max of n - v_t
       trajectory_staleness     mean, max, min over responses of n - newest v_t
       trajectory_staleness_worst            mean, max, min over responses of n - oldest v_t
@@ -35,7 +35,7 @@ All metrics are over the trained tokens before rejection. As in verl, rollout_is
 weight is used, and rollout_rs_* only if rollout_rs has rules.
 
 Differs from verl: responses without trained tokens are not counted (verl counts them with log-prob
-0). Standard deviations divide by n, so that ranks with the same tokens may count these twice. k3
+0). Standard deviations divide by n, so that tokens counted on several ranks do not change them. k3
 is computed by expm1.
 
 Sources: verl rollout_corr_helper.compute_offpolicy_metrics and compute_is_metrics,
@@ -54,11 +54,11 @@ from rlcore.algos import sequence as sequences
 from rlcore.algos.base import LOG_LIMIT, AlgoConfig
 from rlcore.tensors import LossInputs
 
-# Healthy range; outside this range `unhealthy` returns a note for the step line.
+# Outside the range of the following bounds, `unhealthy` returns a note for the step line.
 MAX_PROBS_DIFF = 0.5
-"""Maximum healthy |p - q| of a step; the TIS study counts responses above 0.5."""
+"""Maximum healthy |p - q| of a step; the authors of TIS count responses above 0.5."""
 MAX_K3 = 1e-2
-"""Maximum healthy k3. NeMo-RL advises 1e-3 for equal weights; stale samples have a larger k3."""
+"""Maximum healthy k3_kl. NeMo-RL advises 1e-3 for equal weights; stale samples have more."""
 MIN_ESS = 0.9
 
 ADDED = (
@@ -117,22 +117,22 @@ HIGHEST = (
     "spans",
     "-spans",
 )
-"""Names of the maxima in `Sums.highest`; with a minus, the maximum of the negated values."""
+"""Names of the maxima in `Sums.highest`. A leading minus: maximum of the negated values."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums and maxima of one or several micro-batches; float64, on the loss's device. `total`
-    combines them."""
+    """Sums and maxima over the tokens of one or several micro-batches; float64, on the loss's
+    device. `total` combines several `Sums`."""
 
     added: Tensor
-    """Sums by the names in ADDED, [len(ADDED)]."""
+    """Sums in the order of ADDED, [len(ADDED)]."""
     highest: Tensor
-    """Maxima by the names in HIGHEST, [len(HIGHEST)]; -inf without any values."""
+    """Maxima in the order of HIGHEST, [len(HIGHEST)]; -inf if there are no values."""
 
     @staticmethod
     def total(parts: Sequence["Sums"]) -> "Sums":
-        """Combine all parts; without parts, return zeros and -inf on the CPU."""
+        """Combine all `parts`. If there are none, return sums 0 and maxima -inf on the CPU."""
         if not parts:
             return Sums(
                 torch.zeros(len(ADDED), dtype=torch.float64),
@@ -149,16 +149,15 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
     """Compute the sums of one micro-batch, without waiting for the device.
 
     Args:
-        x: loss inputs; `mask` has the tokens of `trained` that passed rejection.
-        log_w: [T] the learner's minus the sampler's log-prob.
-        trained: [T] the mask before rejection.
+        x: loss inputs; `mask` is `trained` without the rejected tokens.
+        log_w: [T] the learner's log-prob minus the sampler's log-prob.
+        trained: [T] mask of trained tokens before rejection.
         version: policy version of the weights in training.
     """
     where = (trained, x.sequence, x.num_sequences)
     log_w, log_p = log_w.double(), x.rollout_log_probs.double()
     log_q = log_p + log_w
-    # p - 1 and q - 1 keep precision near probability 1, where most tokens are. Variance,
-    # correlation and difference are the same as those of p and q.
+    # Use p - 1 and q - 1 for precision near 1, where most probabilities are.
     p, q = log_p.expm1(), log_q.expm1()
     diff = (p - q).abs()
     tokens = trained.double()
@@ -333,7 +332,7 @@ def _std(total: float, squares: float, n: float) -> float:
 
 
 def _pearson(s: dict[str, float]) -> float | None:
-    """Return the correlation of p and q; None if the spread of either is only rounding."""
+    """Return the correlation of p and q; None if p or q is constant up to rounding."""
     n = s["tokens"]
     var_p, var_q = s["p2"] - s["p"] ** 2 / n, s["q2"] - s["q"] ** 2 / n
     if not (var_p > 1e-12 * s["p2"] and var_q > 1e-12 * s["q2"]):

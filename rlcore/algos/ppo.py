@@ -2,11 +2,11 @@
 arXiv:1707.06347
 
     r = p(a_t) / p_old(a_t)
-    L = -min(r A, clip(r, 1 - low, 1 + high) A)              A >= 0
-    L = min(that, -dual A)                                   A < 0
+    L = -min(r A, clip(r, 1 - low, 1 + high) A)
+    L = min(L, -dual A)                                      dual clip, only where A < 0
 
 Differs from the paper in the dual clip (arXiv:1912.09729): without it, a token with a negative
-advantage that became much more likely has an unbounded loss. Lower and upper clip are two keys.
+advantage that became much more likely has an unbounded loss. Lower and upper clip have own keys.
 Equals verl `compute_policy_loss_vanilla`. The same loss with group baselines is grpo.
 """
 
@@ -32,7 +32,7 @@ class PPOConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: PPOConfig) -> LossOutput:
-    """Return the policy loss [T] and clip fractions."""
+    """Return the policy loss [T] and, as metrics, the clip fractions."""
     r = ratio.log_ratio(x).exp()
     policy, metrics = ratio.clipped(r, x.advantage, cfg.clip_low, cfg.clip_high, cfg.clip_dual)
     return LossOutput(per_token=policy * x.correction, metrics=metrics)

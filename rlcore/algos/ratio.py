@@ -13,7 +13,7 @@ from rlcore.tensors import LossInputs
 
 
 def log_ratio(x: LossInputs) -> Tensor:
-    """Return log(p / p_old), [T], clamped as in verl: beyond the limit it has no gradient."""
+    """Return log(p / p_old), [T], clamped to +-20 as in verl; a clamped value has no gradient."""
     return (x.log_probs - x.old_log_probs).clamp(-LOG_LIMIT, LOG_LIMIT)
 
 
@@ -22,10 +22,10 @@ def clipped(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return PPO's clipped loss [T] and the clip fractions.
 
-        L = -min(r A, clip(r, 1 - low, 1 + high) A)          A >= 0
-        L = min(that, -dual A)                               A < 0   (dual clip, arXiv:1912.09729)
+        L = -min(r A, clip(r, 1 - low, 1 + high) A)
+        L = min(L, -dual A)                     dual clip, only where A < 0 (arXiv:1912.09729)
 
-    `dual` 0 or inf leaves the dual clip out.
+    If `dual` is 0 or inf, there is no dual clip.
     """
     free = -ratio * advantage
     held = -ratio.clamp(1 - low, 1 + high) * advantage

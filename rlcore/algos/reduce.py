@@ -8,8 +8,8 @@
     seq-mean-token-mean       1 / |o_i|            sequences of the update, all ranks
     seq-mean-token-sum-norm   1 / max_tokens       sequences of the update, all ranks
 
-A rejected token or sequence is not counted. N is passed to `Learner.apply`; no function here
-averages over the tokens of one rank.
+|o_i| is the number of tokens of the sequence. Rejected tokens and sequences are not counted. N is
+passed to `Learner.apply`; no function here averages over the tokens of one rank.
 
 Differs from verl's trainer, whose N in the seq-mean modes also counts rejected sequences.
 """
@@ -28,7 +28,7 @@ def weights(
     max_tokens: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the weights [T]; |o_i| counts the tokens of a sequence in `mask` [T]."""
+    """Return each token's aggregation weight, [T]; |o_i| counts a sequence's tokens in `mask`."""
     if mode == "seq-mean-token-mean":
         count = sequences.count(mask, sequence, num_sequences).to(dtype)
         return 1.0 / count.clamp(min=1)[sequence]
@@ -37,5 +37,5 @@ def weights(
 
 
 def normaliser(mode: str, num_tokens: float, num_sequences: float) -> float:
-    """Return N of an update with these numbers of trained tokens and sequences over all ranks."""
+    """Return the divisor N of an update, given its trained tokens and sequences on all ranks."""
     return float(num_tokens if mode == "token-mean" else num_sequences)

@@ -6,7 +6,7 @@ arXiv:2402.14740
 w is the rollout-correction weight; with bypass_mode it is p / p_sampler of the current forward
 pass.
 
-Same as arXiv:2402.14740. The response is one action, hence the sum over its tokens.
+Same as arXiv:2402.14740. The loss is summed over tokens, because the response is one action.
 Equals verl `compute_policy_loss_reinforce`, the loss of its preset bypass_pg_is (bypass_mode,
 rollout_is sequence).
 """

@@ -1,5 +1,7 @@
-"""Advantage estimators with one advantage per token. r_t is the reward of token t, V_t the critic's
-value before it; t runs over the trained tokens of a response, so t + 1 is the next trained token.
+"""Advantage estimators with one advantage per token.
+
+r_t is the reward of token t, V_t the critic's value before token t. t runs over the trained tokens
+of a response, so t + 1 is the next trained token.
 
     estimator            G_t (returns)                     A_t
     reinforce_plus_plus  r_t + gamma G_{t+1}               G_t                        whitened
@@ -8,8 +10,7 @@ value before it; t runs over the trained tokens of a response, so t + 1 is the n
                          d_t = r_t + gamma V_{t+1} - V_t
 
 After the last trained token, G, A and V are 0. Tokens of a response outside the mask (the output of
-a tool) are skipped: they neither discount nor end a return. Results outside the mask are 0.
-
+a tool) are skipped: such tokens neither discount nor end a return. Results outside the mask are 0.
 Computations are in float64.
 
 Sources: verl core_algos.compute_{reinforce_plus_plus_outcome,remax_outcome,gae}_advantage*;
@@ -36,8 +37,8 @@ def token_rewards(batch: Batch, rewards: Sequence[float], penalty: Tensor | None
     """Return the reward of each token, [T]: the response's reward on its last trained token, minus
     `penalty` [T] on all trained tokens.
 
-    A row without trained tokens has no reward. The dtype is that of `penalty`, or else of the
-    sampler's log-probs.
+    A sequence without trained tokens has no reward. The dtype is that of `penalty` or, if None, of
+    the sampler's log-probs.
     """
     if len(rewards) != batch.num_sequences:
         raise ValueError(
@@ -94,7 +95,7 @@ def advantages(
 
 
 def _later(values: Tensor, sequence: Tensor, steps: int) -> Tensor:
-    """Return the value `steps` tokens later in the same sequence, [M]; 0 after its end."""
+    """Return each token's value `steps` trained tokens later, [M]; 0 past the sequence's end."""
     out = torch.zeros_like(values)
     if steps < len(values):
         same = sequence[steps:] == sequence[:-steps]
@@ -105,8 +106,8 @@ def _later(values: Tensor, sequence: Tensor, steps: int) -> Tensor:
 def _discounted(values: Tensor, sequence: Tensor, factor: float, longest: int) -> Tensor:
     """Return sum_i factor^i values[t + i] to the end of the sequence, [M].
 
-    The sum over 2 k tokens is the sum over k plus factor^k times the sum k tokens later. Doubling
-    therefore needs log2(longest) passes over the packed tokens, where a loop needs `longest`.
+    The sum over 2 k tokens is the sum over k tokens plus factor^k times the sum k tokens later.
+    Doubling k thus needs log2(longest) passes over the packed tokens; a loop needs `longest`.
     """
     total, steps = values, 1
     while steps < longest:

@@ -4,8 +4,8 @@
     tau = tau_pos where A > 0, else tau_neg
     L   = -(4 / tau) sigmoid(tau (r - 1)) A
 
-The gradient is -g r A grad log p with g = 4 s (1 - s), s = sigmoid(tau (r - 1)): 1 at r = 1 and
-lower on both sides, falling faster where the advantage is negative. g is the metric algo/gate.
+The gradient is -g r A grad log p with the gate g = 4 s (1 - s), s = sigmoid(tau (r - 1)). g is 1 at
+r = 1 and falls on both sides, faster if tau is larger. The metric algo/gate is g.
 
 Same as the paper. Equals verl `compute_policy_loss_sapo`, TRL loss_type "sapo" and
 AReaL `sapo_loss_fn` at token level (averaged there over tokens, here per response first).

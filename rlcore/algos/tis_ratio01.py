@@ -3,8 +3,8 @@
     r = p(a_t) / p_old(a_t)
     L = -sg(clip(r, clip_min, clip_max)) A log p(a_t)
 
-This is not the TIS between sampler and learner, which is `rollout_is token`. That TIS works with
-every loss and caps p_old / p_sampler at 2. Equals ROLL pg_variant "tis" (`_compute_tis_loss`).
+The TIS between sampler and learner is another one: `rollout_is token`, which works with every loss
+and caps p_old / p_sampler (default: at 2). Equals ROLL pg_variant "tis" (`_compute_tis_loss`).
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class TISRatio01Config(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: TISRatio01Config) -> LossOutput:
-    """Return the policy loss [T] and the shares of clamped weights."""
+    """Return the policy loss [T] and, as metrics, the shares of clamped weights."""
     r = ratio.log_ratio(x).detach().exp()
     weight = r.clamp(cfg.clip_min, cfg.clip_max)
     metrics = {

@@ -28,8 +28,8 @@ class TOPRConfig(AlgoConfig):
     """Keys of `--algo topr`."""
 
     level: Literal["token", "sequence"] = "token"
-    """Ratio, at most 1, by which responses with a score of 0 or less are scaled. `token`: each
-    token's own ratio (ROLL). `sequence`: the whole sequence's ratio (paper)."""
+    """Ratio, capped at 1, that scales responses with a score of 0 or less. `token`: the ratio of
+    each token (ROLL). `sequence`: the ratio of the whole sequence (paper)."""
     positive_weight: Annotated[float, at_least(0)] = 1.0
     """Weight of responses with a score above 0."""
     negative_weight: Annotated[float, at_least(0)] = 1.0
@@ -37,8 +37,8 @@ class TOPRConfig(AlgoConfig):
 
 
 def loss(x: LossInputs, cfg: TOPRConfig) -> LossOutput:
-    """Return the policy loss [T] and, as metrics, the shares of tapered tokens and of tokens in
-    positive responses."""
+    """Return the policy loss [T] and, as metrics, the shares of tokens whose ratio is capped at 1
+    and of tokens in positive responses."""
     d = (x.log_probs - x.old_log_probs).detach()
     if cfg.level == "sequence":
         d = sequence.total(d, x.mask, x.sequence, x.num_sequences)[x.sequence]

@@ -2,7 +2,8 @@
 
     L = max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2) / 2
 
-Sources: verl core_algos.compute_value_loss, arXiv:1707.06347 as in its first implementation.
+V is the critic's value, V_old the value before the first update of the step, G the return.
+Sources: verl core_algos.compute_value_loss; PPO's first implementation (arXiv:1707.06347).
 Shapes: T packed tokens of one micro-batch.
 """
 
@@ -15,8 +16,7 @@ from rlcore.tensors import LossOutput, ValueInputs
 
 
 def loss(x: ValueInputs, clip: float) -> LossOutput:
-    """Return the value loss [T]; loss and gradient are 0 outside the mask. `clip` is c; inf does
-    not clip."""
+    """Return the value loss [T], 0 outside the mask. `clip` is the clip range c; inf: no clip."""
     bounded = torch.clamp(x.value, x.value_old - clip, x.value_old + clip)
     plain = torch.where(x.mask, x.value - x.returns, 0.0).square()
     clipped = torch.where(x.mask, bounded - x.returns, 0.0).square()
@@ -30,8 +30,8 @@ def loss(x: ValueInputs, clip: float) -> LossOutput:
 
 
 def variance_sums(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """Return count and sums of G, G^2, G - V and (G - V)^2 over the mask, [5] float64; the caller
-    adds the sums of all ranks."""
+    """Return the number of tokens in the mask and their sums of G, G^2, G - V and (G - V)^2, with
+    returns G and values V: [5] float64. The caller adds these over all ranks."""
     gain = torch.where(mask, returns.double(), 0.0)
     error = torch.where(mask, returns.double() - value.double(), 0.0)
     parts = [mask.double(), gain, gain.square(), error, error.square()]
@@ -39,10 +39,9 @@ def variance_sums(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 
 def explained_variance(sums: Sequence[float]) -> float:
-    """Return 1 - var(G - V) / (var G + 1e-5), verl's critic/vf_explained_var.
-
-    1 means a perfect critic, 0 a critic that predicts only the mean. With fewer than two tokens the
-    result is 0."""
+    """Return 1 - var(G - V) / (var G + 1e-5) of returns G and values V: verl's
+    critic/vf_explained_var. 1 is a perfect critic; 0 is a critic that predicts only the mean. With
+    fewer than two tokens, the result is 0."""
     count, gain, gain2, error, error2 = sums
     if count < 2:
         return 0.0

@@ -13,12 +13,12 @@ from rlcore.cli import exits
 EVENTS = 6
 """Number of most recent events shown per rank."""
 ERRORS = 5
-"""Number of errors shown."""
+"""Maximum number of errors shown, one per rank."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print why the run hangs or has exited, and where each suspected rank is; with `--stacks` all
-    threads of all ranks. Return 2 if there is no such run."""
+    """Print why the run hangs or has exited, and where each suspected rank is. With `--stacks`,
+    print all threads of all ranks. Return 2 if the run's folder does not exist."""
     return exits.guard(lambda: _main(argv))
 
 
@@ -84,7 +84,7 @@ def _of_rank(record: Mapping[str, Any], stacks: bool) -> list[str]:
 
 
 def _state(run: Path) -> list[str]:
-    """Return a line with the last step of the run and its age."""
+    """Return a line with the run's last step and the seconds since then."""
     from rlcore.metrics.sinks import METRICS, SUMMARY, read_metrics
 
     rows = read_metrics(run)
@@ -96,7 +96,7 @@ def _state(run: Path) -> list[str]:
 
 
 def _errors(run: Path) -> list[str]:
-    """Return the most recent error in each rank's log."""
+    """Return a line with the most recent error of each rank's log."""
     found = []
     for log in sorted((run / "logs").glob("rank*.log")):
         lines = log.read_text(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""`--dry-run`: show what would run, without running it. One process for any world size."""
+"""`--dry-run`: show what would run, in one process and for any number of ranks."""
 
 import contextlib
 import dataclasses
@@ -20,18 +20,18 @@ if TYPE_CHECKING:  # importing torch would slow down the command line
     from rlcore.trainer.memory import OtherMemory
 
 GPU_GB = 80.0
-"""Assumed memory of a GPU in GB, if there is no GPU here."""
+"""Memory of a GPU in GB that is assumed if this machine has no GPU."""
 
 
 def show(cfg: Config, every: bool = False) -> int:
-    """Print batch arithmetic, layout, memory plan, the settings that differ from their defaults (or
-    `every` key), and all checks that this machine cannot make. Return 2 if the run is refused."""
+    """Print batch arithmetic, layout, memory plan, settings (if not `every`, only changed ones) and
+    the checks that are not possible on this machine. Return 2 if the run is refused."""
     from rlcore.cli import inputs
     from rlcore.cli.builders.model import with_layers, with_room
     from rlcore.mcore.layout import layout_of
     from rlcore.trainer import memory
 
-    # recipes/common.sh derives the size of the real run from the same variables
+    # recipes/common.sh computes the number of ranks of the real run from the same variables
     per_node, world = int(os.environ.get("GPUS_PER_NODE", 1)), world_size()
     apart = cfg.cluster.rollout_ranks
     train_ranks = max(world - apart, 1)
@@ -45,12 +45,12 @@ def show(cfg: Config, every: bool = False) -> int:
     found = inputs.Findings(elsewhere=is_elsewhere(cfg))
     roomy = cfg
     try:
-        if not bounds.broken(cfg.train, "train"):  # a size of 0 would divide by zero
+        if not bounds.broken(cfg.train, "train"):  # a parallel size of 0 would divide by zero
             layout = layout_of(cfg.train, train_ranks, 0)
     except ConfigError as e:
         problems.append(str(e))
     try:
-        if cfg.model.path:  # a rule reports an empty path
+        if cfg.model.path:  # `rules.py` reports an empty path
             hf, where = model_of(cfg.model.path)
             notes.append(f"model        {where}")
             hf = with_layers(cfg, hf)
@@ -67,7 +67,7 @@ def show(cfg: Config, every: bool = False) -> int:
     if follows_rules:
         inputs.check(cfg, hf, world, found)
         problems += found.problems
-        with contextlib.suppress(ConfigError):  # `inputs.check` has reported it
+        with contextlib.suppress(ConfigError):  # `inputs.check` has reported this error
             roomy = with_room(cfg, hf) if hf is not None else cfg
     if roomy != cfg:
         notes.append(
@@ -144,8 +144,8 @@ def settings_of(cfg: Config) -> str:
 
 
 def is_elsewhere(cfg: Config) -> bool:
-    """Return whether the run is planned for another machine, or its recipe makes the model first.
-    In both cases a model's or judge's folder is missing, and the recipe names a config.json."""
+    """Return whether the folder of a model or judge is missing here, but the recipe names its
+    config.json. Then the run is for another machine, or the recipe makes the model first."""
     from rlcore.cli.builders.rewards import own_judges
 
     folders = {"MODEL_CONFIG": [cfg.model.path]}
@@ -157,7 +157,7 @@ def is_elsewhere(cfg: Config) -> bool:
 
 
 def expected(cfg: Config, hf: HFConfig, world: int) -> str:
-    """Return a line with the simulated time of a step, or with the reason why it is missing."""
+    """Return a line with the simulated time of a step, or the reason why there is none."""
     import torch
 
     from rlcore.sim import expect
@@ -179,8 +179,8 @@ def expected(cfg: Config, hf: HFConfig, world: int) -> str:
 
 
 def rank_map(layout: "ParallelLayout", world: int, per_node: int, tp: int) -> str:
-    """Return a line on how ranks are numbered. `layout` is the layout of the train ranks, `tp` the
-    size of an engine."""
+    """Return a line with the formulas for a rank's number from its position in the learner's
+    `layout`, and for the first rank of an engine of size `tp`."""
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
     stride, terms = 1, []
     for name, size in sizes.items():
@@ -197,7 +197,7 @@ def rank_map(layout: "ParallelLayout", world: int, per_node: int, tp: int) -> st
 
 
 def split(cfg: Config, hf: HFConfig, world: int, per_node: int) -> str:
-    """Return a line on how many ranks should sample, or with the reason why it is missing."""
+    """Return a line on how many ranks should sample, or why there is no estimate."""
     from rlcore.cli import splits
 
     folder = Path(cfg.run.dir) / (cfg.run.name or "run")
@@ -242,10 +242,10 @@ def model_of(
     environment variable `variable`.
 
     Returns:
-        The architecture, and a text on where it was read.
+        The architecture, and a text that names the folder or file.
 
     Raises:
-        ConfigError: there is no folder and no file, or it describes no model.
+        ConfigError: neither folder nor file exists, or the one found describes no model.
     """
     facts = os.environ.get(variable, "")
     if Path(path).is_dir() or not facts:
@@ -257,7 +257,7 @@ def model_of(
 
 
 def gpu_gb(cfg: Config) -> float:
-    """Return the memory of a GPU in GB that the plan must fit; 0: no limit."""
+    """Return the GPU memory in GB that the memory plan must fit; 0: no limit."""
     if cfg.cluster.gpu_memory_gb is not None:
         return cfg.cluster.gpu_memory_gb
     import torch
@@ -268,7 +268,7 @@ def gpu_gb(cfg: Config) -> float:
 
 
 def gpu_source(cfg: Config) -> str:
-    """Return where the GPU's memory size comes from; "" if --cluster.gpu_memory_gb is set."""
+    """Return a note on the source of the GPU's memory size; "" with --cluster.gpu_memory_gb."""
     import torch
 
     if cfg.cluster.gpu_memory_gb is not None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report."""
+    """Print a report on this machine and this installation."""
     from rlcore.utils import env
 
     print("\n".join(env.describe()))

@@ -30,10 +30,10 @@ def fail(error: Exception, file: Path | None = None) -> int:
 
 
 def sentence(error: Exception, file: Path) -> str:
-    """Return a message with the first line of an error and the file with its traceback."""
+    """Return a message with the first line of an error and the name of its traceback's file."""
     kind = type(error).__name__
     first = next(iter(str(error).splitlines()), "") or kind
-    if not isinstance(error, RuntimeError | OSError | ValueError):  # unclear without its type
+    if not isinstance(error, RuntimeError | OSError | ValueError):  # a KeyError's text is unclear
         first = kind if first == kind else f"{kind}: {first}"
     return f"{first} (traceback: {file})"
 

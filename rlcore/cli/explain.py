@@ -1,4 +1,4 @@
-"""`python -m rlcore explain`: show the batch arithmetic of a step, with other frameworks' names."""
+"""`python -m rlcore explain`: show the batch sizes of a step, also as keys of verl and slime."""
 
 import math
 import os
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the batch arithmetic for the given keys. The variables NODES and GPUS_PER_NODE give
-    the size of the world. Return 2 if the keys are invalid."""
+    """Print the batch arithmetic for the given keys. The number of ranks is the product of the
+    environment variables NODES and GPUS_PER_NODE. Return 2 if the keys are invalid."""
     return exits.guard(lambda: _main(argv))
 
 
@@ -43,7 +43,7 @@ def world_size() -> int:
 
 
 def arithmetic(cfg: "Config", world: int, dp: int) -> list[str]:
-    """Return one line per unit: prompts, responses, tokens, updates, and the share of one rank."""
+    """Return lines with the sizes of step, update and run, also as keys of verl and slime."""
     prompts, samples = cfg.data.prompts_per_step, cfg.rollout.samples_per_prompt
     total = prompts * samples
     per_update = cfg.train.samples_per_update or total

@@ -1,8 +1,8 @@
-"""Check for `--dry-run` what a run opens before its first step. Each check calls a function of the
-run, so its error is the same.
+"""Check for `--dry-run` all inputs that a run opens before its first step.
 
-Not checked are resources that another process holds (the run's folder, a port), checksums of
-checkpoints, and errors that appear only in a step.
+Each check calls the same function as the run, so it reports the same error. Not checked are
+resources that another process may hold (the run's folder, a port), checksums of checkpoints, and
+errors that appear only during a step.
 """
 
 import contextlib
@@ -47,18 +47,18 @@ from rlcore.utils.errors import ConfigError
 
 @dataclass
 class Findings:
-    """Errors in the inputs of a run, and checks that were not possible."""
+    """Errors in the inputs of a run, and checks that were not possible on this machine."""
 
     elsewhere: bool
-    """Whether the run is planned for another machine, which may have files missing here."""
+    """Whether the run is planned for another machine, which may have files that this one lacks."""
     problems: list[str] = field(default_factory=list)
     unchecked: dict[str, str] = field(default_factory=dict)
-    """Error of each setting that cannot be checked here. Key: such as `--data.train FILE`."""
+    """Errors of settings that this machine cannot check, by setting such as `--data.train FILE`."""
 
     @contextlib.contextmanager
     def check(self, setting: str, *, may_lack: bool = False) -> Iterator[None]:
-        """Collect the ConfigError of the block. `setting` counts as refused, or as unchecked if
-        this machine `may_lack` a file or package for it."""
+        """Collect a ConfigError of the `with` block. If this machine `may_lack` a file or package
+        for `setting`, add the error to `unchecked`, otherwise to `problems`."""
         try:
             yield
         except ConfigError as error:
@@ -83,7 +83,7 @@ class _NoTokenizer:
 
 
 def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) -> None:
-    """Add to `found` all errors that a run would raise after `rules` and before its first step.
+    """Add to `found` all errors that a run raises between the check of rules and its first step.
 
     Args:
         cfg: a configuration that breaks no rule.
@@ -109,7 +109,7 @@ def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) ->
     if hf is not None:
         sizes(cfg, hf, world_size, found)
         weights(cfg, hf, found)
-        with contextlib.suppress(ConfigError):  # `sizes` has reported the error
+        with contextlib.suppress(ConfigError):  # `sizes` has already reported this error
             cfg = with_room(cfg, hf)
     data(cfg, tokenizer(cfg, hf, found), found)
 
@@ -119,7 +119,7 @@ def machine(cfg: Config, world_size: int, found: Findings) -> None:
     c = cfg.cluster
     with found.check("the CPU cores", may_lack=found.elsewhere):
         world.check_cores(c.rollout_cores, c.train_cores)
-    if c.interface and world_size > 1:  # the run's nodes may differ from this one
+    if c.interface and world_size > 1:  # the run's nodes may have other interfaces
         with found.check(f"--cluster.interface {c.interface}", may_lack=True):
             listening_host("", c.interface)
     with found.check(f"--rollout.engine {cfg.rollout.engine}", may_lack=found.elsewhere):
@@ -127,7 +127,7 @@ def machine(cfg: Config, world_size: int, found: Findings) -> None:
     if cfg.log.wandb:
         with found.check(f"--log.wandb {cfg.log.wandb}", may_lack=found.elsewhere):
             check_wandb(cfg.log.wandb)
-    with found.check("--reward.mps on", may_lack=True):  # a login node has no GPU
+    with found.check("--reward.mps on", may_lack=True):  # this may be a login node without a GPU
         mps.wanted(cfg.reward)
     with found.check(f"--run.dir {cfg.run.dir}", may_lack=found.elsewhere):
         if error := folder_error(run_folder(cfg)):
@@ -167,7 +167,7 @@ def judges(cfg: Config, found: Findings) -> None:
 
 
 def judge(section: JudgeRewardConfig) -> None:
-    """Check a judge as its process does before reading weights. Raise the same ConfigError."""
+    """Make the checks of a judge's process before it reads weights. Raise the same ConfigError."""
     hf = HFConfig.from_folder(section.model, "--reward.model")
     tokens = load_tokenizer(section.model, key="--reward.model")
     if section.method == "prefill":
@@ -177,7 +177,7 @@ def judge(section: JudgeRewardConfig) -> None:
 
 
 def saved(cfg: Config, found: Findings) -> None:
-    """Check files of earlier runs: the checkpoint to resume, the log to replay."""
+    """Check files of earlier runs: the checkpoint to resume and the log to replay."""
     setting = f"--run.resume {cfg.run.resume}"
     with found.check(setting, may_lack=found.may_lack(cfg.run.resume)):
         resume.check(cfg, run_folder(cfg))
@@ -194,7 +194,7 @@ def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
     try:
         layout_of(cfg.train, max(world_size - cfg.cluster.rollout_ranks, 1), 0)
     except ConfigError:
-        return  # the dry run has reported the error
+        return  # `dry_run.show` has already reported this error
     plain = replace(cfg.train, transformer_impl="local", apex=False)
     with found.check("--train"):
         check_learner(hf, cfg.model, plain)
@@ -224,7 +224,7 @@ def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
 
 
 def weights(cfg: Config, hf: HFConfig, found: Findings) -> None:
-    """Check names and shapes of the start weights of actor and critic."""
+    """Check names and shapes of the initial weights of actor and critic."""
     if cfg.model.random_init:
         return
     folders = {"--model.path": cfg.model.path}
@@ -242,15 +242,15 @@ def tokenizer(cfg: Config, hf: HFConfig | None, found: Findings) -> Tokenizer | 
     """Load the tokenizer. Return None if it is missing or broken here."""
     folder = cfg.model.tokenizer or cfg.model.path
     if f"--model.path {folder}" in found.unchecked or (hf is None and not cfg.model.tokenizer):
-        return None  # the error is already reported
+        return None  # the error in --model.path is already reported
     with found.check(f"--model.tokenizer {folder}", may_lack=found.may_lack(folder)):
         return load_tokenizer(folder, eos_ids=hf.eos_ids if hf is not None else ())
     return None
 
 
 def data(cfg: Config, tokens: Tokenizer | None, found: Findings) -> None:
-    """Check the first usable row of every file. Check all rows if one bad row, or too few rows, can
-    end the run."""
+    """Check the first usable row of every file. If an invalid row, or too few rows, can end the
+    run, check all rows."""
     cfg = with_tasks(cfg)
     if counts_rows(cfg) and tokens is not None:
         sources = (*cfg.data.train, *cfg.data.val)
@@ -273,7 +273,7 @@ def data(cfg: Config, tokens: Tokenizer | None, found: Findings) -> None:
                 if key == "train":
                     of = replace(one, train=some)
                     rows = prompts.load(of, "train", tokens or _NoTokenizer(), cfg.run.seed)
-                    rows[0]  # raises if the tokenizer lacks characters of a generated task
+                    rows[0]  # raises if the tokenizer lacks a character of a generated task
                 else:
                     of = replace(one, val=some)
                     prompts.load(of, "val", tokens or _NoTokenizer(), cfg.run.seed)

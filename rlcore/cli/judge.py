@@ -40,13 +40,13 @@ class JudgeConfig:
     lr: float = 3e-3
     """Learning rate after warm-up; it decays to a tenth."""
     target: float = 0.995
-    """Share of correct verdicts at which the training ends, on three fresh batches in a row."""
+    """Training ends when this share of verdicts is correct on three fresh batches in a row."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make the judge. Return 0 if its folder is complete, 1 if it has not learned the rule in
-    `--steps`. The last three training batches decide. The printed agreement is that of a fresh
-    batch and may be below the target."""
+    """Make the judge, unless its folder already has one. Training ends early if three batches in a
+    row reach `--target`. Return 1 if training takes all `--steps` and a fresh batch is below
+    `--target`, otherwise 0."""
     return exits.guard(lambda: _main(argv))
 
 
@@ -70,8 +70,8 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def make(cfg: JudgeConfig) -> tuple[float, int]:
-    """Train the judge and write its folder. Return the share of verdicts on a fresh batch that
-    agree with the rule, and the number of steps."""
+    """Train the judge and write its folder. Return the share of correct verdicts on a fresh batch,
+    and the number of training steps."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -1,7 +1,7 @@
 """`python -m rlcore mux`: share nodes between jobs that take turns by phase.
 
-    python -m rlcore mux up --rollout-pool 4 --train-pool 2     # Redis and the arbiter, once
-    python -m rlcore mux add JOB --profile runs/JOB/mux_profile.json    # an address for one job
+    python -m rlcore mux up --rollout-pool 4 --train-pool 2     # start Redis and the arbiter
+    python -m rlcore mux add JOB --profile runs/JOB/mux_profile.json   # print a job's address
     python -m rlcore mux status [--json]
     python -m rlcore mux down
 
@@ -40,8 +40,7 @@ START_S = 30.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one mux command. Return 2 on a bad argument, 1 if a process cannot be started or
-    reached."""
+    """Run one mux command. Return 2 if an argument is invalid, 1 on a failure."""
     p = argparse.ArgumentParser(
         prog="python -m rlcore mux",
         description=__doc__,
@@ -143,7 +142,7 @@ def _up(a: argparse.Namespace) -> int:
 
 
 def _configure(folder: Path, about: dict[str, Any]) -> None:
-    """Configure Redis so that it loses no acknowledged write, and write its users."""
+    """Write Redis's list of users, and a configuration with which no acknowledged write is lost."""
     (folder / "users.acl").touch(mode=0o600)
     password = about["password"]
     text = (folder / "users.acl").read_text()
@@ -228,7 +227,7 @@ def _nodes(group: dict[str, Any], pool: str) -> str:
 
 
 def show(found: dict[str, Any]) -> list[str]:
-    """Return a status as lines of text."""
+    """Return the arbiter's status as lines of text."""
     lines = [] if found["arbiter"] else ["no arbiter is running; start one with `mux up`"]
     lines.append(
         ", ".join(f"{pool}: {n['used']} of {n['of']} nodes" for pool, n in found["nodes"].items())
@@ -308,7 +307,7 @@ def _answers(about: dict[str, Any]) -> bool:
 
 
 def _is_ours(pid: int, name: str) -> bool:
-    """Return whether the process is the one that `up` started, not a later one with its pid."""
+    """Return whether `mux up` started process `pid`, rather than a later process with that pid."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

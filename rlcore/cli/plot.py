@@ -10,9 +10,9 @@ from rlcore.utils.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw the pictures. One run: `<run>/curve.png` and `<run>/detail.png`, or with `--out
-    FILE.png` this file and `FILE-detail.png`. Several runs: `compare.png` beside the first run, or
-    the file of `--out`."""
+    """Draw the plots. For one run, write `<run>/curve.png` and `<run>/detail.png`; with `--out
+    FILE.png`, write FILE.png and FILE-detail.png. For several runs, write `compare.png` beside the
+    first run's folder, or `--out FILE.png`."""
     return exits.guard(lambda: _main(argv))
 
 

@@ -1,10 +1,10 @@
-"""`python -m rlcore profile`: measure decode and prefill times of the engine by its size.
+"""`python -m rlcore profile`: measure how fast engines decode and prefill, by engine size.
 
     python -m rlcore profile --model.path MODEL --rollout.engine sglang --tp 1 2 --out profile.json
 
-Writes the table that `rlcore/sim/profile.py` describes and prints the best `--rollout.tp` for a
-run. All other keys of `rlcore train` work too. The engine is started as a run would start it, with
-random weights, one size after the other.
+The command writes the table that `rlcore/sim/profile.py` describes and prints the best value of
+--rollout.tp. All keys of `rlcore train` can be given. For each tensor-parallel size, an engine is
+started as in a run, but with random weights.
 
 Decode steps are timed from the moment at which all sequences have tokens until all end together. A
 prefill is timed from the request to its only token. Every row is the median of three measurements.
@@ -43,17 +43,17 @@ if TYPE_CHECKING:  # importing torch would slow down --help
     from rlcore.rollout.child import ChildEngine
 
 LEAST_S = 0.3
-"""Seconds that all timed decode steps together must take, unless --steps limits their number."""
+"""Minimum seconds of decoding in a measurement, unless --steps limits the number of steps."""
 FEWEST = 16
-"""Minimum number of decode steps."""
+"""Minimum number of decode steps in a measurement."""
 REPEATS = 3
-"""Number of measurements per row; the row is the median."""
+"""Number of measurements per row of the table, which shows their median."""
 REPORT_S = 0.02
-"""Seconds between two reports of the engine."""
+"""Seconds between two progress reports of the engine."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure engines. Return 2 if the command line is invalid, 1 if an engine fails."""
+    """Measure the times of engines. Return 2 if the command line is invalid, 1 on a failure."""
     p = argparse.ArgumentParser(
         prog="python -m rlcore profile",
         description=__doc__,
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Measure all sizes, print the rows, and write the table. Return the exit code."""
+    """Measure engines of all sizes, print and write the table. Return the exit code."""
     from rlcore.cli import settings
 
     cfg = settings.parse(rest)
@@ -153,7 +153,7 @@ def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def rows_of(layout: EngineMeasurements, *, heading: bool) -> list[str]:
-    """Return the rows of one size as text."""
+    """Return the measurements of one engine size as lines of text."""
     lines = ["  tp  sequences  context  ms/step  tokens/s/rank"] if heading else []
     for r in layout.decode:
         rate = r.sequences / r.step_s / layout.tp
@@ -179,20 +179,20 @@ def measure(
     contexts: Sequence[int],
     steps: int,
 ) -> EngineMeasurements:
-    """Measure an engine of one size. Rows that do not fit the engine's cache are left out.
+    """Measure an engine of `tp` ranks. Batches that do not fit the engine's KV cache are left out.
 
     Raises:
-        ConfigError: no row is left.
+        ConfigError: no batch fits.
     """
     start = time.monotonic()
     most = min(hf.max_positions, max(contexts) + steps)
     engine = start_engine(cfg, hf, here, tp, max(batches) * tp, most)
     try:
-        engine.begin_load(0)  # returns when the engine has started
+        engine.begin_load(0)  # waits until the engine has started
         start_s = time.monotonic() - start
         load_random(engine, hf, tp, cfg.run.seed)
         bench = Bench(engine, hf.vocab_size, most, cfg.rollout.stall_timeout_s)
-        bench.decode(1, 1, FEWEST)  # warm-up; the reports give the cache size
+        bench.decode(1, 1, FEWEST)  # warm-up, in which the engine reports its KV cache size
         decode = []
         for context in contexts:
             for batch in sorted(set(batches)):
@@ -209,8 +209,7 @@ def measure(
 def start_engine(
     cfg: "Config", hf: "HFConfig", here: "World", tp: int, max_running: int, max_model_tokens: int
 ) -> "ChildEngine":
-    """Start an engine in a child process over the first `tp` ranks of this node. Return without
-    waiting until it has started."""
+    """Start an engine of `tp` ranks in a child process; return before the engine is ready."""
     from rlcore.cli.builders.engine import SGLANG_ENGINE, TORCH_ENGINE, engine_settings
     from rlcore.cli.builders.sizes import with_tp
     from rlcore.rollout.child import ChildEngine
@@ -234,7 +233,7 @@ def start_engine(
 
 
 def load_random(engine: "ChildEngine", hf: "HFConfig", tp: int, seed: int) -> None:
-    """Load random weights, since the values do not matter for speed."""
+    """Load random weights into the engine; their values do not affect its speed."""
     import torch
 
     from rlcore.hf.names import expected
@@ -266,17 +265,17 @@ class Bench:
         self.cache_tokens = 0
 
     def row(self, sequences: int, context: int, steps: int) -> Decode | None:
-        """Measure one row of the table. Return None if the engine cannot decode so many sequences
-        at once, since its cache is full or reserved for growing sequences."""
+        """Measure one row of the table. Return None if the KV cache cannot hold all sequences at
+        once, including the tokens that are still to be generated."""
         count, enough = min(FEWEST, steps), min(steps, max(2 * context, FEWEST))
         rows: list[Decode] = []
-        short: Decode | None = None  # result of half as many steps, if too short to be precise
+        short: Decode | None = None  # last result that was too short to be precise
         while len(rows) < REPEATS:
             prompt = max(1, min(context - count // 2, self._most - count))
             if sequences * (prompt + count) > self.cache_tokens:
                 if short is None:
                     break
-                count, enough = count // 2, 0  # more steps do not fit the cache
+                count, enough = count // 2, 0  # the KV cache has no room for more steps
                 continue
             seconds, found = self.decode(sequences, prompt, count)
             if found is not None and (seconds >= LEAST_S or 2 * count > enough):
@@ -293,10 +292,10 @@ class Bench:
         return sorted(rows, key=lambda row: row.step_s)[len(rows) // 2]
 
     def decode(self, sequences: int, prompt: int, steps: int) -> tuple[float, Decode | None]:
-        """Decode `steps` tokens after prompts of `prompt` tokens.
+        """Decode `steps` tokens in each of `sequences` sequences, after `prompt` prompt tokens.
 
         Returns:
-            The timed seconds and the row; row None if the sequences never all decoded at once.
+            The timed seconds, and the row; None if never all sequences decoded at once.
         """
         events = self._play(sequences, prompt, steps)
         begun = [
@@ -313,7 +312,7 @@ class Bench:
         return seconds, Decode(sequences=sequences, context=context, step_s=step_s)
 
     def prefill(self, tokens: int) -> Prefill:
-        """Measure a prefill: from sending one prompt to its first token."""
+        """Measure the time of a prefill, from sending one prompt to its first token."""
         seconds = []
         for _ in range(REPEATS):
             start = time.monotonic()
@@ -322,8 +321,7 @@ class Bench:
         return Prefill(tokens=tokens, seconds=float(np.median(seconds)))
 
     def _play(self, sequences: int, prompt: int, steps: int) -> list[AnyEvent]:
-        """Send random, different prompts. Return all events of the engine until every sequence has
-        ended."""
+        """Send random prompts, wait for all responses, and return all events of the engine."""
         requests = []
         for _ in range(sequences):
             tokens = self._random.integers(0, self._vocab, prompt).astype(np.int32)

@@ -1,8 +1,8 @@
-"""`python -m rlcore sft --out FOLDER --seed N`: make the tiny model and warm-start it.
+"""`python -m rlcore sft --out FOLDER --seed N`: make a tiny model and warm-start it by SFT.
 
 The result is a Hugging Face folder (Qwen3 architecture, tokenizer of the task's characters). The
 model solves the generated task of `--task` (default `label`) about half of the time, so that RL can
-improve it. A complete folder is left as it is.
+improve it. If the folder already has a model, the command does nothing.
 """
 
 import json
@@ -35,7 +35,7 @@ class SFTConfig:
     steps: int = 500
     """Maximum number of steps, over which the learning rate decays to a tenth."""
     lr: float = 3e-3
-    """Initial learning rate."""
+    """Learning rate after warm-up."""
     rows_per_step: int = 32
     """Number of training rows per step."""
     probe_every: int = 5
@@ -63,7 +63,7 @@ class SFTConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make and warm-start the model. Return 0 if its folder is complete."""
+    """Make and train the model, unless its folder already has one. Return the exit code."""
     return exits.guard(lambda: _main(argv))
 
 
@@ -78,7 +78,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def run(cfg: SFTConfig) -> int:
-    """Train and save, on every rank of the world. Return the exit code."""
+    """Train and save the model; called on every rank. Return the exit code."""
     from rlcore.cli import world
     from rlcore.cli.builders import folder
     from rlcore.cli.train import failed
@@ -100,7 +100,7 @@ def run(cfg: SFTConfig) -> int:
     finally:
         if here.health is not None:
             here.health.close()
-    world.leave(here)  # waits until no rank reads the start folder
+    world.leave(here)  # waits for all ranks, so none reads the start folder any more
     if here.rank == 0:
         shutil.rmtree(start)
         if accuracy < cfg.target:
@@ -113,7 +113,7 @@ def run(cfg: SFTConfig) -> int:
 
 
 def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -> float:
-    """Make the model in `start`, train it, and write it to `cfg.out`. Return the probe accuracy."""
+    """Make the model in `start`, train it, save it to `cfg.out`, and return the probe accuracy."""
     from rlcore.cli import builders
     from rlcore.data.prompts import TASKS
     from rlcore.hf.tokenizer import load_tokenizer
@@ -138,7 +138,7 @@ def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -
         def demonstrations(index: int) -> sft_loop.Demonstration:
             row = task.make("train", cfg.seed, index)
             response = [*tokenizer.encode(row.demonstration), tokenizer.eos_ids[0]]
-            said = [c in turns for c in row.demonstration]  # one token per character
+            said = [c in turns for c in row.demonstration]  # each character is one token
             return sft_loop.Demonstration(tokenizer.encode(row.prompt), response, [*said, True])
 
         accuracy = sft_loop.train(
@@ -160,7 +160,7 @@ def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -
 
 
 def settings_of(cfg: SFTConfig, start: Path) -> "Config":
-    """Return the configuration of the training run; its folder is beside the model's folder."""
+    """Return the settings of the training run, whose folder is beside the model's folder."""
     from rlcore.cli.settings import parse
     from rlcore.config.schema import (
         CheckpointConfig,
@@ -172,7 +172,7 @@ def settings_of(cfg: SFTConfig, start: Path) -> "Config":
         TrainConfig,
     )
 
-    # Programs are compared with the demonstration, since a sandbox per probe would take minutes.
+    # Reward `exact` compares programs as texts; running all probes in a sandbox takes minutes.
     marker = ["--reward.answer_marker", ">"] if cfg.task == "label" else []
     lake = ["--env", "frozenlake", "--env.max_turn_tokens", "1"] if cfg.task == "frozenlake" else []
     base = parse(["--reward", "exact", *marker, *lake])
@@ -203,7 +203,7 @@ def settings_of(cfg: SFTConfig, start: Path) -> "Config":
 
 
 def write_start(cfg: SFTConfig, folder: Path) -> None:
-    """Write config.json and tokenizer of the tiny model. Its weights are drawn from the seed."""
+    """Write config.json and tokenizer of the tiny model; the run starts from random weights."""
     from rlcore.data.prompts import TASKS
     from rlcore.hf.tokenizer import make_char_tokenizer
 

@@ -29,7 +29,7 @@ DATA = Path(os.environ.get("RLCORE_DATA", "../shared/data"))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one simulation. Return 2 on a bad argument, 1 on a failure."""
+    """Run one simulation. Return 2 if an argument is invalid, 1 on a failure."""
     p = argparse.ArgumentParser(
         prog="python -m rlcore sim",
         description=__doc__,
@@ -294,7 +294,7 @@ def _rollmux(a: argparse.Namespace) -> int:
         head = {"what": made.title, "rounds": count, "seed": a.seed, "notes": made.notes}
         _write(a.json, head | {"rows": made.rows})
     if a.picture and found.lines:
-        is_step = "hours" in found.axes  # cost per hour is constant between changes
+        is_step = "hours" in found.axes  # draw steps: cost per hour is constant between changes
         report.curves(
             found.lines, a.picture, made.title, found.axes, is_log=found.is_log, is_step=is_step
         )

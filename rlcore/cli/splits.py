@@ -1,5 +1,5 @@
-"""Splits into sampling and training ranks for `--mode async`: the possible splits, and estimates
-before the run has measurements of its own. The planner is `sched/balance.py`."""
+"""List the possible splits into sampling and training ranks for `--mode async`, and advise on them
+before the run has its own measurements. `sched/balance.py` has the planner."""
 
 import json
 from dataclasses import replace
@@ -14,8 +14,8 @@ from rlcore.utils.errors import ConfigError
 
 
 def possible(cfg: Config, world: int, per_node: int) -> list[int]:
-    """Return the possible numbers of sampling ranks. These form whole engines, and the other ranks
-    form whole model-parallel groups."""
+    """Return the possible numbers of sampling ranks: sampling ranks form whole engines, and train
+    ranks form whole model-parallel groups."""
     from rlcore.mcore.layout import layout_of
 
     found = []
@@ -31,7 +31,7 @@ def possible(cfg: Config, world: int, per_node: int) -> list[int]:
 
 
 def planner(cfg: Config, world: int, per_node: int) -> Balance:
-    """Return the planner of splits for a run."""
+    """Return the planner that proposes how to split a run's ranks."""
     return Balance(
         ranks=world,
         rollout=cfg.cluster.rollout_ranks,
@@ -44,8 +44,8 @@ def planner(cfg: Config, world: int, per_node: int) -> Balance:
 
 
 def by_last_steps(plan: Balance, cfg: Config, folder: Path, world: int) -> str:
-    """Return advice on splits from the most recent steps of the run in `folder`; "" if there are no
-    steps or they had another split."""
+    """Return advice on splits from the most recent steps of the run in `folder`; "" if the run has
+    no steps or used another split."""
     file = folder / "config.json"
     if not file.is_file():
         return ""
@@ -64,7 +64,7 @@ def _ranks(row: dict[str, float]) -> int:
 
 def by_data_sheet(plan: Balance, cfg: Config, hf: HFConfig, world: int, earlier: Path) -> str:
     """Return advice on splits from the GPU's data sheet and the known response lengths. Also
-    set the plan's cost of a request in a decode step.
+    tell `plan` how much time one request adds to a decode step.
 
     Raises:
         ValueError: the simulator does not support this run.

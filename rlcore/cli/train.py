@@ -24,7 +24,7 @@ def _main(argv: Sequence[str]) -> int:
     from rlcore.config import resolve, rules
 
     dry = [i for i, w in enumerate(argv) if w in ("--dry-run", "--dry_run")]
-    every = [i + 1 for i in dry if argv[i + 1 : i + 2] == ["all"]]  # the `all` of `--dry-run all`
+    every = [i + 1 for i in dry if argv[i + 1 : i + 2] == ["all"]]  # positions of `all` in argv
     words = [w for i, w in enumerate(argv) if i not in dry + every]
     if "--help" in words or "-h" in words:
         print(resolve.help_text(settings.parse([w for w in words if w not in ("--help", "-h")])))
@@ -39,7 +39,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _check_early(cfg: "Config") -> None:
-    """Check, without importing torch, ranges of keys and that the model folder exists.
+    """Check ranges of keys and the model folder before torch is imported, which is slow.
 
     Raises:
         ConfigError: a value is out of range, or the model folder cannot be read.
@@ -54,12 +54,12 @@ def _check_early(cfg: "Config") -> None:
 
 
 def run(cfg: "Config") -> int:
-    """Join the world, build the run, train, and leave. Return the exit code."""
+    """Join the other ranks, build the run, train, and disconnect. Return the exit code."""
     from rlcore.rewards.judge import mps
     from rlcore.utils import log
 
     log.setup(int(os.environ.get("RANK", 0)))
-    daemon = mps.of_run(cfg.reward)  # before CUDA starts and looks for the daemon
+    daemon = mps.of_run(cfg.reward)  # CUDA looks for this MPS daemon at its start
     try:
         return _run(cfg)
     finally:
@@ -75,7 +75,7 @@ def _run(cfg: "Config") -> int:
     try:
         world.pin(c.rollout_ranks, c.rollout_cores, c.train_cores)
         here = world.join(c.timeout_s, c.rollout_ranks, folder, c.interface)
-    except ConfigError as e:  # raised on every rank
+    except ConfigError as e:  # rank 0 prints the error, since every rank usually raises it
         if rank == "0":
             print(e, file=sys.stderr)
         return 2
@@ -97,14 +97,14 @@ def _train(cfg: "Config", here: "World") -> int:
     try:
         open_folder(cfg, here)
         built = builders.run(cfg, here)
-    except ConfigError as e:  # raised on every rank
+    except ConfigError as e:  # no alarm: wrong settings need no flight records
         return failed(cfg, here, e, alarm=False)
     except Exception as e:
         return failed(cfg, here, e)
     try:
         loops = {"sync": sync_loop, "stream": stream_loop, "async": async_loop}
         sync_loop.train(built, loops[cfg.select.mode].one_step)
-        # an engine over several ranks is in use until its first rank is done
+        # Until its first rank is done, an engine of several ranks needs all of them.
         collective.barrier(here.everyone)
     except Exception as e:
         return failed(cfg, here, e)
@@ -115,7 +115,7 @@ def _train(cfg: "Config", here: "World") -> int:
 
 
 def failed(cfg: "Config", here: "World", error: Exception, alarm: bool = True) -> int:
-    """Log why the run ends, and the traceback in the rank's log file.
+    """Log why the run ends; the traceback goes only to the rank's log file.
 
     Only the rank that fails first prints the reason, since other ranks see only that a rank exited.
     With `alarm` the other ranks are notified. Return the exit code: 2 for a `ConfigError`, else 1.

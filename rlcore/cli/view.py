@@ -10,7 +10,7 @@ from rlcore.utils.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write `<run>/rollouts.html`, or `--out FILE`."""
+    """Write the page to `<run>/rollouts.html`, or to `--out FILE`."""
     return exits.guard(lambda: _main(argv))
 
 

@@ -1,4 +1,4 @@
-"""Join torchrun's world, and leave it in order."""
+"""Connect a process to the other ranks that torchrun started, and disconnect at the end."""
 
 import os
 import threading
@@ -30,11 +30,11 @@ class World:
     local_rank: int
     device: torch.device
     store: Any
-    """torchrun's key-value store, with a prefix for this start; None in a world of one rank."""
+    """torchrun's key-value store, with a key prefix for this start; None in a world of one rank."""
     rollout_ranks: int = 0
-    """Number of ranks, counted from the last, that only sample; 0: all ranks sample and train."""
+    """Number of ranks that only sample (the last ranks); 0: all ranks sample and train."""
     everyone: dist.ProcessGroup | None = None
-    """Group of all ranks, if the default group has only the ranks of one role; else None."""
+    """Process group of all ranks; None if the default process group has all ranks."""
     health: Health | None = None
     """Heartbeats of all ranks, and the flight record of this rank."""
     secret: bytes = b""
@@ -47,8 +47,7 @@ class World:
 
     @property
     def train_ranks(self) -> int:
-        """Number of ranks that train. They come first, so that their global ranks equal Megatron's
-        ranks."""
+        """Number of ranks that train: the first ranks, as Megatron's global ranks start at 0."""
         return self.size - self.rollout_ranks
 
     @property
@@ -60,23 +59,23 @@ class World:
         return not self.rollout_ranks or not self.trains
 
     def phase(self, name: str) -> None:
-        """Set the phase of the flight record; for phases before `Spans` exist."""
+        """Set the phase in the flight record during start-up, before `Spans` exist."""
         if self.health is not None:
             self.health.flight.phase(name)
 
     def fails_first(self) -> bool:
-        """Return True on the first rank that calls it, False on all others."""
+        """Return True on the first rank that calls this method, False on all others."""
         if self.store is None:
             return True
         try:
             return self.store.add("failed", 1) == 1
-        except dist.DistError:  # the rank that hosts the store has exited, so it failed first
+        except dist.DistError:  # the rank that hosts the store exited, so that rank failed first
             return False
 
 
 def pin(rollout_ranks: int, rollout_cores: Sequence[int], train_cores: Sequence[int]) -> None:
-    """Bind this rank and its child processes to the CPU cores of its role. Without given cores, do
-    nothing. Must be called before anything is started.
+    """Bind this rank and its child processes to the CPU cores of its role. If no cores are given,
+    do nothing. Must be called before any thread or process is started.
 
     Raises:
         ConfigError: this process may not use one of the cores.
@@ -101,26 +100,27 @@ def check_cores(rollout_cores: Sequence[int], train_cores: Sequence[int]) -> Non
 def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = "") -> World:
     """Make the default process group (NCCL and gloo with GPUs, gloo without).
 
-    The group has all ranks. With `rollout_ranks`, the last ranks only sample, and train ranks and
-    rollout ranks have one group each. Without torchrun the world has one rank.
+    The group has all ranks. But with `rollout_ranks`, the last ranks only sample, and train ranks
+    and rollout ranks have one group each. Without torchrun the world has one rank.
 
     Args:
-        folder: the run's folder, for flight records; the run's secret is shared in its parent.
-        interface: network interface to listen on; empty: the loopback on one node, torch's choice
-            on several.
+        folder: the run's folder, for flight records. Its parent folder gets a file by which the
+            ranks share a secret.
+        interface: network interface to listen on; empty: the loopback if all ranks are on one node,
+            otherwise torch's choice.
 
     Raises:
-        ConfigError: no rank would train, or the ranks do not share the folder's disk.
+        ConfigError: no rank would train, or the ranks do not see the same folder.
         TimeoutError: some ranks have not joined; the error names them.
     """
     has_cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
     if has_cuda:
-        # Megatron relies on this for kernel order, and CUDA reads it at the first context.
+        # Megatron needs this variable for kernel order; CUDA reads it with the first context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device)
-    # makes torch keep the last collectives of every process group, for the flight record
+    # TORCH_FR_BUFFER_SIZE makes torch keep each group's last collectives, for flight records.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
     if interface:
         listen.address_of(interface)
@@ -143,11 +143,11 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
     lobby = dist.PrefixStore(f"rlcore/{os.environ.get('TORCHELASTIC_RUN_ID', '0')}", store)
     flight = FlightRecorder(rank, size, folder)
     health = _health(flight, None)
-    first, count, everyone = 0, size, None  # first rank and number of ranks of this rank's role
+    first, count, everyone = 0, size, None  # first rank and number of ranks with this rank's role
     try:
         known, meeting = meet(lobby, flight.at, size, timeout_s, time.monotonic)
         health.met(known)
-        # a new prefix, so that restarted ranks do not read addresses of exited ones
+        # The prefix is new at each start, so that no rank reads addresses of exited ranks.
         start = f"rlcore/{meeting}"
         secret = share_secret(
             folder.with_name(f".{folder.name}.{meeting}.secret"),
@@ -171,6 +171,8 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
             rank=rank - first,
             world_size=count,
             timeout=timeout,
+            # NCCL's groups then share one communicator's memory, and it starts here, not in a step.
+            device_id=device if has_cuda else None,
         )
     except (RuntimeError, OSError) as error:
         health.alarm(f"failed: {error}")
@@ -191,7 +193,7 @@ def _health(flight: FlightRecorder, store: Any) -> Health:
 
 
 def _store(rank: int, timeout_s: float) -> dist.TCPStore:
-    """Connect to torchrun's store without waiting for other ranks; `meet` reports missing ones."""
+    """Connect to torchrun's store without waiting for other ranks; `meet` names missing ranks."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
@@ -212,7 +214,7 @@ def _store(rank: int, timeout_s: float) -> dist.TCPStore:
 
 
 def make_hub(world: World, interface: str) -> Hub:
-    """Return the message hub of this world."""
+    """Return the hub for messages between the ranks."""
     if world.size == 1:
         return LocalHub()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))

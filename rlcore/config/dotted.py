@@ -11,7 +11,7 @@ Section = TypeVar("Section")
 
 
 def find(option: str, name: str) -> tuple[ModuleType, Any]:
-    """Import the object at the dotted path `name`; it may be a module. Return its module and the
+    """Import the object, possibly a module, at the dotted path `name`. Return its module and the
     object. `option` is the key for error messages, such as `--reward`.
 
     Raises:
@@ -33,7 +33,7 @@ def section(option: str, name: str, module: ModuleType, base: type[Section]) -> 
     """Return the subclass of `base` that `module` defines, or `base` if there is none.
 
     Raises:
-        ConfigError: the module defines several.
+        ConfigError: the module defines several subclasses.
     """
     own = [
         c
@@ -49,8 +49,8 @@ def section(option: str, name: str, module: ModuleType, base: type[Section]) -> 
 
 
 def _import(option: str, name: str, path: str) -> ModuleType | None:
-    """Import the module at `path`. Return None if there is none. If the import fails otherwise,
-    raise a ConfigError with the reason."""
+    """Import the module at `path`. Return None if no such module exists. If the import fails for
+    another reason, raise a ConfigError with the reason."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:

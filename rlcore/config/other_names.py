@@ -1,7 +1,7 @@
 """Names of rlcore's keys in other frameworks and in older versions of rlcore.
 
-`resolve.py` looks up an unknown key here before it guesses by spelling. The text after a key states
-further differences.
+`resolve.py` looks up an unknown key here before it suggests a key of similar spelling. In the
+tables, the text after a key of rlcore states differences between the two keys.
 """
 
 RENAMED = {
@@ -58,7 +58,7 @@ RENAMED = {
     "train.max_skipped": "train.max_skipped_updates",
     "train.spec": "train.transformer_impl",
 }
-"""Old name of each renamed key, and its new name."""
+"""New names of renamed keys, by old name."""
 
 VERL = {
     "actor.clip_ratio_high": "algo.clip_high",
@@ -105,7 +105,7 @@ VERL = {
     "trainer.total_training_steps": "run.steps",
     "trainer.val_before_train": "eval.at_start",
 }
-"""verl's keys, without `actor_rollout_ref.`, and the keys of rlcore."""
+"""Keys of rlcore that correspond to verl's keys, by verl's key without `actor_rollout_ref.`."""
 
 TRL = {
     "batch_size": "data.prompts_per_step",
@@ -139,7 +139,7 @@ TRL = {
     "vllm_tensor_parallel_size": "rollout.tp",
     "warmup_steps": "train.lr_warmup_updates",
 }
-"""Fields of TRL's `GRPOConfig`, and the keys of rlcore."""
+"""Keys of rlcore that correspond to the fields of TRL's `GRPOConfig`, by field."""
 
 SLIME = {
     "advantage_estimator": "algo.adv_estimator",
@@ -175,7 +175,7 @@ SLIME = {
     "update_weight_buffer_size": "sync.bucket_mb",
     "use_tis": "algo.rollout_is",
 }
-"""slime's arguments, and the keys of rlcore."""
+"""Keys of rlcore that correspond to slime's arguments, by argument."""
 
 MISSING = {
     "lora": "LoRA",
@@ -184,14 +184,14 @@ MISSING = {
     "fp8": "FP8 training",
     "speculative_draft_model_path": "a draft model (EAGLE, MTP); rollout.draft has drafts without",
 }
-"""Words in keys of other frameworks, and the feature, missing in rlcore, that each refers to."""
+"""Features that rlcore does not have, by a word in other frameworks' keys."""
 
 
 def explain(name: str) -> str:
     """Return a hint for a key that rlcore does not have, "" if no table has the key.
 
-    A key matches by its full name, without `actor_rollout_ref.`, or by its last part. Renamed keys
-    also match if negated (`draft.no_gate`) or of one term of a sum (`reward.exact.after`).
+    A key matches by its full name (without `actor_rollout_ref.`) or by its last part. A renamed key
+    also matches if negated (`draft.no_gate`) or set for one reward of a sum (`reward.exact.after`).
     """
     name = name.removeprefix("actor_rollout_ref.")
     section, last = name.partition(".")[0], name.rpartition(".")[2]
@@ -202,7 +202,7 @@ def explain(name: str) -> str:
         for theirs, ours in table.items():
             if name == theirs or (who != "verl" and last == theirs):
                 return f"here {who}'s {theirs} is --{ours}"
-    for theirs, ours in VERL.items():  # the last part alone, such as --train.ppo_epochs
+    for theirs, ours in VERL.items():  # match by the last part, as in --train.ppo_epochs
         if last == theirs.rpartition(".")[2]:
             return f"here verl's {theirs} is --{ours}"
     for word, what in MISSING.items():

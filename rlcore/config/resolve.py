@@ -1,8 +1,8 @@
 """Parse a command line into a `Config`, and write a `Config` as JSON.
 
 The selectors `--algo`, `--reward`, `--env`, `--mode`, `--schedule` choose the class of a section.
-Then every key is looked up in the schema, and its words become a value of the field's type. An
-error names the nearest valid key. The last occurrence of a key wins, so that "$@" can override a
+Then every key is looked up in the schema, and the words after it are parsed as the field's type.
+An error names the nearest valid key. The last occurrence of a key wins, so that "$@" can override a
 recipe. tyro writes the text of `--help`.
 """
 
@@ -38,10 +38,10 @@ def parse(
     """Parse `argv` into a configuration.
 
     Args:
-        sections: functions by selector that return the config class of a name, such as {"algo":
-            algos.config_class}. They are called in this order, since they may import torch, and
-            only if all keys of earlier sections are valid.
-        early: called before these functions, with the values of all other sections.
+        sections: for each selector, a function that returns the config class of a name, such as
+            {"algo": algos.config_class}. The functions are called in order. Each may import torch,
+            so it is called only if all keys of earlier sections are valid.
+        early: called before these functions, with a configuration of all other sections.
 
     Raises:
         ConfigError: a key or value is wrong.
@@ -59,7 +59,8 @@ def parse(
     for name, resolve in sections.items():
         cfg = dataclasses.replace(cfg, **{name: resolve(getattr(select, name))()})
         cfg = _given(cfg, [c for c in chunks if _section(c) == name])
-    return _given(cfg, [c for c in chunks if _section(c) not in _SECTIONS])  # unknown keys raise
+    # A key of an unknown section raises a ConfigError.
+    return _given(cfg, [c for c in chunks if _section(c) not in _SECTIONS])
 
 
 def keys(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -130,8 +131,8 @@ def _allowed(value: str, allowed: Sequence[str]) -> str:
 
 
 def _for_each(chunks: list[list[str]], default: Config) -> list[list[str]]:
-    """If a section consists of subsections (a sum of rewards), expand keys without a subsection:
-    `--reward.timeout_s 5` becomes `--reward.math.timeout_s 5` and so on."""
+    """If a section has subsections (a sum of rewards), set a key given without a subsection in all
+    of them: `--reward.timeout_s 5` becomes `--reward.math.timeout_s 5` and so on."""
     known = _types(default)
     out: list[list[str]] = []
     for option, *words in chunks:
@@ -153,7 +154,7 @@ def _positive(key: str) -> str:
 
 
 def _chunks(argv: list[str]) -> list[list[str]]:
-    """Group the words into chunks of a key and its values."""
+    """Group the words of a command line into chunks; each is a key with its values."""
     chunks: list[list[str]] = []
     for a in argv:
         if a.startswith("--"):
@@ -166,7 +167,7 @@ def _chunks(argv: list[str]) -> list[list[str]]:
 
 
 def _given(cfg: Config, chunks: list[list[str]]) -> Config:
-    """Return `cfg` with the values of these chunks."""
+    """Return `cfg` with the keys in `chunks` set; each chunk is a key with its values."""
     return _with(cfg, _values(_for_each(chunks, cfg), cfg))
 
 
@@ -181,13 +182,13 @@ def _values(chunks: list[list[str]], default: Config) -> dict[str, Any]:
     found = {}
     for key, chunk in last.items():
         value = _value(known[key], chunk)
-        is_negated = chunk[0][2:].replace("-", "_") != key  # such as --train.no_sp
+        is_negated = chunk[0][2:].replace("-", "_") != key  # negated, as in --train.no_sp
         found[key] = not value if is_negated else value
     return found
 
 
 def _types(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the type of every key, by name."""
+    """Return the type of every key of a section and its subsections, by key."""
     found: dict[str, Any] = {}
     hints = typing.get_type_hints(type(section))
     for f in dataclasses.fields(section):
@@ -206,7 +207,8 @@ def _key(option: str, known: dict[str, Any]) -> str:
         return _positive(name)
     if said := other_names.explain(name):
         raise ConfigError(f"{option}: there is no such key; {said}")
-    near = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]  # other section
+    # The key may be in another section.
+    near = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     if near:
         raise ConfigError(f"{option}: there is no such key; did you mean --{near[0]}?")
@@ -220,7 +222,7 @@ def _value(kind: Any, chunk: list[str]) -> Any:
     """Parse the words after an option into a value of type `kind`.
 
     Raises:
-        ConfigError: the words are no value of this type.
+        ConfigError: the words cannot be parsed as this type.
     """
     option, *words = chunk
     given = hide(" ".join(word or "''" for word in chunk))
@@ -280,7 +282,7 @@ def _wanted(kind: Any) -> str:
 
 
 def _with(section: Any, values: dict[str, Any]) -> Any:
-    """Return the section with new `values`, by keys such as `math.timeout_s`."""
+    """Return the section with `values` set, which are given by key, such as `math.timeout_s`."""
     changes: dict[str, Any] = {}
     for f in dataclasses.fields(section):
         name, value = f.name.rstrip("_"), getattr(section, f.name)
@@ -294,7 +296,7 @@ def _with(section: Any, values: dict[str, Any]) -> Any:
 
 def help_text(default: Config) -> str:
     """Return the text of `--help`: every key with its type, default and meaning."""
-    import tyro  # takes half a second, and only `--help` needs it
+    import tyro  # slow to import (half a second), and only --help needs tyro
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
@@ -311,7 +313,7 @@ def help_text(default: Config) -> str:
 
 
 def _fill(paragraph: re.Match[str]) -> str:
-    """Wrap a paragraph again, since tyro keeps the line breaks of an indented docstring."""
+    """Wrap a paragraph of --help again, since tyro keeps the line breaks of a docstring."""
     width, indent = max(map(len, paragraph[0].splitlines())), " " * 8
     words = " ".join(paragraph[0].split())
     return (

@@ -24,7 +24,7 @@ from rlcore.utils.errors import ConfigError
 
 
 def broken(cfg: Config) -> list[str]:
-    """Return an error for every rule that the configuration breaks; empty if it can run."""
+    """Return an error for every rule that the configuration breaks. Without errors, it is valid."""
     return [
         *of_batch(cfg),
         *_data(cfg),
@@ -43,12 +43,12 @@ def broken(cfg: Config) -> list[str]:
 
 
 def of_batch(cfg: Config) -> list[str]:
-    """Return those errors of `broken` that concern the batch arithmetic."""
+    """Return only those errors of `broken` that are about key ranges, batch sizes and schedule."""
     return [*ranges(cfg), *_batch(cfg), *_schedule(cfg)]
 
 
 def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
-    """Return the errors of rules that depend on the number of ranks; `broken` has the others."""
+    """Return errors of the rules on the number of ranks; `broken` checks all other rules."""
     out, site = [], cfg.sync.ranks_per_site
     sizes = [("rollout.tp", cfg.rollout.tp), ("rollout.max_tp", cfg.rollout.max_tp or 1)]
     for key, tp in [*sizes, *(("debug.rollout_tp", tp) for tp in cfg.debug.rollout_tp)]:
@@ -90,14 +90,14 @@ def of_roles(rollout_ranks: int, world_size: int) -> str:
 
 
 def route(cfg: Config) -> Literal["gather", "intranode", "two_stage"]:
-    """Resolve --sync.route to a route of weight updates."""
+    """Return the route of weight updates: --sync.route, with `auto` resolved."""
     if cfg.sync.route != "auto":
         return cfg.sync.route
     return "two_stage" if cfg.cluster.rollout_ranks else "gather"
 
 
 def warnings(cfg: Config) -> list[str]:
-    """Return warnings about settings that have no effect, or an unexpected one. A run with warnings
+    """Return warnings about settings with no effect or an unexpected effect. A run with warnings
     continues."""
     a, r, out = cfg.algo, cfg.rollout, []
     cut = [k for k, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(r, k) != off]
@@ -181,7 +181,7 @@ def ranges(cfg: Config) -> list[str]:
 
 
 def _idle(section: Any, usual: Any, key: str, needed: str) -> list[str]:
-    """Return an error for every key of a section that is set although `needed` is off."""
+    """Return an error for every key of a section that is set but has no effect without `needed`."""
     return [
         f"--{key}.{f.name}: has no effect without {needed}"
         for f in fields(section)
@@ -201,7 +201,7 @@ def _data(cfg: Config) -> list[str]:
 
 
 def quotas(cfg: Config) -> dict[str, int]:
-    """Parse `--tail.dataset_quotas` into prompts by dataset.
+    """Parse `--tail.dataset_quotas` into the number of prompts by dataset.
 
     Raises:
         ConfigError: a quota is not of the form `dataset=prompts`.
@@ -273,7 +273,7 @@ def _replay(cfg: Config) -> list[str]:
 
 
 STREAMABLE = ("grpo", "grpo_passk", "rloo", "opo")
-"""Estimators that need only the samples of one group; others may need all samples of a step."""
+"""Advantage estimators that need only the samples of one group, not all samples of a step."""
 
 
 def _stream(cfg: Config) -> list[str]:
@@ -337,11 +337,11 @@ def _batch(cfg: Config) -> list[str]:
 
 
 BY_GROUP = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo")
-"""Estimators that need several responses to the same prompt."""
+"""Advantage estimators that need several responses to the same prompt."""
 
 
 def _algo(cfg: Config) -> list[str]:
-    from rlcore.algos import correction  # imports torch, which `ranges` does not need
+    from rlcore.algos import correction  # importing torch at the top would slow down `ranges`
 
     algo = cfg.algo
     out = [*algo.problems(), *correction.problems(algo)]
@@ -503,7 +503,7 @@ def _sizes(cfg: Config) -> list[str]:
 
 
 def _roles(cfg: Config) -> list[str]:
-    """Check settings that conflict with ranks that only sample."""
+    """Check settings that conflict with ranks that only sample (--cluster.rollout_ranks)."""
     if not cfg.cluster.rollout_ranks:
         return []
     key, out = f"--cluster.rollout_ranks {cfg.cluster.rollout_ranks}", []
@@ -583,7 +583,7 @@ def _mux(cfg: Config) -> list[str]:
             f"--mode {cfg.select.mode}: with --mux.url rollout and training alternate with those "
             "of other jobs and cannot overlap; use --mode sync"
         )
-    if changes_size(cfg) and not cfg.cluster.rollout_ranks:  # else `_roles` returns the error
+    if changes_size(cfg) and not cfg.cluster.rollout_ranks:  # `_roles` checks rollout ranks
         out.append(
             "--mux.url: engines change their size between the phases of a job, while other jobs "
             "use its nodes; unset rollout.adaptive_tp and debug.rollout_tp"
@@ -613,7 +613,7 @@ def _mux(cfg: Config) -> list[str]:
 
 
 def _env(cfg: Config) -> list[str]:
-    """Check settings that environments need or exclude."""
+    """Check settings that an environment (--env) needs or excludes."""
     env, out = cfg.env, []
     if not cfg.select.env:
         if cfg.debug.env_barrier:

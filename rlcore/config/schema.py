@@ -1,7 +1,7 @@
-"""Every setting, its default and its text in `--help`. Two levels: a section and a key.
+"""Every setting, its default and its text in `--help`, in two levels: section and key.
 
-The configuration is read-only: values computed at run time are kept elsewhere. `resolve.py` reads
-the command line into it. The field `async_` is the section `async`, a keyword of Python.
+The configuration is read-only; values computed at run time are kept elsewhere. `resolve.py` makes
+it from the command line. Section `async` is the field `async_`, since `async` is a keyword.
 """
 
 from dataclasses import dataclass, field, fields
@@ -53,7 +53,7 @@ class RunConfig:
     seed: int = 0
     """Seed of all random choices."""
     steps: Annotated[int, at_least(0)] = 200
-    """Number of training steps, each a rollout and its updates."""
+    """Number of training steps; each step is a rollout and its updates."""
     resume: str = "auto"
     """Start of the run. `auto`: from its newest checkpoint, if any. `fresh`: from step 0; an
     earlier run of this name is moved aside. A path: from that checkpoint. If Slurm or torchrun
@@ -217,8 +217,8 @@ class DraftConfig:
     """Maximum length of a draft as a multiple of the match length; 0: no limit (as in the
     paper)."""
     min_token_prob: Share = 0.3
-    """Minimum probability of a draft (its share of the continuations found), below which it is cut;
-    0: no limit."""
+    """Minimum probability of a draft, its share of the continuations found. A draft is cut before
+    its probability falls below this; 0: no limit."""
     adaptive: bool = True
     """Whether to measure decode steps with and without drafts, draft only if that is faster, and
     shorten drafts in large batches. Otherwise drafts are always on."""
@@ -356,18 +356,18 @@ class RewardConfig:
     """Minimum score of a response that counts as correct, with adaptive_timeout."""
 
     def problems(self, key: str) -> list[str]:
-        """Return an error for each conflict in the keys that a subclass adds. `key` is the key of
+        """Return an error for each conflict between keys that a subclass adds. `key` is the key of
         the section, such as `reward` or `reward.judge`."""
         return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSum:
-    """Base of the sections of a weighted sum of rewards: a `RewardConfig` for each, by name."""
+    """Base class for the section of a weighted sum: one `RewardConfig` field per reward."""
 
 
 def reward_sections(reward: RewardConfig | RewardSum) -> dict[str, RewardConfig]:
-    """Return the section of every reward by key: `reward`, or in a sum `reward.math`, ..."""
+    """Return each reward's section by key: `reward`, or for a sum `reward.math` and so on."""
     if isinstance(reward, RewardConfig):
         return {"reward": reward}
     return {f"reward.{f.name}": getattr(reward, f.name) for f in fields(reward)}
@@ -403,7 +403,7 @@ class EnvConfig:
     trained on. 0: no extra episodes."""
 
     def problems(self) -> list[str]:
-        """Return an error for each conflict in the keys that a subclass adds."""
+        """Return an error for each conflict between keys that a subclass adds."""
         return []
 
 
@@ -436,8 +436,8 @@ class StreamConfig:
     latest: Share = 0.5
     """Share of finished responses above which no engine stops early any more."""
     check_every: Annotated[float, above(0, at_most=1)] = 0.05
-    """Share of responses that finish between two checks whether the remaining requests fit into the
-    other engines."""
+    """Share of responses that finish between two checks of whether the unfinished requests fit into
+    the engines that continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -511,8 +511,9 @@ class SyncConfig:
 
     route: Literal["auto", "gather", "intranode", "two_stage"] = "auto"
     """Route of weights between ranks. `gather`: every rank gathers every tensor. `intranode`:
-    owners broadcast their shards inside their node. `two_stage`: one copy is sent to each site and
-    broadcast inside it. `auto`: `two_stage` with cluster.rollout_ranks, else `gather`."""
+    ranks broadcast their shards inside their node. `two_stage`: one copy is sent to each site
+    (sync.ranks_per_site) and broadcast inside it. `auto`: `two_stage` with cluster.rollout_ranks,
+    else `gather`."""
     bucket_mb: Annotated[int, above(0)] = 256
     """Size in MiB of a bucket, the unit in which weights are sent; one bucket is in memory at a
     time."""
@@ -529,12 +530,12 @@ class ClusterConfig:
     both in turn."""
     gpu_memory_gb: Annotated[float | None, at_least(0, note=" GB; 0: no check")] = None
     """Memory of a GPU in GB (10^9 bytes) that `--dry-run` compares the plan with; 0: no check.
-    None: that of the local GPU, or 80 if there is none."""
+    None: the memory of the local GPU, or 80 without a GPU."""
     timeout_s: Annotated[float, above(0)] = 600.0
     """Seconds after which a collective or another wait between ranks fails."""
     interface: str = ""
-    """Network interface to listen on between nodes, such as eth0; empty: the one that reaches the
-    master."""
+    """Network interface to listen on between nodes, such as eth0; empty: the interface that reaches
+    the master node."""
     rollout_cores: tuple[int, ...] = ()
     """CPU cores, as the node numbers them, for ranks that only sample, with their engines and
     rewards; empty: any."""
@@ -552,7 +553,7 @@ class MuxConfig:
     job: str = ""
     """Name of the job at the server; empty: the name of the run."""
     profile: str = ""
-    """File mux_profile.json of a run on unshared nodes; empty: the one given to `rlcore mux add
+    """File mux_profile.json of a run on unshared nodes; empty: the file given to `rlcore mux add
     --profile`."""
     slo: Annotated[float, at_least(1, note="; 1 is the speed on unshared nodes")] = 2.0
     """Maximum time of an iteration as a multiple of its time on unshared nodes."""
@@ -560,9 +561,9 @@ class MuxConfig:
     """Behaviour if the server does not reply or has no free nodes for the job. `wait`: wait for
     them. `solo`: run without the server."""
     tail_nodes: Annotated[int, at_least(0)] = 0
-    """Number of rollout nodes that keep the tail of a rollout when another job could use the
-    others; 0: all. The tail begins at 80 % of the responses; moved requests keep the tokens
-    generated so far."""
+    """Number of rollout nodes on which the tail of a rollout continues if another job could use the
+    other nodes; 0: all nodes. The tail begins when 80 % of the responses are done; moved requests
+    keep the tokens generated so far."""
     lease_s: Annotated[float, at_least(1, note=", or a short delay counts as a failure")] = 15.0
     """Seconds without a heartbeat after which a job counts as failed and loses its permits."""
     max_wait_s: Annotated[float, above(0)] = 86400.0

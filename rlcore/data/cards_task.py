@@ -1,9 +1,8 @@
 """Generated task: hands of blackjack (`--env blackjack`), dealt by gymnasium.
 
-    you 15, dealer 7        a turn is h (hit) or s (stick); after a hit the environment shows the
-                            new hand
-
-A single number, the seed of the cards, defines a game: equal turns then give equal hands.
+A prompt is a hand, such as `you 15, dealer 7`. A turn of the policy is `h` (hit) or `s` (stick);
+after a hit, the environment shows the new hand. One number, the seed of the cards, defines a game:
+in the same game, equal turns give equal hands.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +16,14 @@ from rlcore.utils.seed import rng
 NAME = "blackjack"
 PAD, EOS = 0, 1
 CHARS = "0123456789 ,\nadefhilorstuy"
-"""Characters of the vocabulary, one token each, after <pad> and <eos>."""
+"""Characters of the vocabulary: one token each, with ids after <pad> and <eos>."""
 
 _STICK_AT = 17
-"""Smallest sum at which the demonstration sticks; a soft hand counts with its shown sum."""
+"""Smallest sum at which the demonstration sticks, also for a soft hand (with a usable ace)."""
 
 
 def make(split: Split, seed: int, index: int) -> TaskRow:
-    """Generate row number `index` of a split, which is endless. Equal arguments give equal rows."""
+    """Generate row `index` of an endless split. Equal arguments give equal rows."""
     from gymnasium.envs.toy_text.blackjack import BlackjackEnv
 
     check(split, index)
@@ -37,7 +36,7 @@ def make(split: Split, seed: int, index: int) -> TaskRow:
 
 
 def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
-    """Convert a row to prompt number `index`, with the field `game` for `--env blackjack`."""
+    """Convert a row to `Prompt` number `index`, with the field `game` for `--env blackjack`."""
     tokens = np.array(encode(row.prompt), np.int32)
     return Prompt(
         index=index, dataset=NAME, tokens=tokens, text=row.prompt, fields={"game": int(row.answer)}
@@ -45,13 +44,13 @@ def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) 
 
 
 def hand(seen: tuple[int, int, int]) -> str:
-    """Return the text of an observation: gymnasium's sum, dealer's card and usable ace."""
+    """Return gymnasium's observation (sum, dealer's card, usable ace) as text."""
     total, dealer, ace = map(int, seen)
     return f"you {total}{' soft' if ace else ''}, dealer {dealer}\n"
 
 
 def _demonstration(env) -> str:
-    """Return the text of a game: its turns, and the hand shown after each."""
+    """Play a game to its end and return its text: the turns, and the hands shown in between."""
     out, over = "", False
     while not over:
         hits = env._get_obs()[0] < _STICK_AT

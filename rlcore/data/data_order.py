@@ -1,6 +1,6 @@
-"""Order of the data rows: shuffled epochs, or increasing row numbers in an endless set.
+"""Order of the data rows: shuffled epochs, or increasing row numbers in an endless data set.
 
-Own code instead of torchdata's StatefulDataLoader: a single integer is enough to resume.
+Own code instead of torchdata's StatefulDataLoader, because a single integer is enough to resume.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ class ShuffledEpochs:
     """Row numbers in an order that depends only on (seed, epoch)."""
 
     def __init__(self, num_rows: int | None, seed: int, shuffle: bool = True) -> None:
-        """Start at the first row. If `num_rows` is None, the set is endless: rows are not shuffled,
-        and the epoch is always 0."""
+        """Start at the first row. If `num_rows` is None, the data set is endless: rows are not
+        shuffled, and the epoch is always 0."""
         if num_rows is not None and num_rows < 1:
             raise ValueError(f"a data set of {num_rows} rows: needs at least one")
         self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
@@ -30,17 +30,17 @@ class ShuffledEpochs:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next row; 0 in an endless set."""
+        """Epoch of the next row; 0 in an endless data set."""
         return self._position // self._num_rows if self._num_rows else 0
 
     def next(self, n: int) -> list[tuple[int, int]]:
-        """Return the next n rows as (epoch, row); they may span several epochs."""
+        """Return the next `n` rows as (epoch, row number); the rows may span several epochs."""
         out = [self._at(p) for p in range(self._position, self._position + n)]
         self._position += n
         return out
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, as plain JSON."""
+        """Return the state that `restore` needs, as plain JSON."""
         return {
             "num_rows": self._num_rows,
             "seed": self._seed,
@@ -49,7 +49,8 @@ class ShuffledEpochs:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the position in `state`. Raises ValueError if the order would differ."""
+        """Continue from the position in `state`. Raises ValueError if `state` has another number of
+        rows, seed or shuffle setting."""
         names = {"num_rows": "rows in data.train", "seed": "run.seed", "shuffle": "data.shuffle"}
         for key, now in self.state().items():
             if key != "position" and state[key] != now:

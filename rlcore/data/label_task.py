@@ -1,9 +1,8 @@
 """Generated task: running sums of labelled digits; its splits share no prompt.
 
-    a7b5c9= -> b5+7=12;c9+12=21;>21
-
-The label makes finding the next term a look-up, so that a model of half a million parameters can
-solve it. The 2 to 16 terms have a geometric tail: the longest answer is five times the median.
+A correct response to the prompt `a7b5c9=` is `b5+7=12;c9+12=21;>21`. The labels make finding the
+next term a look-up, so that a model of half a million parameters can solve the task. The number of
+terms (2 to 16) has a geometric tail: the longest answer has five times the median length.
 
 The number of terms is drawn before the split is decided (generated.py), so all splits have the same
 lengths. There are only 100 prompts of two terms, so each split repeats its share of these prompts.
@@ -23,13 +22,13 @@ PAD, EOS = 0, 1
 LABELS = "abcdefghijklmnop"
 CHARS = "0123456789+=;>*-" + LABELS
 VOCAB = ("<pad>", "<eos>", *CHARS)
-"""Vocabulary of 34 tokens, one per character after <pad> and <eos>; the id is the position."""
+"""Vocabulary of 34 tokens: <pad>, <eos>, then one per character; a token's index is its id."""
 
 _MIN_TERMS, _MAX_TERMS, _STOP = 2, 16, 0.28
 
 
 def make(split: Split, seed: int, index: int) -> TaskRow:
-    """Generate row number `index` of a split, which is endless. Equal arguments give equal rows."""
+    """Generate row `index` of an endless split. Equal arguments give equal rows."""
     check(split, index)
     random = rng(seed, NAME, split, index)
     num_terms = _draw_num_terms(random)
@@ -41,7 +40,7 @@ def make(split: Split, seed: int, index: int) -> TaskRow:
 
 
 def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
-    """Convert a row to prompt number `index`."""
+    """Convert a row to `Prompt` number `index`."""
     tokens = np.array(encode(row.prompt), np.int32)
     return Prompt(index=index, dataset=NAME, tokens=tokens, answer=row.answer, text=row.prompt)
 

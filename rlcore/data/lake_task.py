@@ -1,12 +1,13 @@
 """Generated task of several turns: walk over a frozen lake (`--env frozenlake`).
 
-    P..O        P player, G goal, O holes, . ice; a turn is one of L D R U, and the environment
-    .O..        then shows the board after the move
+    P..O
+    .O..
     ...G
     O...
 
-Start and goal are random, so that some solutions have one move and others six. A solution always
-exists.
+P is the player, G the goal, O a hole, and a dot is ice. A turn of the policy is one of L D R U;
+then the environment shows the new board. Start and goal are random, so that some solutions have one
+move and others six. A solution always exists.
 """
 
 import random
@@ -22,18 +23,18 @@ from rlcore.utils.seed import rng
 NAME = "frozenlake"
 PAD, EOS = 0, 1
 CHARS = ".OPG\nLDRU"
-"""Characters of the vocabulary, one token each, after <pad> and <eos>."""
+"""Characters of the vocabulary: one token each, with ids after <pad> and <eos>."""
 
 TURNS = "LDRU"
 """Characters that the policy produces in a demonstration; others come from the environment."""
 
 MOVES = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
-"""Change of row and column by move, in the order of gymnasium's actions."""
+"""Change of (row, column) by move; the moves are in the order of gymnasium's actions."""
 _SIDE, _HOLES = 4, 0.2
 
 
 def make(split: Split, seed: int, index: int) -> TaskRow:
-    """Generate row number `index` of a split, which is endless. Equal arguments give equal rows."""
+    """Generate row `index` of an endless split. Equal arguments give equal rows."""
     check(split, index)
     random = rng(seed, NAME, split, index)
     while True:
@@ -45,7 +46,7 @@ def make(split: Split, seed: int, index: int) -> TaskRow:
 
 
 def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
-    """Convert a row to prompt number `index`, with the field `desc` for `--env frozenlake`."""
+    """Convert a row to `Prompt` number `index`, with the field `desc` for `--env frozenlake`."""
     tokens = np.array(encode(row.prompt), np.int32)
     fields = {"desc": [line.translate(_TO_DESC) for line in row.prompt.split()]}
     return Prompt(
@@ -54,7 +55,7 @@ def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) 
 
 
 def board(desc: Sequence[str], at: tuple[int, int]) -> str:
-    """Return the board of gymnasium's map `desc` (S F H G), with the player at row and column."""
+    """Return the text of gymnasium's map `desc` (letters S F H G), with the player at `at`."""
     rows = [line.translate(_TO_BOARD) for line in desc]
     row, column = at
     rows[row] = rows[row][:column] + "P" + rows[row][column + 1 :]
@@ -62,7 +63,7 @@ def board(desc: Sequence[str], at: tuple[int, int]) -> str:
 
 
 def shortest(desc: Sequence[str]) -> str:
-    """Return the moves of a shortest walk from S to G; empty if there is none."""
+    """Return the moves of a shortest walk from start to goal; "" if there is no such walk."""
     start = _find(desc, "S")
     found: dict[tuple[int, int], str] = {start: ""}
     queue = deque([start])
@@ -102,7 +103,7 @@ def _find(desc: Sequence[str], letter: str) -> tuple[int, int]:
 
 
 def _demonstration(desc: Sequence[str], walk: str) -> str:
-    """Return the text of a walk: moves, with the boards between them."""
+    """Return the text of a walk: the moves, and the board between each two moves."""
     at, out = _find(desc, "S"), walk[0]
     for last, letter in zip(walk, walk[1:], strict=False):
         at = moved(desc, at, last)

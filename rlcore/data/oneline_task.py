@@ -1,9 +1,9 @@
 """Generated code task: a chain of operations, to be written as a function of one line.
 
-    +3*5-2= -> f=lambda x:(x+3)*5-2        assert f(2) == 23
-
-The number of opening brackets must be known before writing the first operation. Every answer that
-passes the tests is right, even with extra brackets. The 1 to 8 operations have a geometric tail.
+For the prompt `+3*5-2=`, `f=lambda x:(x+3)*5-2` is right; a test is `assert f(2) == 23`. The policy
+must know the number of opening brackets before writing the first operation. Every answer that
+passes the tests is right, even with extra brackets. The number of operations (1 to 8) has a
+geometric tail.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from rlcore.utils.seed import rng
 NAME = "oneline"
 PAD, EOS = 0, 1
 CHARS = "0123456789+-*=():f lambdx"
-"""Characters of the vocabulary, one token each, after <pad> and <eos>."""
+"""Characters of the vocabulary: one token each, with ids after <pad> and <eos>."""
 
 _LEAST, _MOST, _STOP = 1, 8, 0.28
 _HEAD = "f=lambda x:"
@@ -25,7 +25,7 @@ _AT = (2, -3, 10)
 
 
 def make(split: Split, seed: int, index: int) -> TaskRow:
-    """Generate row number `index` of a split, which is endless. Equal arguments give equal rows."""
+    """Generate row `index` of an endless split. Equal arguments give equal rows."""
     check(split, index)
     random = rng(seed, NAME, split, index)
     count = _LEAST
@@ -41,7 +41,7 @@ def make(split: Split, seed: int, index: int) -> TaskRow:
 
 
 def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
-    """Convert a row to prompt number `index`, with the field `test_list` for `--reward code`."""
+    """Convert a row to `Prompt` number `index`, with field `test_list` for `--reward code`."""
     tokens = np.array(encode(row.prompt), np.int32)
     fields = {"test_list": list(row.tests)}
     return Prompt(
@@ -50,7 +50,7 @@ def to_prompt(row: TaskRow, index: int, encode: Callable[[str], Sequence[int]]) 
 
 
 def _body(steps: list[tuple[str, int]]) -> str:
-    """Return the expression of all steps, with the fewest brackets."""
+    """Return the expression that applies all operations to x, with the fewest brackets."""
     text, is_sum = "x", False
     for op, n in steps:
         if op == "*" and is_sum:

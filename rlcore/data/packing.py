@@ -1,4 +1,4 @@
-"""Conversion of samples to the learner's packed `Batch`: each prompt followed by its response."""
+"""Convert samples to the learner's packed `Batch`: each prompt followed by its response."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -12,7 +12,7 @@ from rlcore.tensors import Batch, cumulative
 
 
 def pack_samples(samples: Sequence[Sample]) -> Batch:
-    """Pack samples in their order into a batch on the CPU; no samples give an empty batch.
+    """Pack samples, in their order, into a batch on the CPU. Without samples, the batch is empty.
 
     The mask marks the sampled tokens: responses without the environment's tokens. Outside the mask,
     `rollout_log_probs` is 0 and `versions` is -1. Raises ValueError for a sample without a prompt,
@@ -47,8 +47,8 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
 
 
 def per_token(values: Sequence[float], batch: Batch) -> Tensor:
-    """Expand one value per sequence to all its tokens, prompts included: [T] float32 on the batch's
-    device."""
+    """Expand one value per sequence to one value per token, prompts included: [T] float32 on the
+    batch's device."""
     assert len(values) == batch.num_sequences, (len(values), batch.num_sequences)
     lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).to(torch.int64)
     expanded = torch.tensor(values, dtype=torch.float32).repeat_interleave(lengths)

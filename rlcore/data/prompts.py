@@ -1,11 +1,11 @@
 """Prompt sets: JSONL and parquet files, or a generated task, as tokenised `Prompt` records.
 
-Invalid rows are reported with file and line, too long prompts are counted, and the run continues.
-A file without a usable row is an error. Rows are tokenised when they are read: the length filter
-needs the tokens, and row numbers count only kept rows.
+Invalid rows are reported with file and line, too long prompts are counted, and the run continues. A
+file without a usable row is an error. Rows are tokenised when they are read, because the length
+filter needs the tokens and row numbers count only kept rows.
 
-Own code instead of `datasets`: no second copy of the files in a cache, and errors name file and
-line.
+Own code instead of `datasets`, which keeps a second copy of the files in a cache. Errors of this
+module name file and line.
 """
 
 import json
@@ -33,7 +33,7 @@ Message = Mapping[str, Any]
 
 
 class Tokens(Protocol):
-    """Tokenizer methods that this module needs; `hf.tokenizer.Tokenizer` has them."""
+    """Tokenizer methods that this module calls; `hf.tokenizer.Tokenizer` has them."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -78,13 +78,13 @@ class PromptSettings(Protocol):
 
 
 class TaskModule(Protocol):
-    """Module of a generated task."""
+    """Interface of a module that generates a task, such as `label_task`."""
 
     NAME: str
     CHARS: str
-    """Characters of the task's texts, in the order of their tokens."""
+    """Characters of the task's texts, in the order of their token ids."""
 
-    # A multi-turn task also defines TURNS: the characters that the policy produces
+    # A multi-turn task also defines TURNS: the characters that the policy produces.
 
     def make(self, split: Split, seed: int, index: int) -> TaskRow: ...
 
@@ -100,7 +100,7 @@ TASKS: dict[str, TaskModule] = {
 
 
 class PromptSet(Protocol):
-    """Prompts by row number. If `is_finite` is False, the set is endless and has no length."""
+    """Set of prompts by row number; if `is_finite` is False, the set is endless, without length."""
 
     @property
     def is_finite(self) -> bool: ...
@@ -112,13 +112,13 @@ class PromptSet(Protocol):
 
 @dataclass(frozen=True)
 class TaskSet:
-    """Rows of a generated task, generated on access."""
+    """Prompt set of a generated task; a row is generated when it is read."""
 
     task: TaskModule
     split: Split
     seed: int
     num_rows: int
-    """Number of rows; 0: endless."""
+    """Number of rows in the set; 0: endless."""
     encode: Callable[[str], Sequence[int]]
 
     @property
@@ -139,7 +139,7 @@ class TaskSet:
 
 @dataclass(frozen=True)
 class RowSet:
-    """Rows in memory."""
+    """Prompt set in memory, such as the rows of files."""
 
     rows: Sequence[Prompt]
     is_finite: bool = True
@@ -227,7 +227,7 @@ def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
 def read_file(
     path: Path, name: str, config: PromptSettings, tokenizer: Tokens, cap: int = 0
 ) -> list[Prompt]:
-    """Return the usable rows of a file, at most `cap` (0: all), and report the skipped rows."""
+    """Return the usable rows of a file, at most `cap` (0: all), and log the skipped rows."""
     prompts: list[Prompt] = []
     report = _Report(path)
     for place, row in _rows(path):
@@ -253,7 +253,7 @@ def read_file(
 
 
 class _Report:
-    """Report on the skipped rows of one file: bad rows and too long prompts."""
+    """Report on the skipped rows of one file: invalid rows and too long prompts."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -323,14 +323,14 @@ def _train_task(config: PromptSettings, tokenizer: Tokens, seed: int) -> TaskSet
 
 
 def _encoder(config: PromptSettings, tokenizer: Tokens) -> Callable[[str], list[int]]:
-    """Return the encoder of generated prompts; only data.template `chat` makes them chats."""
+    """Return the tokenising function of generated prompts, with a chat template if configured."""
     if config.template != "chat":
         return lambda text: tokenizer.encode(text + config.suffix)
     return lambda text: tokenizer.encode(tokenizer.render_chat(_messages(text, config)))
 
 
 def _names(sources: Sequence[str]) -> list[str]:
-    """Return a name for each source: the file's stem, with its folder if two stems are equal."""
+    """Return a name per file or task: the stem, with its folder if two stems are equal."""
     stems = [Path(s).stem for s in sources]
     names = [
         stem if stems.count(stem) == 1 else f"{Path(s).absolute().parent.name}/{stem}"
@@ -362,7 +362,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                 continue
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError too
+            except (ValueError, RecursionError) as error:  # invalid UTF-8 also raises ValueError
                 example = line[:_EXAMPLE_CHARS].decode("utf-8", "replace").strip()
                 row = ValueError(f"not JSON ({_first(error)}): {example!r}")
             yield f"{path}:{number}", row
@@ -423,7 +423,7 @@ def _field(row: dict[str, Any], name: str) -> Any:
 
 
 def _answer(row: dict[str, Any], name: str) -> str:
-    """Return the row's answer as text; "" if `name` is empty."""
+    """Return the row's answer (field `name`) as text; "" if `name` is empty."""
     if not name:
         return ""
     answer = _field(row, name)
@@ -433,8 +433,8 @@ def _answer(row: dict[str, Any], name: str) -> str:
 
 
 def _messages(asked: Any, config: PromptSettings) -> list[dict[str, Any]]:
-    """Return the messages of a prompt field; a text becomes one user message. The suffix is
-    appended to the last message."""
+    """Return the chat messages in a prompt field; a plain text becomes one user message. The suffix
+    is appended to the last message; data.system is added if there is no system message."""
     key = config.prompt_field
     if isinstance(asked, str):
         asked = [{"role": "user", "content": asked}]

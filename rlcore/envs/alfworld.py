@@ -20,13 +20,14 @@ from rlcore.envs.kind import EnvKind
 
 
 class Game(Protocol):
-    """Interface of one game."""
+    """Interface of one ALFWorld game."""
 
     def reset(self) -> tuple[str, Sequence[str]]:
         """Start the game. Returns the observation and the admissible commands."""
 
     def step(self, command: str) -> tuple[str, bool, bool, Sequence[str]]:
-        """Run a command. Returns observation, over, won, admissible commands."""
+        """Run a command. Returns the observation, whether the game is over, whether it is won, and
+        the admissible commands."""
 
     def close(self) -> None: ...
 
@@ -104,17 +105,17 @@ class TextWorldGame:
         self._env = textworld.gym.make(name)
 
     def reset(self) -> tuple[str, Sequence[str]]:
-        """See `Game`."""
+        """Start the game (`Game.reset`)."""
         seen, infos = self._env.reset()
         return seen[0], infos["admissible_commands"][0]
 
     def step(self, command: str) -> tuple[str, bool, bool, Sequence[str]]:
-        """See `Game`."""
+        """Run a command (`Game.step`)."""
         seen, _, over, infos = self._env.step([command])
         return seen[0], bool(over[0]), bool(infos["won"][0]), infos["admissible_commands"][0]
 
     def close(self) -> None:
-        """See `Game`."""
+        """Close the game (`Game.close`)."""
         self._env.close()
 
 

@@ -1,4 +1,4 @@
-"""gymnasium's Blackjack as text. An observation is the hand after a card; a turn is hit or stick.
+"""gymnasium's Blackjack as text: a turn is hit or stick, and the observation is the new hand.
 
 The prompt is the first hand (`rlcore/data/cards_task.py`); the score is 1 for a win, 0 for a draw,
 -1 for a loss.
@@ -39,9 +39,9 @@ class Blackjack(gymnasium.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Deal the first hand. `options["game"]` is the seed of the cards; the prompt shows their
-        first hand. Without this option, `seed` is the seed of the cards, and the hand is returned
-        as the observation."""
+        """Deal the first hand. `options["game"]` is the seed of the cards whose first hand the
+        prompt shows. Without this option, `seed` is the seed of the cards, and the first hand is
+        returned as the observation."""
         super().reset(seed=seed)
         game = (options or {}).get("game")
         seen, _ = self._table.reset(seed=seed if game is None else int(game))

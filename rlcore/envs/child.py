@@ -1,9 +1,9 @@
 """Child process that runs environments: receives calls and sends one reply per call.
 
-    python -m rlcore.envs.child FD PARENT
+    python -m rlcore.envs.child CHANNEL_DESCRIPTOR PARENT_PID
 
 `pool.EnvPool` starts this process, which exits with its parent. Each call runs in its own thread,
-so a waiting environment delays no other. torch is not imported, so that the process starts fast.
+so no environment waits for another. torch is not imported, so that the process starts fast.
 """
 
 import os
@@ -40,8 +40,7 @@ class _Slot:
     def reset(
         self, make: Callable[[], TextEnv], seed: int, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Create the environment and reset it. Raises RuntimeError if the slot is already
-        closed."""
+        """Create and reset the environment. Raises RuntimeError if the slot is already closed."""
         with self.lock:
             if self.is_closed:
                 raise RuntimeError("the environment was closed before its reset")
@@ -91,7 +90,7 @@ class EnvHost:
                     place.close()
                 return
             reply = self._do(call)
-        except BaseException as error:  # the process boundary: environments may raise anything
+        except BaseException as error:  # environments may raise anything
             traceback.print_exc()
             reply = EnvReply(number=call.number, error=sentence(error))
         self.send(msgspec.structs.replace(reply, seconds=time.monotonic() - begin))
@@ -130,13 +129,12 @@ def main() -> None:
         while True:
             for body in channel.receive(None):
                 host.take(net.decode(body, EnvCall))
-    except EOFError:  # the parent has closed its end
-        os._exit(0)  # threads may be in environments that never return
+    except EOFError:  # the parent has closed the channel
+        os._exit(0)  # do not wait for environments that never return
 
 
 def _start(start: EnvStart, channel: Channel) -> EnvHost:
-    """Load the environment and report success or the error to the parent. After an error, exit the
-    process."""
+    """Load the environment and report success or the error to the parent. After an error, exit."""
     sys.path[:] = start.sys_path
     try:
         kind = resolve(start.env)

@@ -28,7 +28,7 @@ class Texts(Protocol):
 
 
 class Dialogue:
-    """Converter from observations to tokens."""
+    """Converter of observations to tokens that continue a conversation."""
 
     def __init__(self, tokenizer: Texts, *, is_chat: bool, num_tokens: int = 2**31) -> None:
         """Store the settings. `is_chat`: an observation becomes a user message, else it is used
@@ -38,9 +38,9 @@ class Dialogue:
     def observation(self, seen: Seen, last: int) -> list[int]:
         """Return the tokens to append after a turn that ended with the token `last`.
 
-        An end token that was already sampled is not repeated. Token ids are used unchanged; special
-        tokens in text of the environment are disabled. Raises ValueError if the template does not
-        keep the turn unchanged, and EnvError for ids outside of the vocabulary.
+        If the end token was already sampled, it is not repeated. An observation of token ids is
+        used unchanged; in text, special tokens are disabled. Raises ValueError if the template does
+        not keep the turn unchanged, and EnvError for ids outside of the vocabulary.
         """
         if not isinstance(seen, str):
             if strange := [i for i in seen if not 0 <= i < self._num_tokens]:

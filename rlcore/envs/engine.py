@@ -54,29 +54,29 @@ from rlcore.utils.log import log
 from rlcore.utils.seed import derive
 
 _BUSY_S = 0.004
-"""Longest poll of the inner engine, in seconds, while episodes may ask for new turns."""
+"""Longest poll of the inner engine, in seconds, while episodes may request new turns."""
 _CLOSE_S = 20.0
 _FULL_ERRORS = 5
 _MOST_RESTARTS = 16
-"""Maximum number of restarts of an episode that crashes of other episodes caused. Further restarts
-count as failures of the episode itself."""
+"""Maximum number of restarts of one episode because of crashes that other episodes caused. Further
+restarts count as failures of the episode itself."""
 _MOST_FAILURES = 16
 """Number of failed attempts after which the run ends, if no episode has succeeded yet."""
 
 
 class EpisodeOutcome(NamedTuple):
-    """Outcome of an episode, for its reward."""
+    """Outcome of an episode, from which `EnvScorer` computes the score."""
 
     score: float
     text: str
-    """Text of the last turn."""
+    """Text of the episode's last turn."""
     details: dict[str, float]
     error: str = ""
 
 
 @dataclass(slots=True, eq=False)
 class _Episode:
-    """State of an episode. Only the loop's thread uses a field, unless the field says otherwise."""
+    """State of an episode. Unless a field says otherwise, only the event loop's thread uses it."""
 
     request: Request
     prompt: Prompt
@@ -90,11 +90,11 @@ class _Episode:
     """Whether the episode is aborted. Used by the caller's thread only."""
 
     def play(self, task: asyncio.Task) -> None:
-        """Record the task that plays the episode. Called in the loop's thread."""
+        """Record the task that plays the episode. Called in the event loop's thread."""
         self.task = task
 
     def attempt(self) -> Transcript:
-        """Start a new attempt with an empty transcript. Called in the loop's thread."""
+        """Start a new attempt with an empty transcript. Called in the event loop's thread."""
         self.so_far = Transcript(self.request.id, self.so_far.prompt)
         return self.so_far
 
@@ -133,33 +133,33 @@ class EpisodeEngine:
         barrier: bool = False,
         log_file: Path | None = None,
     ) -> None:
-        """Start the loop's thread.
+        """Start the event loop's thread.
 
         Args:
-            name: name of `kind` in `--env`.
+            name: name of the environment kind in `--env`.
             prompt_of: returns the data row of a group; called when a request is submitted.
             seed: base of the environments' seeds. An environment's seed depends on `seed` and the
                 data row, so all episodes of a group start in the same state.
-            barrier: whether to wait until all episodes have requested a turn, then submit all.
+            barrier: whether to submit turns only when all episodes have requested one.
         """
         self._inner, self._name, self._kind, self._config = inner, name, kind, config
         self._dialogue, self._decode, self._prompt_of = dialogue, decode, prompt_of
         self._seed, self._barrier = seed, barrier
         self.outcomes: dict[RequestId, EpisodeOutcome] = {}
         """Outcomes of finished episodes, until the scorer takes them."""
-        # used by the caller's thread only
+        # fields used by the caller's thread only
         self._episodes: dict[RequestId, _Episode] = {}
         self._turns: dict[RequestId, _Episode] = {}
         self._held: list[tuple[_Episode, Request]] = []
-        """With `barrier`: turns that wait for the turns of the other episodes."""
+        """Requested turns; with `barrier`, they wait for the turns of the other episodes."""
         self._closed = False
-        # shared, guarded by the lock
+        # shared fields, guarded by the lock
         self._changed = threading.Condition()
         self._asked: deque[tuple[_Episode, Request]] = deque()
         self._ended: deque[tuple[_Episode, Sample, EpisodeOutcome]] = deque()
         self._counts: defaultdict[str, float] = defaultdict(int)
         self._failure = ""
-        # used by the loop's thread only
+        # fields used by the event loop's thread only
         self._waiting: dict[_Episode, asyncio.Future[Sample]] = {}
         self._errors: Counter[str] = Counter()
         self._ended_well = False
@@ -281,8 +281,8 @@ class EpisodeEngine:
             return []
         episode.end_turn()
         if episode.is_aborted:
-            return []  # the next poll reports it as aborted
-        if sample is None:  # not aborted by this class: the inner engine releases all
+            return []  # the next `poll` reports the episode as aborted
+        if sample is None:  # the inner engine itself aborted the turn, to release all requests
             episode.abort()
             self._loop.call_soon_threadsafe(self._cancel, episode)
             return []
@@ -291,7 +291,7 @@ class EpisodeEngine:
         return [LengthReport(ids=(episode.request.id,), lengths=(length,))]
 
     def _aborted(self) -> list[AnyEvent]:
-        """Report the aborted episodes that have no turn left in the inner engine."""
+        """Return an `Aborted` event per aborted episode without a turn in the inner engine."""
         gone = [e for e in self._episodes.values() if e.is_aborted and not e.turn]
         out: list[AnyEvent] = []
         for episode in gone:
@@ -306,7 +306,7 @@ class EpisodeEngine:
             ended, self._ended = list(self._ended), deque()
         out: list[AnyEvent] = []
         for episode, sample, outcome in ended:
-            if self._episodes.get(sample.id) is not episode:  # aborted meanwhile
+            if self._episodes.get(sample.id) is not episode:  # the episode was aborted meanwhile
                 continue
             del self._episodes[sample.id]
             self.outcomes[sample.id] = outcome
@@ -324,7 +324,7 @@ class EpisodeEngine:
     def _drop_all(self) -> None:
         """Drop all episodes after the inner engine has lost its requests."""
         for episode in self._episodes.values():
-            episode.abort()  # its task may be requesting another turn
+            episode.abort()  # the episode's task may be requesting a turn
             self._loop.call_soon_threadsafe(self._cancel, episode)
         self._episodes.clear()
         self._turns.clear()
@@ -333,12 +333,12 @@ class EpisodeEngine:
             self._asked.clear()
             self._ended.clear()
 
-    # ---- the loop's thread
+    # ---- the event loop's thread
 
     def _main(self, log_file: Path | None, started: threading.Event) -> None:
         try:
             asyncio.run(self._run(log_file, started))
-        except Exception as error:  # a failed thread must not be silent: poll raises the error
+        except Exception as error:  # report the failed thread, so that `poll` raises an error
             log.exception("env %s: its thread failed", self._name)
             self._fail(f"--env {self._name}: its thread failed: {error!r}")
         finally:
@@ -465,7 +465,7 @@ class EpisodeEngine:
                 f"with {error.reason}: {error}"
             )
 
-    # ---- the rest of an engine
+    # ---- other methods of `Engine`
 
     def pause(self, mode: PauseMode) -> None:
         """Pause the inner engine; environments continue."""

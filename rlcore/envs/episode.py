@@ -20,7 +20,7 @@ from rlcore.envs.pool import EnvSlot
 from rlcore.records import Finish, Prompt, Request, RequestId, Sample, Sampling, turn_of
 
 Policy = Callable[[Request], Awaitable[Sample]]
-"""Function that samples one turn."""
+"""Function that samples one turn of the policy for a request."""
 
 
 class EpisodeLimits(NamedTuple):
@@ -38,13 +38,13 @@ class Transcript:
     prompt: np.ndarray  # [P] int32
     tokens: list[int] = field(default_factory=list)  # [R]
     logps: list[float] = field(default_factory=list)  # [R]
-    versions: list[int] = field(default_factory=list)  # [R], -1: observed
+    versions: list[int] = field(default_factory=list)  # [R], -1 if observed
     num_turns: int = 0
     score: float = 0.0
     text: str = ""
-    """Text of the last turn."""
+    """Text of the policy's last turn."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """Numbers in the latest `info` of the environment."""
+    """Numbers in the environment's latest `info` that has numbers."""
     env_s: float = 0.0
     num_calls: int = 0
 
@@ -72,7 +72,7 @@ class Transcript:
         self.versions += [-1] * len(tokens)
 
     def answered(self, step: EnvStep) -> None:
-        """Add the result of a call to the environment."""
+        """Record the result of a call to the environment: reward, numbers and duration."""
         self.env_s += step.seconds
         self.num_calls += 1
         self.score += step.reward
@@ -80,11 +80,11 @@ class Transcript:
             self.numbers = step.numbers
 
     def context(self) -> np.ndarray:
-        """Return the input of the policy: prompt and response tokens, [P + R]."""
+        """Return the input of the policy: prompt tokens, then response tokens, [P + R]."""
         return np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
 
     def sample(self, finish: Finish) -> Sample:
-        """Return the episode as one response."""
+        """Return the episode as one `Sample`."""
         return Sample(
             id=self.id,
             prompt=self.prompt,
@@ -118,7 +118,7 @@ async def play(
     so_far.answered(step)
     seen = dialogue.observation(step.seen, so_far.last)
     while so_far.num_turns < limits.max_turns:
-        if room() <= len(seen):  # no space for a turn of one token
+        if room() <= len(seen):  # no space is left for a turn of one token
             return "length"
         so_far.observed(seen)
         most = min(limits.turn_tokens or room(), room())

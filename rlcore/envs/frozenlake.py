@@ -1,7 +1,7 @@
-"""gymnasium's FrozenLake as text. An observation is the board after a move; a turn is left, down,
-right or up.
+"""gymnasium's FrozenLake as text: a turn is a direction, and the observation is the new board.
 
-The prompt is the first board (`rlcore/data/lake_task.py`); the score is 1 at the goal.
+Directions are left, down, right and up. The prompt is the first board (`rlcore/data/lake_task.py`);
+the score is 1 at the goal.
 """
 
 import re
@@ -46,7 +46,7 @@ class FrozenLake(gymnasium.Env[str, str]):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
         """Start a game. `options["desc"]` is the map that the prompt shows. Without this option, a
-        small default map is used and returned as the observation. Raises ValueError if the map is
+        small default map is used and becomes the observation. Raises ValueError if the map is
         invalid."""
         super().reset(seed=seed)
         given = (options or {}).get("desc")

@@ -19,7 +19,7 @@ _MOST_NUMBERS, _NAME_CHARS = 16, 40
 
 @runtime_checkable
 class TextEnv(Protocol):
-    """gymnasium's interface on text, for one episode."""
+    """Interface of an environment: gymnasium's interface on text, for one episode."""
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -38,11 +38,11 @@ class TextEnv(Protocol):
 
 
 class EnvKind(NamedTuple):
-    """Environment kind; see the module docstring."""
+    """Environment kind: a config section and a function that creates environments."""
 
     config: type[EnvConfig]
     make: Callable[[Any], TextEnv]
-    """Function from the section to a new environment, called for every episode."""
+    """Function that creates an environment from the config section; called for every episode."""
     scored_by: Literal["env", "reward"] = "env"
     """Source of an episode's score. `env`: the sum of the environment's rewards. `reward`: that sum
     plus the score of `--reward` for the text of the last turn."""
@@ -59,8 +59,8 @@ class EnvStep(NamedTuple):
 
 
 def checked(seen: Any, reward: Any, info: Any) -> tuple[str | list[int], float, dict[str, float]]:
-    """Check an observation, a reward and the numbers of an info. Raises TypeError or ValueError if
-    any is invalid."""
+    """Check an observation, a reward and the numbers of an `info` dict. Raises TypeError or
+    ValueError if any is invalid."""
     if not isinstance(seen, str):
         if not isinstance(seen, Sequence) and not hasattr(seen, "tolist"):
             raise TypeError(

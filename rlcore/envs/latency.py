@@ -40,7 +40,7 @@ class LatencyConfig(EnvConfig):
     """Text of every observation."""
 
     def problems(self) -> list[str]:
-        """See `EnvConfig.problems`."""
+        """Return errors for conflicting keys (`EnvConfig.problems`)."""
         if self.turns <= self.max_turns:
             return []
         return [f"--env.turns {self.turns}: must be at most env.max_turns {self.max_turns}"]

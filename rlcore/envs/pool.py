@@ -1,10 +1,10 @@
 """Pool of the child processes that run a rank's environments, used from an event loop.
 
-If an environment raises, times out or loses its process, its episode fails with `EnvError`. After a
+If an environment raises, times out or its process fails, its episode fails with `EnvError`. After a
 time-out the process accepts no more environments, and is stopped when its other environments are
 closed. If a process fails, only its episodes with a call in progress may have caused the failure;
-the others are innocent. An episode that may have caused a failure gets its own process for the
-next attempt, so a second crash affects no other episode.
+its other episodes are innocent. An episode that may have caused a failure gets its own process for
+the next attempt, so a second crash affects no other episode.
 
 Own code instead of gymnasium's AsyncVectorEnv: no episode waits for a step of another episode. This
 is 2.33x faster where steps take N(10, 10) s (`tools/results/env.json`).
@@ -31,14 +31,14 @@ from rlcore.utils.net import frame
 
 Reason = Literal["timeout", "crash", "error"]
 _MOST_FAILED_STARTS = 3
-_OWN_PER_WORKER = 4  # limit of single-episode processes per worker
+_OWN_PER_WORKER = 4  # maximum number of single-episode processes per worker
 
 
 class EnvError(Exception):
-    """Failure of an environment, which fails its episode."""
+    """Error of an environment; it fails the environment's episode."""
 
     def __init__(self, reason: Reason, text: str, *, is_innocent: bool = False) -> None:
-        """Record the reason. `is_innocent`: the process failed, but no call of this episode was in
+        """Record the reason. `is_innocent`: the process failed while no call of this episode was in
         progress."""
         super().__init__(text)
         self.reason: Reason = reason
@@ -46,8 +46,7 @@ class EnvError(Exception):
 
 
 class LoopSelector:
-    """Selector over an asyncio loop, with the methods that `GuardedChild` needs for the pipes of
-    children."""
+    """Selector over an asyncio loop, with the methods that `GuardedChild` needs."""
 
     def __init__(self, ready: Callable[[Any, str, int], None]) -> None:
         """Bind to the running loop. `ready` is called with the registered data and the events."""
@@ -56,7 +55,7 @@ class LoopSelector:
         self._keys: dict[int, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> None:
-        """See `selectors.BaseSelector`."""
+        """Watch a descriptor for events, as `selectors.BaseSelector.register` does."""
         fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
         self._keys[fd] = selectors.SelectorKey(fileobj, fd, events, data)
         whose, stream = data
@@ -66,30 +65,31 @@ class LoopSelector:
             self._loop.add_writer(fd, self._ready, whose, stream, selectors.EVENT_WRITE)
 
     def modify(self, fileobj: Any, events: int, data: Any = None) -> None:
-        """See `selectors.BaseSelector`."""
+        """Change the events of a descriptor, as `selectors.BaseSelector.modify` does."""
         self.unregister(fileobj)
         self.register(fileobj, events, data)
 
     def unregister(self, fileobj: Any) -> None:
-        """See `selectors.BaseSelector`."""
+        """Stop watching a descriptor, as `selectors.BaseSelector.unregister` does."""
         fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
         del self._keys[fd]
         self._loop.remove_reader(fd)
         self._loop.remove_writer(fd)
 
     def get_key(self, fileobj: Any) -> selectors.SelectorKey:
-        """See `selectors.BaseSelector`."""
+        """Return the key of a descriptor, as `selectors.BaseSelector.get_key` does."""
         return self._keys[fileobj if isinstance(fileobj, int) else fileobj.fileno()]
 
 
 class _Process(GuardedChild):
-    """Child process with its pending calls."""
+    """Environment process with its pending calls."""
 
     def __init__(
         self, selector: LoopSelector, start: bytearray, sink: Callable[[bytes], None], is_own: bool
     ) -> None:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ready.add_done_callback(lambda f: f.cancelled() or f.exception())  # else it is logged
+        # Retrieve the exception, because asyncio logs exceptions that are not retrieved.
+        self.ready.add_done_callback(lambda f: f.cancelled() or f.exception())
         self.calls: dict[int, asyncio.Future[EnvReply]] = {}
         self.num_envs = 0
         self.is_own = is_own
@@ -100,19 +100,19 @@ class _Process(GuardedChild):
         super().__init__(selector, start, sink, "rlcore.envs.child")
 
     def enter(self) -> None:
-        """Count one more environment."""
+        """Count one more environment in this process."""
         self.num_envs += 1
 
     def leave(self) -> None:
-        """Count one environment fewer."""
+        """Count one environment fewer in this process."""
         self.num_envs -= 1
 
     def retire(self) -> None:
-        """Accept no more environments."""
+        """Make the process accept no more environments."""
         self.is_open = False
 
     def end(self, exiting: bool = False) -> int | None:
-        """See `Child.end`."""
+        """Stop the process (`Child.end`), so that it accepts no more environments."""
         self.has_exited, self.is_open = True, False
         return super().end(exiting=exiting)
 
@@ -170,7 +170,7 @@ class EnvPool:
         self._failed_starts, self._failed_at = 0, 0.0
         self._closing = False
         self.failure = ""
-        """Error if no environment can run at all; else empty."""
+        """Error message if no environment can run at all; else empty."""
         for _ in range(config.workers):
             self._add(is_own=False)
 
@@ -189,7 +189,7 @@ class EnvPool:
         self._numbers += 1
         place = EnvSlot(self, process, self._numbers)
         try:
-            # not wait_for: in Python 3.11 it may swallow a cancellation if the future is done
+            # wait_for of Python 3.11 may swallow a cancellation if the future is done
             async with asyncio.timeout(self._start_timeout_s):
                 await asyncio.shield(process.ready)
         except BaseException as error:
@@ -226,8 +226,8 @@ class EnvPool:
         return reply
 
     def leave(self, process: _Process, key: int) -> None:
-        """Release an environment. Stop its process if no environment is left in the process and
-        it accepts no more."""
+        """Release an environment. If its process has no other environment and accepts no more, stop
+        the process."""
         process.leave()
         if process.is_own:
             self._own.release()
@@ -287,12 +287,11 @@ class EnvPool:
                 process.ready.set_result(None)
             return
         future = process.calls.get(reply.number)
-        if future is not None and not future.done():  # otherwise the reply came too late
+        if future is not None and not future.done():  # ignore a reply that comes too late
             future.set_result(reply)
 
     def _end(self, process: _Process, reason: str, exiting: bool = False) -> None:
-        """Stop a process and fail its pending calls. If `reason` is empty, the exit status is the
-        reason."""
+        """Stop a process and fail its pending calls. An empty `reason` means the exit status."""
         if process.has_exited:
             return
         self._processes.remove(process)

@@ -1,6 +1,7 @@
 """Registry of environment kinds: `--env NAME`, or a dotted path to a module, a class or a KIND.
 
-A subclass of `EnvConfig` in the module of a class (at most one) becomes the section `--env.*`.
+If the module of a class also defines a subclass of `EnvConfig` (at most one), that subclass becomes
+the section `--env.*`.
 """
 
 import importlib

@@ -13,14 +13,13 @@ from rlcore.records import Prompt, RequestId, RewardResult, Sample
 
 
 class Service(Scorer, Protocol):
-    """Reward service that the scorer wraps and closes."""
+    """Interface of the reward service that the scorer wraps and closes."""
 
     def close(self) -> None: ...
 
 
 class EnvScorer:
-    """Reward service of a run with environments. A failed episode scores 0, and its result carries
-    the error."""
+    """Reward service of a run with environments. A failed episode scores 0, with an error."""
 
     def __init__(self, outcomes: dict[RequestId, EpisodeOutcome], service: Service | None) -> None:
         """Wrap a reward service. The rank's engine fills `outcomes`; the scorer empties it.
@@ -40,8 +39,8 @@ class EnvScorer:
         return self._service.room if self._service is not None else 1
 
     def submit(self, id: RequestId, sample: Sample, prompt: Prompt, text: str) -> None:
-        """See `RewardService.submit`. `text` has all turns and is ignored: only the text of the
-        last turn is scored."""
+        """Queue an episode (`RewardService.submit`). `text` has all turns and is ignored: only the
+        text of the last turn is scored."""
         outcome = self._outcomes.pop(id)
         if outcome.error or self._service is None:
             result = RewardResult(score=outcome.score, details=outcome.details, error=outcome.error)
@@ -51,7 +50,7 @@ class EnvScorer:
         self._service.submit(id, sample, prompt, outcome.text)
 
     def poll(self, timeout_s: float) -> list[tuple[RequestId, RewardResult]]:
-        """See `RewardService.poll`."""
+        """Return the scores since the last call (`RewardService.poll`)."""
         out = list(self._done)
         self._done.clear()
         if self._service is None:
@@ -71,7 +70,7 @@ class EnvScorer:
         return out
 
     def cancel(self, ids: Collection[RequestId]) -> None:
-        """See `RewardService.cancel`."""
+        """Cancel episodes (`RewardService.cancel`)."""
         gone = set(ids)
         self._done = deque((id, result) for id, result in self._done if id not in gone)
         for id in gone:
@@ -81,7 +80,7 @@ class EnvScorer:
             self._service.cancel(gone)
 
     def learn(self, reference_latency: Mapping[str, float]) -> None:
-        """See `RewardService.learn`."""
+        """Add reference latencies from other ranks (`RewardService.learn`)."""
         if self._service is not None:
             self._service.learn(reference_latency)
 

@@ -19,7 +19,7 @@ class SingleTurn(gymnasium.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Start an episode; the prompt is the only input."""
+        """Start an episode. There is no observation: the policy sees only the prompt."""
         super().reset(seed=seed)
         return "", {}
 

@@ -8,7 +8,7 @@ fenced block of bash, the block is run and its output is the observation. If a t
 Containers are used only through `Workspace`; the contract test replaces them with a stub. This
 environment has not been run with docker.
 
-Own calls of the docker command instead of the package docker: saves the dependency.
+The docker command is called instead of the package docker, to save the dependency.
 """
 
 import re
@@ -32,7 +32,7 @@ _GRACE_S = 10.0
 
 
 class SweTask(NamedTuple):
-    """Task of one row."""
+    """Software task of one data row."""
 
     image: str
     tests: str
@@ -64,7 +64,7 @@ class SweConfig(EnvConfig):
     """Further arguments of `docker run`."""
 
     def problems(self) -> list[str]:
-        """See `EnvConfig.problems`."""
+        """Return errors for conflicting keys (`EnvConfig.problems`)."""
         return [
             f"--env.{key} {getattr(self, key):g}: must be below env.timeout_s {self.timeout_s:g}"
             for key in ("command_timeout_s", "tests_timeout_s")
@@ -85,8 +85,7 @@ class Swe(gymnasium.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Start the workspace; the prompt is the issue. Raises ValueError if the row lacks a
-        field."""
+        """Start the workspace; the prompt is the issue. Raises ValueError if a field is missing."""
         super().reset(seed=seed)
         row = options or {}
         for field in ("image", "tests"):
@@ -139,7 +138,7 @@ class Container:
         self._id = self._docker([*words, task.image, "sleep", "infinity"], 300.0).strip()
 
     def run(self, command: str, timeout_s: float) -> tuple[int, str]:
-        """See `Workspace`."""
+        """Run a command in the container (`Workspace.run`)."""
         words = ["exec", self._id, "timeout", "-k", "5", f"{timeout_s:g}", "bash", "-c", command]
         done = subprocess.run(
             ["docker", *words],
@@ -152,7 +151,7 @@ class Container:
         return done.returncode, done.stdout.decode("utf-8", "replace")
 
     def close(self) -> None:
-        """See `Workspace`."""
+        """Remove the container (`Workspace.close`)."""
         self._docker(["rm", "--force", self._id], 60.0)
 
     def _docker(self, words: list[str], timeout_s: float) -> str:

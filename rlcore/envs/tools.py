@@ -73,7 +73,7 @@ class ToolsConfig(EnvConfig):
     """Whether to refuse to run programs on a machine without Linux namespaces for a sandbox."""
 
     def problems(self) -> list[str]:
-        """See `EnvConfig.problems`."""
+        """Return errors for conflicting keys (`EnvConfig.problems`)."""
         out = []
         if not self.tools or len(set(self.tools)) < len(self.tools):
             out.append(
@@ -108,8 +108,8 @@ class Tools(gymnasium.Env[str, str]):
         return "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Return the result of the tool call, or end the episode if there is none. The info counts
-        calls and failed calls."""
+        """Run the turn's last tool call and return its result; without a tool call, end the
+        episode. The info counts calls and failed calls."""
         calls = _CALL.findall(action)
         if not calls:
             return "", 0.0, True, False, self._counts()

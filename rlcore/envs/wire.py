@@ -21,16 +21,16 @@ class EnvStart(Struct, frozen=True, kw_only=True):
 class EnvCall(Struct, frozen=True, kw_only=True):
     number: int
     key: int
-    """Key of the environment."""
+    """Key that identifies the environment."""
     what: Literal["reset", "step", "close"]
     """Kind of call. `reset` creates the environment; `close` has no reply."""
     seed: int = 0
     prompt: Prompt | None = None
     episode: str = ""
     text: str = ""
-    """Text of the turn."""
+    """Text of the policy's turn, for `step`."""
     tokens: tuple[int, ...] = ()
-    """Token ids of the turn."""
+    """Token ids of the policy's turn, for `step`."""
 
 
 class EnvReply(Struct, frozen=True, kw_only=True):

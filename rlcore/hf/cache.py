@@ -1,8 +1,8 @@
-"""Allocate the KV cache: one dense slab per layer, with a slot per row, sized for the longest row.
+"""Allocate the engine's KV cache: one dense slab per layer, with one slot per sequence.
 
-A slab grows by copying; slots x capacity never exceed the budget in tokens. Rows are left-aligned:
-column t of a slot is position t of its sequence. Columns past a row's length hold stale but finite
-numbers, which the attention mask hides.
+All slots have the capacity of the longest sequence. A slab grows by copying; slots x capacity never
+exceeds the budget in tokens. Column t of a slot is position t of its sequence. Columns past a
+sequence's length hold stale but finite numbers, which the attention mask hides.
 
 Dimensions: S slots, K key-value heads, C capacity (columns), D head dimension.
 """
@@ -12,16 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_STEP = 16  # columns are allocated in multiples, as GPU attention kernels need for masks
+_STEP = 16  # columns are allocated in multiples of 16, as GPU attention kernels need for masks
 
 
 def columns(length: int, budget: int) -> int:
-    """Return the number of columns to allocate for a row of `length` tokens."""
+    """Return the number of cache columns to allocate for a sequence of `length` tokens."""
     return min(-(-length // _STEP) * _STEP, budget)
 
 
 class Cache:
-    """Keys and values of all layers. `slots` and `capacity` are the allocated sizes."""
+    """Keys and values of all layers, with memory for `slots` sequences of `capacity` tokens."""
 
     def __init__(
         self,
@@ -57,21 +57,21 @@ class Cache:
         return sum(slab.numel() * slab.element_size() for slab in slabs)
 
     def fits(self, rows: int, longest: int) -> bool:
-        """Return whether `rows` rows of at most `longest` tokens fit into the budget."""
+        """Return whether `rows` sequences of at most `longest` tokens fit into the token budget."""
         return rows * columns(longest, self.budget) <= self.budget
 
     def longest(self, rows: int) -> int:
-        """Return the maximum number of tokens per row if there are `rows` rows."""
+        """Return the maximum number of tokens per sequence if the cache holds `rows` sequences."""
         each = self.budget // rows
         return each if rows == 1 else each // _STEP * _STEP
 
     def share(self, rows: int, longest: int) -> float:
-        """Return the fraction of the budget that `rows` rows of at most `longest` tokens take."""
+        """Return the share of the token budget that `rows` sequences of `longest` tokens take."""
         return rows * columns(longest, self.budget) / self.budget
 
     def reserve(self, rows: int, longest: int, used: int) -> bool:
-        """Make room for `rows` rows of at most `longest` tokens, which must fit (`fits`). The first
-        `used` slots keep their contents. Return whether new slabs were allocated."""
+        """Make room for `rows` sequences of at most `longest` tokens, which must fit (`fits`). The
+        first `used` slots keep their contents. Return whether new slabs were allocated."""
         if rows <= self.slots and longest <= self.capacity:
             return False
         need = columns(longest, self.budget)
@@ -92,7 +92,7 @@ class Cache:
             slab = torch.zeros(shape, dtype=self.dtype, device=self.device)
             if used:
                 slab[:, :used, :, :keep] = old[0][:, :used, :, :keep]
-            del old[:1]  # free the old slab, so that only one layer exists twice
+            del old[:1]  # free the old slab, so that only one layer's slab exists twice
             self.layers.append(slab)
         if self.shared:
             self.layers *= self.num_layers
@@ -106,10 +106,10 @@ class Cache:
         to = torch.as_tensor(target, device=self.device)
         come = torch.as_tensor(source, device=self.device)
         for slab in self.layers:
-            # index_select would first copy the whole slab.
+            # Index directly, because index_select would first copy the whole slab.
             slab[:, to, :, :length] = slab[:, come, :, :length]
 
     def free(self) -> None:
-        """Free the memory."""
+        """Free the memory of all slabs."""
         self.layers = []
         self.slots = self.capacity = 0

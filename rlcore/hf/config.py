@@ -24,7 +24,7 @@ ARCHITECTURES: dict[str, Arch] = {
 }
 
 _CLASSES = {arch: name for name, arch in ARCHITECTURES.items()}
-# Defaults of transformers for keys that config.json lacks.
+# Defaults of transformers, by architecture, for keys that config.json lacks.
 _DEFAULT_HEAD_DIM = {"qwen3": 128}
 _DEFAULT_MAX_POSITIONS = {"llama": 2048}
 _LLAMA3_KEYS = (
@@ -33,7 +33,7 @@ _LLAMA3_KEYS = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
-# HFConfig field -> its keys in config.json, for the fields that `with_` may change.
+# Keys in config.json of each HFConfig field that `with_` may change.
 _KEYS = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
@@ -207,7 +207,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Convert token ids of config.json or generation_config.json: None, an int or a list."""
+    """Convert token ids in a config.json (None, an int or a list) to a tuple."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -227,11 +227,11 @@ def _arch(raw: dict[str, Any], where: str) -> Arch:
 
 
 def _refuse_unsupported(raw: dict[str, Any], arch: Arch, where: str) -> None:
-    """Raise ConfigError for settings that learner and engine do not support."""
+    """Raise ConfigError for settings that learner or engine do not support."""
     sliding = "sliding_attention" in (raw.get("layer_types") or ())
     refused = {
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
-        # Qwen2 ignores the key: it always has a bias on query, key and value, and only there.
+        # In Qwen2, query, key and value always have a bias, whatever `attention_bias` says.
         "attention_bias": arch != "qwen2" and bool(raw.get("attention_bias")),
         "mlp_bias": bool(raw.get("mlp_bias")),
         "use_sliding_window": bool(raw.get("use_sliding_window")) or sliding,
@@ -249,7 +249,7 @@ def _refuse_unsupported(raw: dict[str, Any], arch: Arch, where: str) -> None:
 
 
 def _rope(raw: dict[str, Any], where: str) -> tuple[float, dict[str, float] | None]:
-    """Return RoPE base and Llama 3's scaling (None for plain RoPE), from either version's keys."""
+    """Return RoPE base and Llama 3's scaling (None: plain RoPE) from transformers 4 or 5 keys."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"

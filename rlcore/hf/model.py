@@ -4,17 +4,17 @@ Weights are stored in fused buffers (query-key-value, gate-up, experts), transpo
 which makes matrix products of small batches faster. `views` maps every Hugging Face name to its
 part of a buffer, so that loading copies each tensor once, to its final place.
 
-The head dimension of queries and keys is stored interleaved: dimensions i and i + D/2, which RoPE
-rotates together, are adjacent and rotated as one complex number. Dot products of queries and keys
-do not depend on this order.
+The head dimension of queries and keys is stored interleaved: RoPE rotates dimensions i and i + D/2
+together, so they are adjacent and form one complex number. Dot products of queries and keys do not
+depend on this order.
 
 All tensors of a layer may share one buffer (`make_layer` with `Flat`), and the caller may supply
 the layers (`CausalLM.allocate(layers)`). The judge uses both options to load its layers one by one
 from a larger memory; the results equal those of a fully loaded model.
 
-With `quantize`, projection weights are rounded to a coarse grid when loaded, always from the
-unrounded values. With `fp32_head`, final norm and lm_head are stored and computed in float32; an
-embedding tied to the head is rounded to the model's dtype on look-up.
+With `quantize`, projection weights are rounded to a coarse grid on loading, always from unrounded
+values. With `fp32_head`, final norm and lm_head are stored and computed in float32; an embedding
+tied to the head is rounded to the model's dtype on look-up.
 
 Dimensions: B rows, S new tokens per row, T new tokens of all rows without padding, H query heads, K
 key-value heads, D head dimension.
@@ -45,29 +45,29 @@ from rlcore.hf.quantize import (
 from rlcore.hf.rope import inverse_frequencies
 
 Span = tuple[int, int, int]
-"""First row, last row (exclusive), and number of columns that these rows attend to."""
+"""Range of batch rows: first, last (exclusive), and number of cache columns to attend to."""
 
 
 @dataclass(slots=True)
 class ForwardInputs:
-    """Inputs of one forward pass: new tokens, where they go in the cache, and attended columns."""
+    """Inputs of one forward pass: new tokens, their places in the KV cache, attended columns."""
 
     tokens: Tensor  # [B, S] int64
     positions: Tensor  # [B, S] int64
     slot: int
-    """Cache slot of the first row; the other rows use the slots after it."""
+    """Cache slot of the first row; the following rows use the following slots."""
     spans: list[Span]
-    """Row ranges, each with its attended length; a single range unless lengths differ a lot."""
+    """Row ranges with their number of attended columns; one range unless lengths differ a lot."""
     causal: bool
-    """Whether the new tokens are the whole sequence, so that no mask is needed."""
+    """Whether the new tokens are whole sequences, so that attention is causal without a mask."""
     index: Tensor | None = None
-    """`cache_index` of the positions, computed at the first use."""
+    """Result of `cache_index` for the new tokens, computed at the first use."""
     place: Tensor | None = None
-    """Indices [T] of the tokens among B * S positions, in order. Other positions are padding, for
-    which only attention is computed. None: no padding."""
+    """Indices [T] of the real tokens among the B * S positions, in order. The other positions are
+    padding, and only attention is computed for them. None: no padding."""
 
     def find(self, cache: Cache) -> Tensor:
-        """Return `cache_index` of all tokens except padding."""
+        """Return the indices of the new tokens' cache entries (`cache_index`), without padding."""
         if self.index is None:
             index = cache_index(self.positions, self.slot, cache)
             self.index = index if self.place is None else index[:, self.place]
@@ -78,7 +78,7 @@ class ForwardInputs:
         self.index = None
 
     def advance(self, tokens: Tensor) -> None:
-        """Turn this decode step into the next step: the same rows, each one position further."""
+        """Prepare the next decode step: the same rows, one position further, with new tokens."""
         self.tokens = tokens
         self.positions += 1
         self.spans = [(a, b, length + 1) for a, b, length in self.spans]
@@ -88,7 +88,7 @@ class ForwardInputs:
 
 @dataclass(slots=True)
 class Layer:
-    """Weights of one layer."""
+    """Weights of one transformer layer."""
 
     norm1: Tensor
     qkv: Tensor  # [hidden, (H + 2K) D]
@@ -110,13 +110,13 @@ class _Weights:
 
 
 class _New(Protocol):
-    """Factory of tensors."""
+    """Function that returns a new tensor of a given shape."""
 
     def __call__(self, *shape: int) -> Tensor: ...
 
 
 class Flat:
-    """Factory of consecutive tensors in one buffer, each aligned to 256 bytes."""
+    """Factory that places tensors one after the other in one buffer, each aligned to 256 bytes."""
 
     def __init__(self, buffer: Tensor) -> None:
         """Start at the beginning of `buffer`, which has one dimension and the tensors' dtype."""
@@ -129,13 +129,13 @@ class Flat:
 
 
 def padded(count: int, dtype: torch.dtype) -> int:
-    """Return the number of elements that a tensor of `count` elements takes in a `Flat` buffer."""
+    """Return the number of elements that `count` elements occupy in a `Flat` buffer, aligned."""
     step = 256 // dtype.itemsize
     return -(-count // step) * step
 
 
 def layer_numel(hf: HFConfig, dtype: torch.dtype) -> int:
-    """Return the number of elements in one layer's `Flat` buffer."""
+    """Return the number of elements in a `Flat` buffer that holds one layer."""
     total = 0
 
     def count(*shape: int) -> Tensor:
@@ -150,9 +150,9 @@ def layer_numel(hf: HFConfig, dtype: torch.dtype) -> int:
 def make_layer(
     hf: HFConfig, new: _New, *, rows_first: bool = False
 ) -> tuple[Layer, dict[str, Tensor]]:
-    """Make one layer with tensors from `new`. Return it with its views: Hugging Face name without
-    the layer's prefix -> part of a buffer. With `rows_first`, matrices are [out, in] in memory, as
-    on disk: loading is a plain copy, but products of small batches are slower."""
+    """Make one layer with tensors from `new`. Return the layer and its views: parts of its tensors
+    by Hugging Face name, without the layer's prefix. With `rows_first`, matrices are [out, in] in
+    memory, as on disk: loading is a plain copy, but products of small batches are slower."""
     views: dict[str, Tensor] = {}
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -208,7 +208,7 @@ def make_layer(
 
 
 class CausalLM:
-    """Weights and forward pass of a model. Loading is done once every name of `views` is copied."""
+    """Weights and forward pass of a model. Loading is complete once every view is loaded."""
 
     def __init__(
         self,
@@ -242,9 +242,9 @@ class CausalLM:
         return self._weights is not None
 
     def allocate(self, layers: Iterable[Layer] | None = None) -> None:
-        """Allocate the weights with undefined contents. With `layers`, allocate only embedding,
-        final norm and head: every forward pass iterates over `layers` once, and takes the next
-        layer after it has queued the work of the previous layer."""
+        """Allocate the weights with undefined contents. If `layers` is given, allocate only
+        embedding, final norm and head. Every forward pass then iterates over `layers` once, and
+        takes the next layer after it has queued the work of the previous layer."""
         if self._weights is not None:
             return
         hf, new, wide = self.hf, self._empty, self._head_dtype
@@ -280,7 +280,7 @@ class CausalLM:
         place(self.views[name], tensor)
 
     def free(self) -> None:
-        """Free the memory of the weights."""
+        """Free the memory of all weights."""
         self.views, self._weights = {}, None
 
     @property
@@ -289,18 +289,18 @@ class CausalLM:
         return self._weights
 
     def forward(self, step: ForwardInputs, cache: Cache) -> Tensor:
-        """Write keys and values of the new tokens. Return the final hidden states in the head's
-        dtype: [B, S, h], or [T, h] if the step has padding."""
+        """Run the model on new tokens and cache their keys and values. Return the final hidden
+        states in the head's dtype: [B, S, hidden], or [T, hidden] if the step has padding."""
         hidden = self._run(step, cache, fill=False)
         assert hidden is not None
         return rms_norm(hidden.to(self._head_dtype), self._here.norm, self.hf.rms_norm_eps)
 
     def fill(self, step: ForwardInputs, cache: Cache) -> None:
-        """Write keys and values of the new tokens without computing outputs."""
+        """Write keys and values of new tokens to the cache, without computing outputs."""
         self._run(step, cache, fill=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [..., vocab] of hidden states, in float32 (or float64, if computed)."""
+        """Return the logits [..., vocab] of hidden states: float32, or float64 if the head is."""
         logits = F.linear(hidden, self._here.head)
         return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -362,7 +362,7 @@ class CausalLM:
         return torch.view_as_real(pairs * rope).flatten(-2).to(qk.dtype)
 
     def _masks(self, step: ForwardInputs) -> list[Tensor]:
-        """Return a mask per span, [rows, 1, repeats * S, columns]: 0 if attended, else -inf."""
+        """Return a mask per row range: [rows, 1, H/K * S, columns], 0 if attended, else -inf."""
         if step.causal:
             return []
         repeats = self.hf.num_heads // self.hf.num_kv_heads
@@ -425,7 +425,7 @@ class CausalLM:
         gate, up = grouped(self._input(h)[token], layer.gate_up, ends).chunk(2, -1)
         out = grouped(self._input(F.silu(gate) * up), layer.down, ends)
         out = out * weight.flatten()[order, None].to(out.dtype)
-        # Restore the order before the sum, because adding by index has no fixed order on a GPU.
+        # Restore the token order before the sum: adding by index has no fixed order on a GPU.
         mixed = torch.empty_like(out).index_copy_(0, order, out)
         return mixed.view(len(h), hf.experts_per_token, -1).sum(1)
 
@@ -433,13 +433,13 @@ class CausalLM:
 def place(view: Tensor, tensor: Tensor) -> None:
     """Copy a tensor, laid out as on disk, to its view from `make_layer`."""
     if view.dim() == 3 and tensor.dim() == 1 and tensor.numel() == view.shape[1] * view.shape[2]:
-        view.copy_(tensor.view(1, 2, -1).expand(view.shape))  # query or key norm
+        view.copy_(tensor.view(1, 2, -1).expand(view.shape))  # query or key norm, repeated per head
     else:
         view.copy_(tensor.reshape(view.shape))
 
 
 def cache_index(positions: Tensor, slot: int, cache: Cache) -> Tensor:
-    """Return the rows [2, B * S, K] of new tokens' keys and values in a slab viewed as [-1, D]."""
+    """Return the indices [2, B * S, K] of new keys and values in a cache slab viewed as [-1, D]."""
     heads, device = cache.kv_heads, positions.device
     row = torch.arange(slot, slot + len(positions), device=device) * heads
     head = row[:, None] + torch.arange(heads, device=device)  # [B, K]
@@ -459,9 +459,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each group of rows by its own matrix: x [N, in] sorted by group, weights [E, out,
-    in], ends [E]."""
-    if x.dtype == torch.bfloat16:  # the only dtype that the GPU kernels support
+    """Multiply the rows of each expert by its matrix. x [N, in] is sorted by expert; weights: [E,
+    out, in]; ends [E]: index after the last row of each expert."""
+    if x.dtype == torch.bfloat16:  # the only dtype that torch's grouped GPU kernels support
         return F.grouped_mm(x, weights.transpose(1, 2), offs=ends.to(torch.int32))
     out = x.new_empty(x.shape[0], weights.shape[1])
     start = 0

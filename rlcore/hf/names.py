@@ -21,7 +21,7 @@ def layer_prefix(layer: int) -> str:
 
 
 def layer_shapes(hf: HFConfig) -> dict[str, Shape]:
-    """Return the tensors of one layer: name without the layer's prefix -> shape; matrices are
+    """Return the shapes of one layer's tensors by name, without the layer's prefix. Matrices are
     [out, in]."""
     hidden = hf.hidden_size
     queries, keys = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
@@ -52,7 +52,7 @@ def _mlp(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
 
 
 def expected(hf: HFConfig) -> dict[str, Shape]:
-    """Return all tensors of the model, name -> shape, in the order of export."""
+    """Return the shapes of all tensors of the model by name, in the order of export."""
     shapes: dict[str, Shape] = {EMBED: (hf.vocab_size, hf.hidden_size)}
     layer = layer_shapes(hf)
     for number in range(hf.num_layers):

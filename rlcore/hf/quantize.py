@@ -8,11 +8,11 @@ distribution. This saves neither time nor memory.
 
 The projections of attention and MLP are quantised, experts included. Embedding, lm_head, the router
 of experts, norms and biases keep their values, as in 8-bit rollouts (FlashRL) and 8-bit
-checkpoints. Unlike their integer kernels, which sum in int32 and scale the sum, the engine sums in
-its dtype. In bfloat16 the quantised value is rounded once more.
+checkpoints. Integer kernels sum in int32 and scale the sum, but this engine sums in its dtype. In
+bfloat16 the quantised value is rounded once more.
 
-The formats below eight bits are for experiments on small models, where eight bits cause hardly any
-mismatch between sampler and learner; `tools/studies/exp_tis.py --formats FOLDER` measures each.
+Formats below eight bits are for experiments on small models, where eight bits cause hardly any
+mismatch of sampler and learner. `tools/studies/exp_tis.py --formats FOLDER` measures the mismatch.
 
 Own code instead of torchao: a few lines of torch save the dependency.
 """
@@ -30,7 +30,7 @@ Quantize = Literal["none", "int8", "int8_tensor", "int8_w8a8", "int4", "int3", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """Grid of numbers that a format can represent, and the scope of a scale."""
+    """Number format of simulated quantisation: grid of numbers, and scope of a scale."""
 
     largest: int
     mantissa_bits: int | None = None
@@ -38,9 +38,9 @@ class Format:
     min_exponent: int = 0
     """Exponent of the smallest normal number of a floating-point grid."""
     per_tensor: bool = False
-    """Use one scale per weight tensor instead of one scale per output channel."""
+    """Whether a weight tensor has one scale, instead of one scale per output channel."""
     activations: bool = False
-    """Quantise the inputs of quantised projections too, with a dynamic scale per token."""
+    """Whether the inputs of quantised projections are quantised too, with one scale per token."""
 
 
 FORMATS: dict[str, Format | None] = {

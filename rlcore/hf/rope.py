@@ -10,7 +10,7 @@ from torch import Tensor
 def inverse_frequencies(
     head_dim: int, theta: float, scaling: Mapping[str, float] | None = None
 ) -> Tensor:
-    """Return the inverse frequencies, [head_dim / 2] float32 on the CPU; `scaling`: Llama 3's."""
+    """Return RoPE's inverse frequencies, float32 [head_dim / 2]; `scaling`: Llama 3's settings."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inverse = 1.0 / (theta**exponent)
     if scaling is None:

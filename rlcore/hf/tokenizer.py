@@ -27,7 +27,7 @@ CHATML = (
 
 _OTHER_FORMATS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_MOST_TOKENS_OF_A_CHARACTER = 8  # a longer sequence is invalid UTF-8 from the model
+_MOST_TOKENS_OF_A_CHARACTER = 8  # a character of more tokens is invalid UTF-8 from the model
 _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -50,7 +50,7 @@ class Tokenizer:
         self._name = name
         own = [self.token_id(specials["eos_token"])] if "eos_token" in specials else []
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids]))
-        """Ids that end a response; the id of the tokenizer's `eos_token` comes first."""
+        """Token ids that end a response; the id of the tokenizer's `eos_token` comes first."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -73,7 +73,7 @@ class Tokenizer:
         character is not in the vocabulary."""
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except Exception as error:  # the library raises nothing more precise
+        except Exception as error:  # the library raises only `Exception`
             raise ConfigError(
                 f"{self._name}: cannot encode {text[:40]!r} ({error}); use another tokenizer"
             ) from error
@@ -87,7 +87,7 @@ class Tokenizer:
         """Return the text that each token adds, special tokens included; the joined texts equal the
         decoded text. A character made of several tokens belongs to its last token."""
         out: list[str] = []
-        start, done = 0, 0  # start of the decoding context; number of tokens whose text is returned
+        start, done = 0, 0  # `start`: start of the decoding context; `done`: tokens already decoded
         for i in range(len(ids)):
             before = self.decode(ids[start:done], skip_special_tokens=False)
             text = self.decode(ids[start : i + 1], skip_special_tokens=False)
@@ -173,7 +173,7 @@ def make_char_tokenizer(
     folder: str | Path, chars: Iterable[str], pad: str = "<pad>", eos: str = "<eos>"
 ) -> Tokenizer:
     """Write a tokenizer with one token per character: `pad` is 0, `eos` 1, then `chars` in order.
-    transformers and SGLang can load the folder too. Other characters raise an error."""
+    transformers and SGLang can load the folder too. Encoding other characters raises an error."""
     vocabulary = {token: number for number, token in enumerate([pad, eos, *chars])}
     # "<unk>" has no id, so that the library raises an error for an unknown character.
     backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -201,7 +201,7 @@ def _backend(folder: Path, settings: Mapping[str, Any], key: str) -> Backend:
         return _converted(folder, key)
     try:
         backend = Backend.from_file(str(file))
-    except Exception as error:  # the library raises nothing more precise
+    except Exception as error:  # the library raises only `Exception`
         raise ConfigError(f"{file}: not a tokenizer ({error}); fetch the file again") from error
     backend.no_padding()
     backend.no_truncation()
@@ -231,7 +231,7 @@ def _converted(folder: Path, key: str) -> Backend:
 
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         backend = tokenizer.backend_tokenizer
-    except Exception as error:  # the reader of a format may raise any exception
+    except Exception as error:  # transformers may raise any exception for a damaged file
         reason = str(error).strip().splitlines()
         raise ConfigError(
             f"{key} {folder}: no tokenizer.json in it, and transformers cannot make one"
@@ -246,7 +246,7 @@ def _optional(file: Path) -> dict[str, Any]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return role -> token; a token is written as a string or as an object with `content`."""
+    """Return the special tokens by role; a file may write a token as an object with `content`."""
     found = {}
     for role in _SPECIALS:
         token = settings.get(role)
@@ -256,8 +256,8 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return the chat template. As in transformers, a template file has precedence over
-    tokenizer_config.json."""
+    """Return the chat template; None if the folder has none. As in transformers, a template file
+    has precedence over tokenizer_config.json."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     legacy = _optional(folder / "chat_template.json").get("chat_template")
@@ -275,7 +275,7 @@ def _compile(template: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Parser for `{% generation %}` blocks, which mark the assistant's text; keep the text."""
+        """Parser that drops `{% generation %}` tags and keeps the assistant's text inside."""
 
         tags = {"generation"}
 

@@ -1,7 +1,7 @@
 """Read tensors of safetensors folders one at a time, in full or in slices, and write such folders.
 
-A folder has `model.safetensors`, or shards with `model.safetensors.index.json`. Files are memory-
-mapped, so that a rank that needs a tenth of a tensor reads only this tenth from disk.
+A folder has `model.safetensors`, or shards with `model.safetensors.index.json`. Files are mapped
+into memory, so a rank that needs a tenth of a tensor reads only this tenth from disk.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from rlcore.hf.names import Shape, expected
 from rlcore.utils.errors import ConfigError
 
 Index = tuple[slice, ...]
-"""One slice per leading dimension; the other dimensions are taken in full."""
+"""Part of a tensor: one slice per leading dimension, and all of the other dimensions."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -49,22 +49,22 @@ class WeightReader:
     """Reader of a folder's tensors by name. Files are opened when first needed and stay mapped."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Find the tensors. Raise ValueError if the folder has no safetensors file, or lacks a
-        shard that the index names."""
+        """Find the folder's tensors. Raise ValueError if the folder has no safetensors file, or
+        lacks a shard that the index names."""
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
         self._file_of = self._find()
         self._stacked = self._unstack()
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, sorted; each expert of a stack has its own name."""
+        """Return the names of all tensors, sorted; stacked experts are named one by one."""
         return sorted({*self._file_of, *self._stacked} - self._stacks())
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of or name in self._stacked
 
     def shape(self, name: str) -> Shape:
-        """Return a tensor's shape without reading its data. Raise ValueError if it is missing."""
+        """Return a tensor's shape without reading data. Raise ValueError if it does not exist."""
         if name in self._stacked:
             stored, index = self._stacked[name]
             _, *shape = self._slice(stored).get_shape()
@@ -114,7 +114,7 @@ class WeightReader:
         return {name for name in self._file_of if _STACKED.fullmatch(name)}
 
     def _unstack(self) -> dict[str, tuple[str, Index]]:
-        """Map the name of each expert's matrix to (name of the stack, index in the stack)."""
+        """Map each expert matrix's name to its stacked tensor's name and its index in the stack."""
         where: dict[str, tuple[str, Index]] = {}
         for stored in self._stacks():
             match = _STACKED.fullmatch(stored)
@@ -164,7 +164,7 @@ class WeightReader:
 
 
 def read_folder(folder: str | Path, hf: HFConfig) -> Iterator[tuple[str, Tensor]]:
-    """Check that the folder is complete and yield all tensors in the order of `names.expected`."""
+    """Check that the folder has all tensors, then yield them in the order of `names.expected`."""
     reader, shapes = WeightReader(folder), expected(hf)
     reader.check(shapes)
     for name in shapes:
@@ -181,8 +181,8 @@ def save_folder(
     """Write a Hugging Face folder: weights in shards, config.json, tokenizer files.
 
     `tensors` is always exhausted, even after an error, because the iterator may be collective. In a
-    collective export the other ranks pass `path=None` and write nothing. The folder appears, or
-    replaces an older folder, only when complete. At most one shard is in memory.
+    collective export, only one rank passes a `path`; ranks with `path=None` write nothing. The
+    folder appears, or replaces an older folder, only when complete. At most one shard is in memory.
 
     Raises ValueError if a tensor is missing or has another shape, and OSError if the disk is full
     or not writable.
@@ -221,7 +221,7 @@ def _write(
 def _write_shards(
     tensors: Iterator[tuple[str, Tensor]], shapes: Mapping[str, Shape], part: Path, limit: int
 ) -> str:
-    """Write all tensors and the index; return the dtype of the first tensor."""
+    """Write all tensors as shards with an index; return the dtype of the first tensor."""
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     size = total = 0
@@ -262,7 +262,7 @@ def _write_shards(
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Return the tensor on the CPU with its own storage, because safetensors refuses to write
+    """Return the tensor on the CPU with a storage of its own, because safetensors refuses to write
     several views of one storage to a file."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
@@ -277,7 +277,7 @@ def _write_rest(hf: HFConfig, tokenizer_folder: str | Path | None, part: Path) -
 
 
 def _replace(part: Path, path: Path) -> None:
-    """Move the complete folder to `path`; an older folder at `path` is deleted only afterwards."""
+    """Move the complete folder `part` to `path`; delete an older folder at `path` afterwards."""
     old = path.with_name(path.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():

@@ -1,7 +1,7 @@
-"""Learner on Megatron-Core; the only package that imports `megatron.core`.
+"""Learner on Megatron-Core; only this package imports `megatron.core`.
 
-Importing this package checks Megatron's version and, without CUDA, installs the CPU shim. A process
-that unpickles an object of this package can therefore import `megatron.core` afterwards.
+Importing this package checks Megatron's version and, without CUDA, installs a shim for the CPU.
+Unpickling an object of this package triggers this import first, so `megatron.core` is usable.
 """
 
 from rlcore.mcore.shim import prepare

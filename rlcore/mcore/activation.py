@@ -1,6 +1,6 @@
 """Provide SwiGLU as a module for Megatron's MLP, fast on the CPU.
 
-Own code instead of Megatron's, to save only the input and write both gradients to one tensor.
+Own code, to save only the input for backward and to write both gradients to one tensor.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class SwiGLU(torch.nn.Module):
-    """SwiGLU: maps gate and up, in one tensor [..., 2F], to silu(gate) * up, [..., F]."""
+    """SwiGLU layer: maps gate and up in one tensor [..., 2F] to silu(gate) * up, [..., F]."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__()
@@ -20,13 +20,13 @@ class SwiGLU(torch.nn.Module):
         return _SwiGLU.apply(x)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return an empty state, because SwiGLU has no weights; Megatron's MLP calls this method on
-        all its parts."""
+        """Return an empty state, because SwiGLU has no weights. Megatron's MLP calls this method on
+        all its submodules."""
         return {}
 
 
 class _SwiGLU(torch.autograd.Function):
-    """SwiGLU that saves only the input and writes the gradients of gate and up to one tensor."""
+    """SwiGLU with a backward that saves only the input and writes both gradients to one tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,21 +1,21 @@
 """Compute causal self-attention on packed tokens in plain torch, with RoPE and context parallelism.
 
-Megatron's layer spec uses `CoreAttention`; q, k, v have the shape [T, heads, dim]. `plan` makes an
-`AttentionPlan` from the sequence lengths once per micro-batch, for all layers. A subclass of
-Megatron's `PackedSeqParams` holds the plan (`Packed`).
+Megatron's layer spec uses `CoreAttention`; q, k, v have the shape [T, heads, dim]. `plan` makes one
+`AttentionPlan` per micro-batch, which all layers share. `Packed`, a subclass of Megatron's
+`PackedSeqParams`, carries the plan to the layers.
 
-    CUDA, half precision   torch's variable-length flash attention, for supported head sizes
-    otherwise              dense batches (buckets) of sequences with similar length, padded on the
-                           right, where the causal mask hides the padding
+On CUDA in half precision, torch's variable-length flash attention runs if it supports the head
+size. Otherwise, sequences of similar length form dense batches (buckets) with padding on the right,
+which the causal mask hides.
 
 Context-parallel rank r holds chunks r and 2 cp - 1 - r of every sequence (zigzag); sequences are
 padded to a multiple of 2 cp. Keys and values are gathered; each chunk attends to its prefix.
 
-Own code instead of Transformer Engine's attention: plain torch also runs on CPUs.
+Own code instead of Transformer Engine's attention, because plain torch also runs on CPUs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -29,13 +29,13 @@ from rlcore.mcore import compat
 from rlcore.mcore.rope import rotate
 
 SHRINK = 0.8
-"""Minimum length in a bucket, as a fraction of the bucket's maximum length."""
+"""Minimum sequence length in a padded bucket, as a fraction of the bucket's longest sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedBucket:
-    """Batch of `count` units (see `AttentionPlan`), padded to `query` queries and `key` keys. With
-    cp > 1, queries do not start at the first key, so a `mask` is needed."""
+    """Bucket of `count` sequences or chunks, padded to `query` queries and `key` keys. With context
+    parallelism, a chunk's queries may start after its first key, so the bucket needs a `mask`."""
 
     count: int
     query: int
@@ -44,19 +44,26 @@ class PaddedBucket:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Place of every token in the padded buckets. A unit is a sequence or, with context
-    parallelism, a chunk of a sequence."""
+class PaddedPlan:
+    """Position of every token in the padded buckets."""
 
     buckets: tuple[PaddedBucket, ...]
-    query_index: Tensor  # [P] local token of each padded query row
-    key_index: Tensor  # [K] gathered token of each padded key row
-    query_rows: Tensor  # [T] padded query row of each local token
-    key_rows: Tensor | None  # [T] padded key row of each token; None for cp > 1 (several rows)
-    gathered: Tensor | None  # [cp*T] index in rank-major order of each token of the batch (cp > 1)
-    cu_query: Tensor  # [U+1] int32, units in local order
-    cu_key: Tensor  # [U+1] int32
-    prefix: Tensor | None  # [.] gathered token of each row of cu_key (cp > 1)
+    query_index: Tensor  # [padded queries] index of this rank's token in each padded query row
+    key_index: Tensor  # [padded keys] token in each padded key row, as index in the packed batch
+    query_rows: Tensor  # [T] padded query row of each token of this rank
+    key_rows: Tensor | None  # [T] padded key row of each token; None if cp > 1 (several per key)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Lengths and positions of the units of packed sequences. A unit is a sequence or, with context
+    parallelism, a chunk of a sequence."""
+
+    padded: PaddedPlan | None  # None if only flash attention or Transformer Engine uses the plan
+    gathered: Tensor | None  # [cp*T] position of each token in the all-gather's output, if cp > 1
+    cu_query: Tensor  # [units + 1] int32: cumulative numbers of queries of this rank's units
+    cu_key: Tensor  # [units + 1] int32: cumulative numbers of keys of this rank's units
+    prefix: Tensor | None  # [keys of all units] index of each key in the packed batch, if cp > 1
     max_query: int
     max_key: int
 
@@ -71,17 +78,17 @@ class Packed(PackedSeqParams):
 
     @property
     def gathered(self) -> Tensor:
-        """Return the plan's `gathered`; only with context parallelism."""
+        """Return `AttentionPlan.gathered`, which exists only with context parallelism."""
         assert self.plan is not None and self.plan.gathered is not None
         return self.plan.gathered
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    rows: range  # local tokens
+    rows: range  # indices of the unit's tokens among this rank's tokens
     start: int  # index of the sequence's first token in the whole packed batch
-    first: int  # position of the first query in its sequence
-    key: int  # number of keys that the last query attends to
+    first: int  # position of the unit's first query in its sequence
+    key: int  # number of keys that the unit's last query attends to
 
     @property
     def query(self) -> int:
@@ -89,10 +96,10 @@ class _Unit:
 
 
 def local_positions(lengths: Sequence[int], cp: int, cp_rank: int) -> tuple[Tensor, Tensor]:
-    """Return, for each token of a context-parallel rank, the index in the packed batch and the
-    position in the sequence: two [T/cp] int64 tensors.
+    """Return two int64 tensors [T/cp] for the tokens of one context-parallel rank: each token's
+    index in the packed batch, and its position in its sequence.
 
-    If cp > 1, `lengths` must be multiples of 2 cp.
+    If cp > 1, all `lengths` must be multiples of 2 cp.
     """
     index, position = [], []
     for unit in _units(lengths, cp, cp_rank):
@@ -120,7 +127,7 @@ def _units(lengths: Sequence[int], cp: int, cp_rank: int) -> list[_Unit]:
 
 
 def _bucketed(units: Sequence[_Unit]) -> list[list[_Unit]]:
-    """Group units of similar length into buckets, longest first."""
+    """Group units (sequences or chunks) of similar length into buckets, longest units first."""
     buckets: list[list[_Unit]] = []
     for unit in sorted(units, key=lambda u: (-u.key, -u.query, u.rows.start)):
         head = buckets[-1][0] if buckets else None
@@ -132,40 +139,16 @@ def _bucketed(units: Sequence[_Unit]) -> list[list[_Unit]]:
 
 
 def plan(
-    lengths: Sequence[int], *, cp: int = 1, cp_rank: int = 0, device: torch.device | None = None
+    lengths: Sequence[int],
+    *,
+    cp: int = 1,
+    cp_rank: int = 0,
+    device: torch.device | None = None,
+    padded: bool = True,
 ) -> AttentionPlan:
-    """Make the plan of packed sequences. If cp > 1, each length must be a multiple of 2 cp."""
+    """Make the attention plan of packed sequences. If cp > 1, lengths must be multiples of 2 cp.
+    `padded`: whether attention may run on padded buckets, whose masks take query * key bytes."""
     units = _units(lengths, cp, cp_rank)
-    total = sum(unit.query for unit in units)
-    query_index, key_index, buckets = [], [], []
-    query_rows = torch.empty(total, dtype=torch.int64)
-    key_rows = torch.empty(total, dtype=torch.int64) if cp == 1 else None
-    queries = keys = 0
-    for group in _bucketed(units):
-        query = max(unit.query for unit in group)
-        key = max(unit.key for unit in group)
-        at_query, at_key = torch.arange(query), torch.arange(key)
-        rows = torch.tensor([unit.rows.start for unit in group]).unsqueeze(1)
-        starts = torch.tensor([unit.start for unit in group]).unsqueeze(1)
-        firsts = torch.tensor([unit.first for unit in group]).unsqueeze(1)
-        q_len = torch.tensor([unit.query for unit in group]).unsqueeze(1)
-        k_len = torch.tensor([unit.key for unit in group]).unsqueeze(1)
-        # Padding repeats the last real token, so it is finite; no real token attends to padding.
-        query_index.append((rows + at_query.minimum(q_len - 1)).flatten())
-        key_index.append((starts + at_key.minimum(k_len - 1)).flatten())
-        real = (at_query < q_len).flatten()
-        padded = torch.arange(len(group) * query)[real] + queries
-        query_rows[query_index[-1][real]] = padded
-        if key_rows is not None:
-            key_rows[query_index[-1][real]] = padded
-        mask = None
-        if cp > 1:
-            # A padded query attends at least to key 0, so that no row of the mask is empty.
-            mask = at_key <= (firsts + at_query.minimum(q_len - 1)).unsqueeze(-1)
-            mask = mask.unsqueeze(1)
-        buckets.append(PaddedBucket(len(group), query, key, mask))
-        queries += len(group) * query
-        keys += len(group) * key
     gathered = prefix = None
     if cp > 1:
         order = torch.cat([local_positions(lengths, cp, rank)[0] for rank in range(cp)])
@@ -173,11 +156,7 @@ def plan(
         gathered[order] = torch.arange(order.numel())
         prefix = torch.cat([torch.arange(unit.start, unit.start + unit.key) for unit in units])
     made = AttentionPlan(
-        buckets=tuple(buckets),
-        query_index=torch.cat(query_index),
-        key_index=torch.cat(key_index),
-        query_rows=query_rows,
-        key_rows=key_rows,
+        padded=_padded(units, cp) if padded else None,
         gathered=gathered,
         cu_query=_cumulative([unit.query for unit in units]),
         cu_key=_cumulative([unit.key for unit in units]),
@@ -188,21 +167,60 @@ def plan(
     return made if device is None or device.type == "cpu" else _to(made, device)
 
 
+def _padded(units: Sequence[_Unit], cp: int) -> PaddedPlan:
+    total = sum(unit.query for unit in units)
+    query_index, key_index, buckets = [], [], []
+    query_rows = torch.empty(total, dtype=torch.int64)
+    key_rows = torch.empty(total, dtype=torch.int64) if cp == 1 else None
+    queries = 0
+    for group in _bucketed(units):
+        query = max(unit.query for unit in group)
+        key = max(unit.key for unit in group)
+        at_query, at_key = torch.arange(query), torch.arange(key)
+        rows = torch.tensor([unit.rows.start for unit in group]).unsqueeze(1)
+        starts = torch.tensor([unit.start for unit in group]).unsqueeze(1)
+        firsts = torch.tensor([unit.first for unit in group]).unsqueeze(1)
+        q_len = torch.tensor([unit.query for unit in group]).unsqueeze(1)
+        k_len = torch.tensor([unit.key for unit in group]).unsqueeze(1)
+        # Padding repeats the last real token to stay finite; no real token attends to padding.
+        query_index.append((rows + at_query.minimum(q_len - 1)).flatten())
+        key_index.append((starts + at_key.minimum(k_len - 1)).flatten())
+        real = (at_query < q_len).flatten()
+        place = torch.arange(len(group) * query)[real] + queries
+        query_rows[query_index[-1][real]] = place
+        if key_rows is not None:
+            key_rows[query_index[-1][real]] = place
+        mask = None
+        if cp > 1:
+            # A padded query attends at least to key 0, so that no mask row is empty (softmax: NaN).
+            mask = at_key <= (firsts + at_query.minimum(q_len - 1)).unsqueeze(-1)
+            mask = mask.unsqueeze(1)
+        buckets.append(PaddedBucket(len(group), query, key, mask))
+        queries += len(group) * query
+    return PaddedPlan(
+        tuple(buckets), torch.cat(query_index), torch.cat(key_index), query_rows, key_rows
+    )
+
+
 def _cumulative(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
 
 
-def _to(made: AttentionPlan, device: torch.device) -> AttentionPlan:
-    def move(value: Any) -> Any:
-        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-
-    buckets = tuple(PaddedBucket(b.count, b.query, b.key, move(b.mask)) for b in made.buckets)
-    names = [name for name in AttentionPlan.__slots__ if name != "buckets"]
-    return AttentionPlan(buckets=buckets, **{name: move(getattr(made, name)) for name in names})
+def _to(value: Any, device: torch.device) -> Any:
+    """Move all tensors of a plan."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        return tuple(_to(part, device) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(
+            value, **{f.name: _to(getattr(value, f.name), device) for f in fields(value)}
+        )
+    return value
 
 
 class CoreAttention(MegatronModule):
-    """Apply RoPE and attention as described in the module docstring."""
+    """Core attention of Megatron's layer spec: RoPE, then causal attention within each sequence."""
 
     def __init__(
         self,
@@ -231,7 +249,7 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Packed | None = None,
     ) -> Tensor:
-        """Map query [T, heads, dim] and key and value [T, groups, dim] to [T, heads * dim]."""
+        """Map query [T, heads, dim] and key, value [T, groups, dim] to output [T, heads * dim]."""
         packed = packed_seq_params
         assert packed is not None and packed.plan is not None, "packed input with a plan is needed"
         if packed.cos is not None and packed.sin is not None:
@@ -246,21 +264,27 @@ class CoreAttention(MegatronModule):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, made: AttentionPlan, scale: float | None = None
 ) -> Tensor:
-    """Map q [T, heads, dim], and k and v [cp*T, groups, dim] in packed order, to the shape of q."""
+    """Return the attention output [T, heads, dim] of q over packed k, v [cp*T, groups, dim]."""
     if q.is_cuda and torch.is_grad_enabled() and torch.are_deterministic_algorithms_enabled():
         return _Reproducible.apply(q, k, v, made, scale)
     return _attend(q, k, v, made, scale)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, made: AttentionPlan, scale: float | None) -> Tensor:
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    if q.is_cuda and half and q.size(-1) % 8 == 0 and q.size(-1) <= 256:
+    if uses_flash(q.device, q.dtype, q.size(-1)):
         return _attend_varlen(q, k, v, made, scale)
-    return _attend_padded(q, k, v, made, scale)
+    assert made.padded is not None, "the plan was made for flash attention"
+    return _attend_padded(q, k, v, made.padded, scale)
+
+
+def uses_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether flash attention supports these tensors, so that no padding is needed."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    return device.type == "cuda" and half and head_dim % 8 == 0 and head_dim <= 256
 
 
 def _attend_padded(
-    q: Tensor, k: Tensor, v: Tensor, made: AttentionPlan, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, made: PaddedPlan, scale: float | None
 ) -> Tensor:
     rows = made.query_rows
     q_all = _Spread.apply(q, made.query_index, rows)
@@ -294,15 +318,15 @@ def _attend_varlen(
 ) -> Tensor:
     if made.prefix is not None:
         k, v = k.index_select(0, made.prefix), v.index_select(0, made.prefix)
-    # The causal mask is aligned to the last key, for chunks that attend to their prefix.
+    # Align the causal mask to the last key, because a chunk also attends to its prefix.
     return compat.varlen_attention(
         q, k, v, made.cu_query, made.cu_key, made.max_query, made.max_key, scale
     )
 
 
 class _Reproducible(torch.autograd.Function):
-    """Compute attention with a bitwise reproducible gradient. If deterministic mode only warns,
-    torch's fused kernels sum in varying order; therefore backward runs in strict mode."""
+    """Compute attention with a bitwise reproducible gradient. If torch's deterministic mode only
+    warns, fused kernels sum in varying order; therefore backward runs in strict mode."""
 
     @staticmethod
     def forward(
@@ -316,7 +340,7 @@ class _Reproducible(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         out, inputs = ctx.out, ctx.inputs
-        ctx.out = ctx.inputs = None  # free the memory now, not when autograd frees the graph
+        ctx.out = ctx.inputs = None  # free the saved tensors now, not when autograd frees the graph
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(True)
         try:
@@ -327,7 +351,7 @@ class _Reproducible(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Copy rows to padded rows. Padding has no gradient, since no real token attends to padding."""
+    """Copy token rows into padded buckets. Padding has no gradient: no real token attends to it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, rows: Tensor | None) -> Tensor:
@@ -345,7 +369,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Select the rows of real tokens from the padded rows."""
+    """Select the rows of real tokens from padded buckets."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -361,8 +385,8 @@ class _Collect(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """Gather the tokens of all context-parallel ranks in sequence order. Backward sums the
-    gradients over the ranks and keeps this rank's part."""
+    """Gather the tokens of all context-parallel ranks, in the order of the packed batch. Backward
+    sums the gradients over the ranks and keeps this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, gathered: Tensor) -> Tensor:

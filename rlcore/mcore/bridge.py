@@ -1,19 +1,18 @@
 """Convert Megatron's parameters to Hugging Face tensors and back, streamed.
 
-Megatron fuses query, key and value (by query group) and gate and up, and splits over tensor,
-pipeline and expert parallel ranks. A `ParamPiece` maps a Megatron parameter, named as if one rank
-had the whole model, to the Hugging Face tensors that it contains.
+Megatron fuses query, key and value (by query group), and also gate and up. It splits parameters
+over tensor-, pipeline- and expert-parallel ranks. A `ParamPiece` maps one parameter of the unsplit
+model to the Hugging Face tensors that it contains.
 
-    load     each rank reads only its slice of each tensor
-    export   bundle by bundle: the ranks that own the parameters gather them over TP, split the
-             fused parameters, then broadcast over EP and PP; every rank yields every tensor in the
-             order of `hf.names.expected`
-    shards   each rank splits its own fused parameters into views, without communication
+`load_hf`: each rank reads only its slice of each tensor. `shards`: each rank splits its own fused
+parameters into views, without communication. `export_hf` works in bundles of parameters: the ranks
+that own a bundle gather it over TP and split fused parameters, then broadcast over EP and PP. Every
+rank yields every tensor, in the order of `hf.names.expected`.
 
-The vocabulary may be padded to a multiple of the tensor-parallel size; the parameter's shape then
-includes the padding. Padded rows are zero and are never exported.
+The vocabulary may be padded to a multiple of the tensor-parallel size. Padding rows are zero and
+are never exported.
 
-Own code instead of Megatron-Bridge or mbridge: it needs no extra dependency and runs on CPUs.
+Own code instead of Megatron-Bridge or mbridge, to need no extra dependency and to run on CPUs.
 """
 
 import math
@@ -37,7 +36,7 @@ from rlcore.records import Shard
 from rlcore.utils.seed import derive
 
 BUNDLE_BYTES = 256 << 20
-"""Bytes of weights per bundle (one round of collectives); a larger tensor is a bundle alone."""
+"""Maximum bytes of a bundle (weights exported at once); a larger parameter is its own bundle."""
 
 Kind = Literal["copy", "vocab", "columns", "qkv", "gate_up"]
 
@@ -47,16 +46,16 @@ class ParamPiece:
     """One Megatron parameter and the Hugging Face tensors that it contains."""
 
     name: str
-    """Megatron's name in a model that is not split over ranks and has separate norm modules."""
+    """Megatron's name of the parameter in an unsplit model with separate norm modules."""
     tensors: tuple[str, ...]
     kind: Kind
     layer: int
-    """Layer of the parameter; -1 before the first layer, `num_layers` after the last."""
+    """Index of the parameter's layer; -1: before the first layer; `num_layers`: after the last."""
     expert: int = -1
 
 
 class TensorSource(Protocol):
-    """Source of the tensors that `_fill` loads."""
+    """Source of Hugging Face tensors by name: a folder of weights, or random initial weights."""
 
     def get(self, name: str, index: Index = ()) -> Tensor:
         """Return a tensor, or the part that `index` selects, on the CPU."""
@@ -70,11 +69,11 @@ def load_hf(
     *,
     head: bool = True,
 ) -> None:
-    """Load the model chunks of this rank from a Hugging Face folder. Not collective. Without
-    `head`, the output layer stays unchanged and the folder needs no lm_head.
+    """Load this rank's model chunks from a Hugging Face folder. Not collective. Without `head`, the
+    output layer stays unchanged and the folder needs no lm_head.
 
-    Raises the same ValueError on every rank if a file or tensor is missing, or a tensor's shape
-    differs from config.json.
+    If a file or tensor is missing, or a tensor's shape differs from config.json, raises the same
+    ValueError on every rank.
     """
     reader = WeightReader(folder)
     reader.check({n: shape for n, shape in expected(hf).items() if head or n != HEAD})
@@ -86,15 +85,15 @@ def init_random(
 ) -> None:
     """Initialise random weights that depend only on seed and tensor name, so that all layouts get
     the same model. Matrices are normal with standard deviation `initializer_range`, norms are 1,
-    biases 0. `head` is as in `load_hf`."""
+    biases 0. Without `head`, the output layer stays unchanged."""
     _fill(models, hf, layout, _Random(hf, seed), head)
 
 
 def export_hf(
     models: Sequence[Module], hf: HFConfig, layout: ParallelLayout
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in full on every rank, on the model's device and in its dtype, in the
-    order of `hf.names.expected`. Collective: all ranks must exhaust the iterator together.
+    """Yield every tensor in full on every rank, with the model's device and dtype, in the order of
+    `hf.names.expected`. Collective: all ranks must exhaust the iterator together.
 
     A tensor may be a view of the model's parameter or of a temporary bundle of `BUNDLE_BYTES`, so
     callers must copy a tensor to keep it.
@@ -107,17 +106,17 @@ def export_hf(
         with torch.no_grad():
             full = _export(bundle, params, hf, layout, [shapes[name] for name in names], like)
         yield from zip(names, full, strict=True)
-        del full  # free the memory before the next bundle
+        del full  # free this bundle's memory before the next bundle is gathered
 
 
 def shards(
     models: Sequence[Module], hf: HFConfig, layout: ParallelLayout
 ) -> Iterator[tuple[Shard, Tensor]]:
-    """Yield this rank's shards of the tensors, in the model's dtype. Not collective.
+    """Yield this rank's shards of the Hugging Face tensors, in the model's dtype. Not collective.
 
-    A shard is a view of the parameter, with the shard's elements in their original order. Query,
-    key and value have a separate dimension of query groups. The second copy of a tied embedding is
-    left out."""
+    A shard is a view of a parameter; its elements keep their order in the Hugging Face tensor.
+    Shards of query, key and value have an extra dimension of query groups. A tied embedding is
+    yielded only once, without the last stage's copy."""
     params = _parameters(models, hf, layout)
     dtype = next(iter(params.values())).dtype
     shapes = expected(hf)
@@ -127,7 +126,7 @@ def shards(
         local = params[piece.name].detach().to(dtype)
         parts = _own_parts(piece, local, hf, layout)
         for name, (dim, start, size, tensor) in zip(piece.tensors, parts, strict=True):
-            if size:  # a rank may hold only padding of the vocabulary
+            if size:  # size 0: this rank's part of the vocabulary is only padding
                 yield (
                     Shard(
                         name=name,
@@ -145,7 +144,7 @@ def shards(
 
 
 def pieces(hf: HFConfig) -> list[ParamPiece]:
-    """Return all parameters of the model, in the order of `hf.names.expected`."""
+    """Return one `ParamPiece` per parameter of the model, in the order of `hf.names.expected`."""
     found = [ParamPiece("embedding.word_embeddings.weight", (EMBED,), "vocab", -1)]
     for layer in range(hf.num_layers):
         found += _layer_pieces(hf, layer)
@@ -192,12 +191,12 @@ def _layer_pieces(hf: HFConfig, layer: int) -> list[ParamPiece]:
 def _parameters(
     models: Sequence[Module], hf: HFConfig, layout: ParallelLayout
 ) -> dict[str, Parameter]:
-    """Return the parameters of this rank under the names that `ParamPiece` uses."""
+    """Return this rank's parameters by the name in `ParamPiece`."""
     first_expert = layout.experts(hf.num_experts).start if hf.num_experts else 0
     found = {}
     for whole in models:
         model: Any = whole
-        while hasattr(model, "module"):  # DDP and mixed precision wrap the model
+        while hasattr(model, "module"):  # remove the wrappers for DDP and mixed precision
             model = model.module
         numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
         for name, param in model.named_parameters():
@@ -206,8 +205,8 @@ def _parameters(
 
 
 def _whole_name(name: str, numbers: Sequence[int], first_expert: int) -> str:
-    """Return the name of this rank's parameter in the whole model. Transformer Engine keeps a norm
-    inside the next projection, and puts the number of a grouped expert at the end of the name."""
+    """Convert a parameter's name on this rank to its name in the unsplit model. Transformer Engine
+    keeps a norm inside the next projection, and puts a grouped expert's number at the end."""
     name = re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"layers.{numbers[int(m[1])]}", name)
     name = name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
     name = name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
@@ -227,7 +226,7 @@ def _fill(
     if not head:
         params.pop(output, None)
     todo = [piece for piece in pieces(hf) if piece.name in params]
-    if hf.tie_word_embeddings and output in params:  # the last stage has a copy
+    if hf.tie_word_embeddings and output in params:  # the last stage has a copy of the embedding
         todo.append(ParamPiece(output, (EMBED,), "vocab", hf.num_layers))
     unknown = sorted(params.keys() - {piece.name for piece in todo})
     assert not unknown, f"the bridge does not map the parameters {unknown[:3]}"
@@ -242,7 +241,7 @@ def _fill(
 def _read(
     piece: ParamPiece, source: TensorSource, hf: HFConfig, layout: ParallelLayout, shape: Shape
 ) -> Tensor:
-    """Read this rank's part of a parameter; `shape` is the shape of the part."""
+    """Read this rank's part of a parameter; the part has the shape `shape`."""
     names, rank = piece.tensors, layout.tp_rank
     match piece.kind:
         case "copy":
@@ -278,12 +277,12 @@ def _read_qkv(
 
 
 def _fuse_qkv(parts: Sequence[Tensor], groups: int) -> Tensor:
-    """Interleave the rows of q, k and v by query group: queries, key and value of each group."""
+    """Concatenate the rows of q, k and v by query group: each group's queries, key, then value."""
     return torch.cat([p.unflatten(0, (groups, -1)) for p in parts], 1).flatten(0, 1)
 
 
 class _Random:
-    """Source of random tensors; each tensor has its own generator."""
+    """Random initial weights by tensor name; each tensor has a generator seeded with its name."""
 
     def __init__(self, hf: HFConfig, seed: int) -> None:
         self._std, self._seed, self._shapes = hf.initializer_range, seed, expected(hf)
@@ -298,14 +297,14 @@ class _Random:
         return torch.empty(shape).normal_(0.0, self._std, generator=generator)[index]
 
 
-# ---- parts
+# ---- splitting this rank's parameters
 
 
 def _own_parts(
     piece: ParamPiece, local: Tensor, hf: HFConfig, layout: ParallelLayout
 ) -> list[tuple[int, int, int, Tensor]]:
-    """Return (split dimension, first index, number of indices, view) for each tensor that the
-    parameter `local` contains."""
+    """Return (split dimension, first index, number of indices, view) for each Hugging Face tensor
+    in this rank's part `local` of a parameter."""
     rank = layout.tp_rank
     match piece.kind:
         case "copy":
@@ -330,8 +329,8 @@ def _own_parts(
 
 
 def _bundles(hf: HFConfig, layout: ParallelLayout, element_size: int) -> Iterator[list[ParamPiece]]:
-    """Yield bundles: consecutive pieces with one owner, at most `BUNDLE_BYTES` unless a single
-    piece is larger."""
+    """Yield bundles for export: consecutive parameters that the same ranks own, at most
+    `BUNDLE_BYTES` unless a single parameter is larger."""
     shapes = expected(hf)
     bundle: list[ParamPiece] = []
     size = 0
@@ -347,7 +346,7 @@ def _bundles(hf: HFConfig, layout: ParallelLayout, element_size: int) -> Iterato
 
 
 def _owner(piece: ParamPiece, hf: HFConfig, layout: ParallelLayout) -> tuple[int, int]:
-    """Return the pipeline stage and the expert-parallel rank (-1: all ranks) that hold a piece."""
+    """Return the pipeline stage and expert-parallel rank (-1: all ranks) that own a parameter."""
     if piece.layer < 0:
         return 0, -1
     if piece.layer == hf.num_layers:
@@ -366,7 +365,7 @@ def _export(
     shapes: Sequence[Shape],
     like: Tensor,
 ) -> list[Tensor]:
-    """Return the tensors of a bundle in full on every rank; `like` gives dtype and device."""
+    """Return a bundle's tensors in full on every rank, with dtype and device of `like`."""
     stage, expert_rank = _owner(bundle[0], hf, layout)
     here = layout.pp_rank == stage
     owner = here and expert_rank in (-1, layout.ep_rank)
@@ -390,7 +389,7 @@ def _gather(
     layout: ParallelLayout,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Gather the tensors of a bundle from the tensor-parallel parts. Experts are not split."""
+    """Return a bundle's Hugging Face tensors, gathered over TP; experts are not split over TP."""
     local = [params[piece.name].detach().to(dtype) for piece in bundle]
     if layout.tp == 1 or bundle[0].expert >= 0:
         parts = [[tensor] for tensor in local]
@@ -398,7 +397,7 @@ def _gather(
         flat = _flat(local)
         every = flat.new_empty(layout.tp * flat.numel())
         compat.all_gather(every, flat, group=_group("tensor_model"))
-        del flat  # keep at most two bundles in memory
+        del flat  # freed, so that at most two bundles are in memory
         rows = [row.split([tensor.numel() for tensor in local]) for row in every.chunk(layout.tp)]
         parts = [[row[i].view(tensor.shape) for row in rows] for i, tensor in enumerate(local)]
     return [
@@ -409,15 +408,15 @@ def _gather(
 
 
 def _group(kind: str) -> dist.ProcessGroup:
-    """Return Megatron's group of this rank: `tensor_model`, `pipeline_model` or `expert_model`."""
-    # Imported late: the shim must be installed first, and a single rank needs no groups.
+    """Return this rank's process group: `tensor_model`, `pipeline_model` or `expert_model`."""
+    # Import late: the shim must be installed first, and a single rank needs no groups.
     from megatron.core import parallel_state
 
     return getattr(parallel_state, f"get_{kind}_parallel_group")()
 
 
 def _split(piece: ParamPiece, parts: Sequence[Tensor], hf: HFConfig) -> list[Tensor]:
-    """Split a parameter, given as tensor-parallel parts, into its Hugging Face tensors."""
+    """Split a parameter into its Hugging Face tensors; `parts` has one part per TP rank."""
     match piece.kind:
         case "copy":
             return [parts[0]]

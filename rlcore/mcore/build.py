@@ -43,12 +43,12 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
 
 
 def dtype_of(model: ModelConfig) -> torch.dtype:
-    """Return the parameters' dtype."""
+    """Return the torch dtype of the model's parameters."""
     return getattr(torch, model.dtype)
 
 
 def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> TransformerConfig:
-    """Return Megatron's settings for this model and layout."""
+    """Return Megatron's `TransformerConfig` for this model, dtype and parallel layout."""
     dtype = dtype_of(model)
     cuda = torch.cuda.is_available()
     local = train.transformer_impl == "local"
@@ -77,12 +77,11 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # The loss is a sum over tokens; the learner divides once, by the global count.
+        # The loss is a sum over tokens; the learner divides it once, by the global normaliser.
         "calculate_per_token_loss": True,
         "variable_seq_lengths": train.pp > 1,
         "moe_token_dispatcher_type": "alltoall",
-        # Weights get their values later, but Megatron's initialisation must run: it marks
-        # tensor-parallel weights, and the gradient norm leaves out unmarked weights.
+        # Megatron's init must run: it marks tensor-parallel weights for the gradient norm.
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
@@ -102,7 +101,7 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
         settings |= {
             "virtual_pipeline_model_parallel_size": train.vpp,
             "microbatch_group_size_per_vp_stage": train.pp,
-            # With batched sends, two stages and two chunks per stage compute a wrong loss silently.
+            # With batched sends, two stages of two chunks compute a wrong loss without an error.
             "overlap_p2p_comm": True,
             "batch_p2p_comm": False,
         }
@@ -126,7 +125,7 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
 
 
 def _leave(weight: torch.Tensor) -> None:
-    """Leave the weight unchanged; serves as Megatron's initialisation."""
+    """Leave the weight unchanged; Megatron gets this function as its weight initialisation."""
 
 
 def _block_spec(

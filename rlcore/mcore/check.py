@@ -17,7 +17,7 @@ def check(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> None:
     """Check that the learner supports these settings. No process groups are needed.
 
     Raises:
-        ConfigError: names the key, its value and what to do.
+        ConfigError: a setting is not supported; the text names the key, its value and what to do.
     """
     check_model(hf, train)
     cuda = torch.cuda.is_available()

@@ -1,40 +1,69 @@
-"""Save and load model and optimizer in Megatron's `torch_dist` format, under any layout.
+"""Save and load the learner's state as safetensors, under any layout.
 
-The optimizer format is always `fully_reshardable`: saving in Megatron's default format fails, and
-`dp_reshardable` loads wrong moments without an error. This module works around four bugs of the
-distributed optimizer (0.16.1); three occur only without TE or Apex. The rank's process writes the
-files, without forked or spawned helpers, into a temporary folder that is renamed when complete.
+    learner/checkpoint.json        format, state of the learner, steps of the optimizer
+    learner/rank00003_0.safetensors
 
-Only the optimizer's tensors and one step count are saved. The loading run keeps its own parameter
-groups, so learning rate, decay and expert layout may differ from the run that saved.
+Each rank writes the part of the optimizer that it owns, so nothing is gathered and no tensor is
+written twice. An entry is a box of a whole tensor: its name holds kind, key and offset, as in
+`exp_avg/decoder.layers.mlp.linear_fc2.weight@3,0,512`. A rank loads the boxes that overlap its own,
+from the files of any other layout. Weights are not stored: they are the main parameters, rounded.
+
+Own code instead of Megatron's `dist_checkpointing`: the one format of 0.16 that
+loads correctly gathers a whole tensor-parallel partition in float32 on the GPU, and its index is a
+pickle.
+
+The loading run keeps its own parameter groups, so learning rate and decay may differ from the run
+that saved.
 """
 
 import errno
+import json
 import os
-import queue
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    TorchDistSaveShardedStrategy,
-)
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from rlcore.mcore import metadata as index
+from rlcore.mcore.boxes import Box, boxes
 from rlcore.utils.errors import ConfigError
 
+FORMAT = 2
+INDEX = "checkpoint.json"
 WRITERS = 2
 """Number of files that a rank writes concurrently."""
+FILE_BYTES = 512 * 2**20
+"""Size at which a file is complete. While a file is written, host memory holds it twice."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A rectangle of a tensor that this rank holds as consecutive values."""
+
+    name: str
+    """Kind and key."""
+    box: Box
+    values: Tensor
+    """1-D view of the rank's own tensor."""
+    is_saved: bool
+    """Whether this rank saves the piece; False for copies of what another rank saves."""
+    may_lack: bool
+    """Whether rows may be missing in a checkpoint, as the padding of a vocabulary may."""
+
+
+# ---- save and load
 
 
 def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any]) -> None:
@@ -46,19 +75,24 @@ def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any
     """
     aside = path.with_name(path.name + ".writing")
     leader = dist.get_rank() == 0
-    problem: BaseException | None = None
-    if leader:
-        try:
+
+    def make_folder() -> None:
+        if leader:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-        except OSError as error:
-            problem = error
-    _agree(problem, aside)
+
+    def write() -> None:
+        _write(pieces, aside)
+        if leader:
+            found = {"format": FORMAT, "state": state, "optimizer_step": step}
+            (aside / INDEX).write_text(json.dumps(found, indent=1))
+
+    _attempt(make_folder, aside)
+    step = _step(optimizer)
+    pieces = [piece for piece in _pieces(models, optimizer) if piece.is_saved]
     try:
-        _check_space(aside, models, optimizer)
-        sharded = _sharded(models, optimizer, loading=False)
-        sharded["rlcore"] = dict(state) | {"optimizer_step": _step(optimizer)}
-        _write(sharded, aside)
+        _check_space(aside, pieces)
+        _attempt(write, aside)
     except OSError:
         if leader:
             shutil.rmtree(aside, ignore_errors=True)
@@ -73,163 +107,213 @@ def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm")
     """Load a checkpoint that `save` wrote into model and optimizer; return its `state`. Collective.
 
     Raises:
-        ConfigError: `path` holds no checkpoint or an unsafe pickle, or `state["head"]` in the
-            checkpoint is not `head`. Without this check, Megatron would silently cut an lm head
-            down to a value head, as if the other rows were padding.
+        ConfigError: `path` holds no checkpoint, or the checkpoint is of another model. The head
+            is compared first, since a value head is as wide as one row of an lm head.
     """
-    if not (path / "metadata.json").is_file():
-        raise ConfigError(f"{path}: has no complete checkpoint; choose another or start a new run")
-    index.check(path)
-    saved = dist_checkpointing.load_common_state_dict(str(path))["rlcore"].get("head", "lm")
-    if saved != head:
+    try:
+        found = json.loads((path / INDEX).read_text())
+        state, step, written = found["state"], found["optimizer_step"], found["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: has no complete checkpoint; choose another or start a new run"
+        ) from error
+    if written != FORMAT:
+        raise ConfigError(
+            f"{path}: has format {written}, but this version of rlcore reads format {FORMAT}; "
+            "resume with the version that wrote it"
+        )
+    if (saved := state.get("head", "lm")) != head:
         raise ConfigError(
             f"{path}: was saved by a model with head {saved}, but this model has head {head}; "
             "load an actor from an actor's checkpoint and a critic from a critic's"
         )
-    _patch_loading()
-    found = dist_checkpointing.load(_sharded(models, optimizer, loading=True), str(path))
-    for key, model in zip(_keys(models), models, strict=True):
-        model.module.load_state_dict(found[key])
-    for number, part in enumerate(optimizer.chained_optimizers):
-        _load_part(part, found["optimizer"][number], found["rlcore"]["optimizer_step"])
-    return found["rlcore"]
+    _read(_pieces(models, optimizer), path)
+    _set_step(optimizer, step)
+    for part in optimizer.chained_optimizers:
+        if hasattr(part, "_copy_main_params_to_model_params"):
+            part._copy_main_params_to_model_params()
+    if any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers):
+        for model in models:
+            model.start_param_sync(force_sync=True)
+    return state
 
 
-def _keys(models: Sequence[Any]) -> list[str]:
-    return [f"model{i}" for i in range(len(models))]
+# ---- what a rank holds
 
 
-def _sharded(models: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    """Return the sharded state that Megatron writes or reads, by key. The entry `optimizer` maps
-    the number of each chained optimizer to its tensors."""
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    state: dict[str, Any] = {
-        key: model.module.sharded_state_dict(metadata=metadata)
-        for key, model in zip(_keys(models), models, strict=True)
-    }
+def _pieces(models: Sequence[Any], optimizer: Any) -> list[Piece]:
+    """Return this rank's main parameters and moments as rectangles of whole tensors."""
     fill_empty_states(optimizer)
-    parts = {}
-    with _unpadded_indices(optimizer):
-        for number, part in enumerate(optimizer.chained_optimizers):
-            parts[number] = part.sharded_state_dict(state, is_loading=loading, metadata=metadata)
-            _drop_groups(part, parts[number])
-    return state | {"optimizer": parts}
+    sharded = _sharded(models)
+    found = []
+    for param, first, tensors, is_shared in _states(optimizer):
+        for leaf in sharded[param]:
+            # A leaf is a part of the parameter: its values lie in `start : stop` of it.
+            start = leaf.data.storage_offset() - param.data.storage_offset()
+            low, high = max(start, first), min(start + leaf.data.numel(), first + _size(tensors))
+            replica = leaf.replica_id if isinstance(leaf.replica_id, tuple) else (leaf.replica_id,)
+            is_saved = not any(replica[:-1] if is_shared else replica)
+            around = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
+            for box, at in boxes(around, low - start, high - start):
+                offset = tuple(map(sum, zip(leaf.global_offset, box.offset, strict=True)))
+                place = slice(start + at - first, start + at - first + box.numel)
+                found += [
+                    Piece(
+                        name=f"{kind}/{leaf.key}",
+                        box=Box(offset, box.shape),
+                        values=tensor.detach().view(-1)[place],
+                        is_saved=is_saved,
+                        may_lack=leaf.allow_shape_mismatch,
+                    )
+                    for kind, tensor in tensors.items()
+                ]
+    return found
 
 
-def _drop_groups(part: Any, sharded: dict[str, Any]) -> None:
-    """Remove everything but tensors from an optimizer's state; `_load_part` takes the rest from the
-    loading run."""
-    if isinstance(part, DistributedOptimizer):
-        del sharded["optimizer"], sharded["param_state_sharding_type"]
-        return
-    inner = sharded.get("optimizer", sharded)
-    del inner["param_groups"]
-    inner["state"].pop("common_step", None)
+def _sharded(models: Sequence[Any]) -> dict[Tensor, list[ShardedTensor]]:
+    """Return where each parameter lies in the whole model, by parameter."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    found: dict[Tensor, list[ShardedTensor]] = {}
+    for model in models:
+        entries = model.module.sharded_state_dict(metadata={"dp_cp_group": group})
+        for entry in nested_values(entries):
+            if isinstance(entry, ShardedTensorFactory):
+                found[entry.data] = list(nested_values(entry.build()))
+            elif isinstance(entry, ShardedTensor):  # else an extra state, empty without FP8
+                found[entry.data] = [entry]
+    if buffers := [key for key in found if not isinstance(key, torch.nn.Parameter)]:
+        raise NotImplementedError(f"checkpoint: {len(buffers)} saved tensors are no parameters")
+    return found
 
 
-def _load_part(part: Any, found: dict[str, Any], step: int) -> None:
-    """Load one optimizer: tensors and step from the checkpoint, parameter groups from `part`."""
-    if isinstance(part, DistributedOptimizer):
-        found["param_state_sharding_type"] = "fully_reshardable"
-        found["optimizer"] = part.state_dict()["optimizer"]
-        groups = found["optimizer"]["param_groups"]
-    else:
-        inner = found.get("optimizer", found)
-        inner["param_groups"] = groups = part.optimizer.state_dict()["param_groups"]
-        inner["state"]["common_step"] = torch.tensor(float(step))
-    for group in groups:
-        if "step" in group:
-            group["step"] = step
-    part.load_state_dict(found)
-    # Megatron gives all parameters the same `step` tensor, so AdamW would advance it repeatedly.
-    for state in part.optimizer.state.values():
-        if isinstance(state.get("step"), Tensor):
-            state["step"] = state["step"].clone()
+def _states(optimizer: Any) -> Iterator[tuple[Tensor, int, dict[str, Tensor], bool]]:
+    """Yield each parameter of this rank's optimizers with the first position of the parameter that
+    the optimizer holds, main parameter and moments by kind, and whether data-parallel ranks share
+    the parameter among them."""
+    for part in optimizer.chained_optimizers:
+        if getattr(part, "optimizer", None) is None:
+            continue
+        if isinstance(part, DistributedOptimizer):
+            for param, (group, order) in part.model_param_group_index_map.items():
+                main = part.optimizer.param_groups[group]["params"][order]
+                first = part._get_model_param_range_map(param)["param"].start
+                yield param, first, _kinds(part.optimizer, main), True
+            continue
+        model_params = {id(main): param for param, main in _mains(part)}
+        for group in part.optimizer.param_groups:
+            for main in group["params"]:
+                yield model_params.get(id(main), main), 0, _kinds(part.optimizer, main), False
 
 
-def _step(optimizer: Any) -> int:
-    """Return the optimizer's step count: the maximum, since a rank may have no parameters."""
-    steps = [0.0]
-    for inner in _inner(optimizer):
-        steps += [float(s["step"]) for s in inner.state.values() if "step" in s]
-        steps += [float(g["step"]) for g in inner.param_groups if g.get("step") is not None]
-    most = torch.tensor(max(steps), dtype=torch.float64)
-    most = most.to("cuda") if _needs_cuda() else most
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)
+def _mains(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the bfloat16 parameters of an optimizer with their float32 main parameters."""
+    pairs = getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", [])
+    for params, mains in zip(*pairs, strict=True):
+        yield from zip(params, mains, strict=True)
 
 
-@contextmanager
-def _unpadded_indices(optimizer: Any) -> Iterator[None]:
-    """Correct Megatron's parameter offsets while a checkpoint is written.
+def _kinds(inner: torch.optim.Optimizer, main: Tensor) -> dict[str, Tensor]:
+    return {"param": main, **{kind: inner.state[main][kind] for kind in MOMENTS}}
 
-    Megatron joins a buffer's buckets without padding, then slices parameters at offsets that
-    include padding. Tied embeddings have a separate bucket, so the parameters of the last pipeline
-    stage would be saved shifted, without an error."""
-    kept = []
+
+def _size(tensors: dict[str, Tensor]) -> int:
+    return tensors["param"].numel()
+
+
+# ---- files
+
+
+def _write(pieces: Sequence[Piece], folder: Path) -> None:
+    files: list[list[Piece]] = [[]]
+    size = 0
+    for piece in pieces:
+        if size >= FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(piece)
+        size += piece.values.nbytes
+    rank = dist.get_rank()
+    with ThreadPoolExecutor(WRITERS) as pool:
+        names = (folder / f"rank{rank:05d}_{i}.safetensors" for i in range(len(files)))
+        for _ in pool.map(_write_file, names, files):
+            pass
+
+
+def _write_file(path: Path, pieces: Sequence[Piece]) -> None:
+    entries = {
+        f"{p.name}@{','.join(map(str, p.box.offset))}": p.values.to("cpu", copy=True).view(
+            p.box.shape
+        )
+        for p in pieces
+    }
+    save_file(entries, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@dataclass(slots=True)
+class _Shards:
+    """The files of a checkpoint, opened once."""
+
+    folder: Path
+    entries: dict[str, list[tuple[Box, Any, str]]] = field(default_factory=dict)
+    """Rectangle, open file and name of each entry, by kind and key."""
+
+    def open(self) -> None:
+        for path in sorted(self.folder.glob("*.safetensors")):
+            file = safe_open(path, framework="pt")
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                key, _, offset = name.rpartition("@")
+                shape = tuple(file.get_slice(name).get_shape())
+                box = Box(tuple(map(int, offset.split(","))), shape)
+                self.entries.setdefault(key, []).append((box, file, name))
+
+    def read(self, piece: Piece) -> None:
+        """Fill a piece."""
+        values = piece.values.to("cpu", copy=True).view(piece.box.shape)
+        count = 0
+        for box, file, name in self.entries.get(piece.name, ()):
+            common = box.overlap(piece.box) if len(box.shape) == len(piece.box.shape) else None
+            if common is not None:
+                part = file.get_slice(name)[box.slices(common)]
+                values[piece.box.slices(common)] = part.to(values.dtype)
+                count += common.numel
+        if count != piece.box.numel and not (piece.may_lack and piece.name in self.entries):
+            raise ConfigError(
+                f"{self.folder}: {piece.name} has {count} of {piece.box.numel} values at "
+                f"{list(piece.box.offset)}; the checkpoint is of another model: set model.path to "
+                "the model that it was saved with"
+            )
+        piece.values.copy_(values.view(-1))
+
+
+def _read(pieces: Sequence[Piece], folder: Path) -> None:
+    files = _Shards(folder)
     try:
-        for part in optimizer.chained_optimizers:
-            for buffer in getattr(part, "buffers", []):
-                starts, total = [], 0
-                for bucket in buffer.buckets:
-                    starts.append(total - bucket.offset)
-                    total += bucket.numel_unpadded
-                kept.append((buffer, buffer.param_index_map))
-                buffer.param_index_map = {
-                    param: (first + starts[bucket], last + starts[bucket], bucket)
-                    for param, (first, last, bucket) in buffer.param_index_map.items()
-                }
-        yield
-    finally:
-        for buffer, index in kept:
-            buffer.param_index_map = index
+        files.open()
+        for piece in pieces:
+            files.read(piece)
+    except (SafetensorError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{folder}: a file is damaged ({error}); choose another") from error
 
 
-# ---- writing
-
-
-def _write(sharded: dict[str, Any], folder: Path) -> None:
-    # Megatron's own queue would start a manager process.
-    results: queue.Queue = queue.Queue()
-    filesystem_async._results_queue = results
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=WRITERS)
-    request = dist_checkpointing.save(sharded, str(folder), strategy, async_sharded_save=True)
-    problem = None
-    if request.async_fn is not None:
-        buckets = request.preload_fn()
-        transforms = request.async_fn.args[0]
-        with ThreadPoolExecutor(WRITERS) as pool:
-            jobs = [pool.submit(_write_file, transforms, i, b) for i, b in enumerate(buckets)]
-            written = [job.result() for job in jobs]
-        problem = next((w for w in written if isinstance(w, BaseException)), None)
-        results.put(dict(enumerate(written)))
-    _agree(problem, folder)
-    for finish in request.finalize_fns:
-        finish()
-
-
-def _write_file(transforms: list, number: int, bucket: Any) -> list | BaseException:
-    """Write one file of this rank; return the list of write results, or the error."""
-    done: queue.Queue = queue.Queue()
-    count: queue.Queue = queue.Queue()
-    count.put(number)
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-        transforms, number, bucket, done, count, use_fsync=True
-    )
-    return done.get_nowait()[1]
-
-
-def _agree(problem: BaseException | None, folder: Path) -> None:
-    """Raise OSError on every rank if one rank failed, so that no rank waits for the failed rank."""
+def _attempt(work: Callable[[], None], folder: Path) -> None:
+    """Do `work`. If a rank failed, raise OSError on every rank, so that no rank waits for it.
+    Too little memory is such a failure."""
+    problem: Exception | None = None
+    try:
+        work()
+    except (OSError, SafetensorError, RuntimeError, MemoryError) as error:
+        problem = error
     failed = torch.tensor([problem is not None], dtype=torch.int32)
-    failed = failed.to("cuda") if _needs_cuda() else failed
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    dist.all_reduce(failed := _there(failed), op=dist.ReduceOp.MAX)
     if problem is None and not int(failed):
         return
     number = getattr(problem, "errno", None) or errno.EIO
+    if "os error 28" in str(problem):  # as safetensors says it
+        number = errno.ENOSPC
     if number == errno.ENOSPC:
         reason = "the disk is full; free some space or choose another --run.dir"
     else:
@@ -239,32 +323,27 @@ def _agree(problem: BaseException | None, folder: Path) -> None:
     raise OSError(number, f"checkpoint not written to {folder}: {reason}") from problem
 
 
-def _needs_cuda() -> bool:
-    return dist.get_backend() == "nccl"
+def _check_space(folder: Path, pieces: Sequence[Piece]) -> None:
+    """Raise OSError before writing if the disk of `folder` cannot hold the checkpoint."""
+    total = torch.tensor([sum(piece.values.nbytes for piece in pieces)], dtype=torch.int64)
+    dist.all_reduce(total := _there(total))
+
+    def look() -> None:
+        if dist.get_rank() == 0:
+            free = os.statvfs(folder)
+            have = free.f_bavail * free.f_frsize
+            if have < int(total):
+                raise OSError(errno.ENOSPC, f"needs {int(total)} bytes, {have} are free")
+
+    _attempt(look, folder)
 
 
-def _check_space(folder: Path, models: Sequence[Any], optimizer: Any) -> None:
-    """Raise OSError before writing if the disk of `folder` cannot hold the checkpoint. Each rank
-    counts the bytes that it will write; data-parallel copies of the model count once."""
-    mine = sum(t.numel() * t.element_size() for t in _optimizer_tensors(optimizer))
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-        mine += sum(p.numel() * p.element_size() for m in models for p in m.parameters())
-    elif not _is_distributed(optimizer):
-        mine = 0
-    total = torch.tensor([mine], dtype=torch.int64)
-    total = total.to("cuda") if _needs_cuda() else total
-    dist.all_reduce(total)
-    problem = None
-    if dist.get_rank() == 0:
-        free = os.statvfs(folder)
-        have = free.f_bavail * free.f_frsize
-        if have < int(total):
-            problem = OSError(errno.ENOSPC, f"needs {int(total)} bytes, {have} are free")
-    _agree(problem, folder)
+def _there(number: Tensor) -> Tensor:
+    """Return `number` where the collectives of the default group take it."""
+    return number.to("cuda") if dist.get_backend() == "nccl" else number
 
 
-def _is_distributed(optimizer: Any) -> bool:
-    return any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
+# ---- the optimizer
 
 
 def _inner(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
@@ -274,52 +353,38 @@ def _inner(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
             yield part.optimizer
 
 
-def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    for inner in _inner(optimizer):
-        for parameter, state in inner.state.items():
-            yield parameter
-            yield from (v for v in state.values() if isinstance(v, Tensor))
-
-
-# ---- the distributed optimizer without TE or Apex
+def _is_torchs(inner: torch.optim.Optimizer) -> bool:
+    """Return whether torch's Adam counts steps per parameter; TE and Apex count per group."""
+    return isinstance(inner, torch.optim.AdamW | torch.optim.Adam)
 
 
 def fill_empty_states(optimizer: Any) -> None:
-    """Add AdamW's state to parameters without any step, because Megatron requires this state."""
+    """Add moments to the parameters of an optimizer that has not stepped."""
     for inner in _inner(optimizer):
-        if not isinstance(inner, torch.optim.AdamW | torch.optim.Adam):
-            continue  # the optimizers of TE and Apex create their own state
         for group in inner.param_groups:
             for p in group["params"]:
                 if not inner.state[p]:
-                    inner.state[p] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(p),
-                        "exp_avg_sq": torch.zeros_like(p),
-                    }
+                    inner.state[p] = {kind: torch.zeros_like(p) for kind in MOMENTS}
+                    if _is_torchs(inner):
+                        inner.state[p]["step"] = torch.tensor(0.0)
 
 
-def _patch_loading() -> None:
-    """Patch Megatron's loading, which would unpickle everything except tensors. Without TE and
-    Apex, it also expects a `step` per parameter and writes to leaf tensors outside no_grad."""
-    MCoreLoadPlanner.load_bytes = index.load_bytes
-
-    def set_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        main = self.optimizer.param_groups[group]["params"][order]
-        ours = {"param": main, **self.optimizer.state[main]}
-        with torch.no_grad():
-            for key, value in tensors.items():
-                if key in ours:
-                    ours[key].copy_(value)
-
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-    if original.__name__ == "set_states" or not _plain_torch():
-        return
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+def _step(optimizer: Any) -> int:
+    """Return the optimizer's step count: the maximum, since a rank may have no parameters."""
+    steps = [0.0]
+    for inner in _inner(optimizer):
+        steps += [float(s["step"]) for s in inner.state.values() if "step" in s]
+        steps += [float(g["step"]) for g in inner.param_groups if g.get("step") is not None]
+    most = _there(torch.tensor(max(steps), dtype=torch.float64))
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
 
 
-def _plain_torch() -> bool:
-    from megatron.core.optimizer import distrib_optimizer
-
-    return not distrib_optimizer.HAVE_APEX_OR_TE
+def _set_step(optimizer: Any, step: int) -> None:
+    for inner in _inner(optimizer):
+        for state in inner.state.values():
+            if _is_torchs(inner):
+                state["step"] = torch.tensor(float(step))
+        for group in inner.param_groups:
+            if not _is_torchs(inner) and step:
+                group["step"] = step

@@ -7,7 +7,7 @@ from typing import TypedDict
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renames both functions and warns about the old names.
+# torch 2.13 deprecates the names all_gather_into_tensor and reduce_scatter_tensor.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -26,8 +26,8 @@ def varlen_attention(
     max_k: int,
     scale: float | None,
 ) -> Tensor:
-    """Run torch's variable-length flash attention, causal and aligned to the last key: q [Tq,
-    heads, dim], k and v [Tk, groups, dim], boundaries [U+1] int32 -> [Tq, heads, dim]."""
+    """Run torch's variable-length flash attention; the causal mask is aligned to the last key. q
+    and result: [Tq, heads, dim]; k, v: [Tk, groups, dim]; boundaries: [sequences + 1] int32."""
     from torch.nn.attention.varlen import varlen_attn
 
     asked: _Asked = {"enable_gqa": q.size(1) != k.size(1)} if _wants_to_be_asked() else {}
@@ -38,8 +38,8 @@ def varlen_attention(
 
 @cache
 def _wants_to_be_asked() -> bool:
-    """Return whether grouped-query attention must be enabled by an argument, as since torch 2.12.
-    The kernel supports grouped-query attention in every version."""
+    """Return whether torch's `varlen_attn` has the argument `enable_gqa` (since torch 2.12).
+    Earlier versions support grouped-query attention without the argument."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 class LateHead:
-    """Output layer of the last model chunk; the chunk's forward now returns hidden states."""
+    """Output layer of the last model chunk, whose forward returns hidden states, not logits."""
 
     def __init__(self, chunk: Any) -> None:
-        """Replace the forward of the chunk's output layer; `chunk`: GPTModel without wrappers."""
+        """Replace the forward of the output layer of `chunk`, a GPTModel without wrappers."""
         self._chunk = chunk
         self._sequence_parallel = chunk.output_layer.sequence_parallel
         chunk.output_layer.forward = _nothing
@@ -37,8 +37,8 @@ class LateHead:
         return getattr(self.weight, "main_grad", None)
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """Convert the model's outputs [1, L or L/tp, H] to hidden states [L, H] on every
-        tensor-parallel rank. Backward sums the gradient over the ranks."""
+        """Convert the model's outputs [1, L, H] (sequence parallelism: [1, L/tp, H]) to hidden
+        states [L, H] on every tensor-parallel rank. Backward sums the gradient over the ranks."""
         hidden = outputs.squeeze(0)
         group = parallel_state.get_tensor_model_parallel_group()
         if self._sequence_parallel:
@@ -49,5 +49,5 @@ class LateHead:
 def _nothing(
     hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
 ) -> tuple[Tensor, None]:
-    """Return the hidden states unchanged; has the signature of the output layer's forward."""
+    """Return the hidden states unchanged, with the signature of the output layer's forward."""
     return hidden, None

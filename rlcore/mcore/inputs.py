@@ -1,4 +1,4 @@
-"""Make the inputs of policy and value losses from a micro-batch and the model's outputs."""
+"""Make the inputs of policy and value losses from micro-batches and model outputs."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ from rlcore.tensors import LossInputs, ValueInputs
 
 
 def of_policy(micro: MicroBatch, logp: Tensor, entropy: Tensor) -> LossInputs:
-    """Combine log-prob and entropy [T] with the tensors of the batch. Missing tensors get neutral
-    values."""
+    """Combine log-prob and entropy [T] with the batch's tensors to the inputs of a policy loss.
+    Tensors that the batch lacks get neutral values."""
     batch, own = micro.batch, logp.detach()
     versions = batch.versions
     if versions is None:
@@ -31,7 +31,7 @@ def of_policy(micro: MicroBatch, logp: Tensor, entropy: Tensor) -> LossInputs:
 
 
 def of_value(micro: MicroBatch, value: Tensor) -> ValueInputs:
-    """Combine the values [T] with the tensors of the batch. Only empty batches lack returns."""
+    """Return value-loss inputs from values [T] and the batch; only an empty batch lacks returns."""
     batch, own = micro.batch, value.detach()
     return ValueInputs(
         value=value,
@@ -44,7 +44,7 @@ def of_value(micro: MicroBatch, value: Tensor) -> ValueInputs:
 
 
 def placeholder(head: str, device: torch.device, *, reference: bool) -> LossInputs | ValueInputs:
-    """Return loss inputs of one token outside the mask; `reference` adds `ref_log_probs`."""
+    """Return loss inputs of one token outside the mask, with `ref_log_probs` if `reference`."""
     zero = torch.zeros(1, device=device)
     mask = torch.zeros(1, dtype=torch.bool, device=device)
     sequence = torch.zeros(1, dtype=torch.int64, device=device)

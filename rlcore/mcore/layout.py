@@ -14,7 +14,7 @@ from rlcore.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """Layout of a world of train ranks: sizes `tp pp vpp cp ep dp`, and this rank's `*_rank`."""
+    """Parallel layout of the train ranks: all sizes, and this rank's index in each (`*_rank`)."""
 
     world_size: int
     rank: int
@@ -32,17 +32,18 @@ class ParallelLayout:
 
     @property
     def edp(self) -> int:
-        """Number of copies of each expert: how many ranks of a stage hold the same experts."""
+        """Return the number of ranks of a pipeline stage that hold the same experts."""
         return self.world_size // (self.ep * self.pp)
 
     @property
     def edp_rank(self) -> int:
-        """Index of this rank among the ranks that hold the same experts."""
+        """Return the index of this rank among the ranks that hold the same experts."""
         return self.rank % (self.world_size // self.pp) // self.ep
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:
-        """Global ranks that get the same `Batch` as this rank: TP x CP x PP, in ascending order."""
+        """Return the global ranks that get the same `Batch` as this rank, in ascending order: its
+        model-parallel group (TP x CP x PP)."""
         return tuple(
             self._global(tp_rank, cp_rank, self.dp_rank, pp_rank)
             for pp_rank in range(self.pp)
@@ -52,8 +53,8 @@ class ParallelLayout:
 
     @property
     def lockstep_ranks(self) -> tuple[int, ...]:
-        """Global ranks that must run as many micro-batches as this rank: the smallest union of
-        whole model-parallel and whole expert-parallel groups that contains this rank."""
+        """Return the global ranks that must run as many micro-batches as this rank: the smallest
+        union of whole model-parallel and whole expert-parallel groups that contains this rank."""
         stage = self.world_size // self.pp
         block, group = self.tp * self.cp, self.ep
         low, high = self.dp_rank * block, (self.dp_rank + 1) * block
@@ -66,7 +67,7 @@ class ParallelLayout:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the first of its model-parallel group (`replica_ranks`)."""
+        """Return whether this rank is the first of its model-parallel group (`replica_ranks`)."""
         return self.tp_rank == self.pp_rank == self.cp_rank == 0
 
     @property
@@ -81,19 +82,19 @@ class ParallelLayout:
         return tp_rank + self.tp * (cp_rank + self.cp * (dp_rank + self.dp * pp_rank))
 
     def layers(self, num_layers: int, vpp_rank: int = 0) -> range:
-        """Global indices of the layers in this rank's model chunk `vpp_rank`."""
+        """Return the global indices of the layers in this rank's model chunk `vpp_rank`."""
         count = num_layers // (self.pp * self.vpp)
         first = (vpp_rank * self.pp + self.pp_rank) * count
         return range(first, first + count)
 
     def experts(self, num_experts: int) -> range:
-        """Global indices of the experts on this rank."""
+        """Return the global indices of the experts on this rank."""
         count = num_experts // self.ep
         return range(self.ep_rank * count, (self.ep_rank + 1) * count)
 
 
 def layout_of(train: TrainConfig, world_size: int, rank: int) -> ParallelLayout:
-    """Return the layout of `rank` in a world of `world_size` train ranks. All sizes are at least 1.
+    """Return the layout of `rank` in `world_size` train ranks. Sizes in `train` must be at least 1.
 
     Raises:
         ConfigError: the sizes do not fit the world.
@@ -140,17 +141,17 @@ def layout_of(train: TrainConfig, world_size: int, rank: int) -> ParallelLayout:
 
 
 def model_parallel_groups(train: TrainConfig, world_size: int) -> tuple[tuple[int, ...], ...]:
-    """Return the global ranks of every model-parallel group, by data-parallel rank."""
+    """Return the global ranks of every model-parallel group, ordered by data-parallel rank."""
     layouts = [layout_of(train, world_size, rank) for rank in range(world_size)]
     leaders = sorted((x for x in layouts if x.is_leader), key=lambda x: x.dp_rank)
     return tuple(x.replica_ranks for x in leaders)
 
 
 def check_model(hf: HFConfig, train: TrainConfig) -> None:
-    """Check that the model fits the layout.
+    """Check that the model's sizes fit the parallel sizes in `train`.
 
     Raises:
-        ConfigError: names the key, its value and what to do.
+        ConfigError: a size does not fit; the text names the key, its value and what to do.
     """
     if hf.num_heads % train.tp:
         raise ConfigError(
@@ -184,8 +185,7 @@ def check_model(hf: HFConfig, train: TrainConfig) -> None:
             f"take a divisor of {hf.num_experts}"
         )
     if hf.num_experts and train.tp > 1 and train.ep == 1:
-        # Megatron recognises experts by ep alone. With ep 1, it would silently lose the experts'
-        # gradients from tokens of other tensor-parallel ranks.
+        # With ep 1, Megatron does not sum gradients of experts over tensor-parallel ranks.
         raise ConfigError(
             f"--train.ep 1: under --train.tp {train.tp} Megatron does not add up the gradients of "
             "experts that are not distributed; set --train.ep to 2 or more, or --train.tp 1"

@@ -1,10 +1,10 @@
 """The learner on Megatron-Core: `protocols.Learner` for any layout, on CPU and GPU.
 
-    accumulate   forward and backward of one batch; per-token sums, no data-parallel communication
-    apply        one gradient reduction, division by the global count, clip, step, zero
+`accumulate` runs forward and backward of a batch and sums gradients, without data-parallel
+communication. `apply` reduces the sums, divides by the global count, clips, steps and zeroes.
 
-The same samples give the same gradient under every layout and every division into micro-batches,
-up to rounding. Training draws no random numbers: dropout is 0.
+The same samples give the same gradient under every layout and every division into micro-batches, up
+to rounding. Training draws no random numbers: dropout is 0.
 
 The model's head gives logits over the vocabulary (actor and other log-prob models) or one value per
 token (critic). Actor and critic of one process share only the process groups.
@@ -13,6 +13,7 @@ token (critic). Actor and critic of one process share only the process groups.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import tee
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -34,7 +35,7 @@ from rlcore.algos import sequence
 from rlcore.config.schema import ClusterConfig, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
-from rlcore.mcore import bridge, checkpoint, compat, inputs, parallel
+from rlcore.mcore import attention, bridge, checkpoint, compat, inputs, parallel
 from rlcore.mcore.build import Head, build, dtype_of
 from rlcore.mcore.check import check
 from rlcore.mcore.head import LateHead
@@ -142,12 +143,14 @@ class MegatronLearner:
             dtype=dtype_of(model),
             device=self.device,
             budget=train.tokens_per_micro_batch,
+            padded=train.transformer_impl == "local"
+            and not attention.uses_flash(self.device, dtype_of(model), hf.head_dim),
         )
         self._sums: dict[str, Tensor] = {}
         self._kept = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._compared: set[bool] = set()
-        """Cases in which the fused op was compared with the loss and agreed. True: the op computed
-        the old log-probs. False: the batch had old log-probs."""
+        """Cases in which the fused policy loss was compared with the torch loss and agreed. True:
+        batches without old log-probs. False: batches with old log-probs."""
         self._accumulated = False
         self._has_told = False
         self._parts: dict[Part, Parked] = {
@@ -159,7 +162,7 @@ class MegatronLearner:
             "critic" if self.head == "value" else "learner",
             f"Megatron-Core on {self.device.type}, {model.dtype}, {self._describe()}",
         )
-        if whole:  # announce the backend at start-up, before the first step
+        if whole:  # announce the kernel backends at start-up, not at the first step
             native.torch_ops("token_logprob", self.device.type)
             if train.fused_loss:
                 native.torch_ops("policy_loss", self.device.type)
@@ -203,11 +206,11 @@ class MegatronLearner:
         for model in self._models:
             yield from model.parameters()
 
-    # ---- the protocol
+    # ---- methods of protocols.Learner
 
     def logprobs(self, batch: Batch, model: Literal["actor", "reference"] = "actor") -> Tensor:
-        """Return each token's log-prob (0 for the first of a sequence) on every rank: [T] float32
-        on the CPU."""
+        """Return the log-prob of each token (0 for a sequence's first token) on every rank: [T]
+        float32 on the CPU."""
         self._must_have("lm", "logprobs")
         if model == "actor":
             self._must_be_here("logprobs", "weights")
@@ -218,8 +221,8 @@ class MegatronLearner:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Replace the learner's weights on the device by the reference weights for this block, so
-        that `logprobs(batch, "reference")` over many batches loads the reference weights once."""
+        """Replace the learner's weights on the device by the reference weights during the block.
+        Repeated `logprobs(batch, "reference")` then load the reference weights once."""
         self._must_be_here("reference", "weights")
         if self._reference is None:
             raise RuntimeError("no reference weights; build the learner with keep_reference")
@@ -234,13 +237,14 @@ class MegatronLearner:
         return self._per_token(batch, self._value)
 
     def accumulate(self, batch: Batch, loss: Loss | ValueLoss) -> None:
-        """Add the gradient of sum(per_token * mask * weight). Collective over the model-parallel
-        group; with expert parallelism, over all model-parallel groups that share experts. Ranks
-        with an empty batch must call too. A critic passes `ValueInputs` to a `ValueLoss`.
+        """Add the gradient of sum(loss per token * mask * weight). Collective over the
+        model-parallel group; with expert parallelism, over all model-parallel groups that share
+        experts. Ranks with an empty batch must call too. A critic passes `ValueInputs` to a
+        `ValueLoss`.
 
-        With `train.fused_loss` an actor gets the fused op's inputs from the loss's method `policy`
-        (see `trainer.objective.Objective`) and calls the loss itself only for metrics. Op and loss
-        are compared once token by token, for batches with and for batches without old log-probs.
+        With `train.fused_loss`, an actor gets the fused op's inputs from the loss's method `policy`
+        (see `trainer.objective.Objective`); the loss itself gives only metrics. Fused op and loss
+        are compared token by token, once with and once without old log-probs.
 
         Raises:
             ValueError: the batch lacks an input of the loss, or the fused op and the loss disagree.
@@ -257,8 +261,8 @@ class MegatronLearner:
         self._accumulated = True
 
     def kept(self) -> tuple[int, int]:
-        """Return the number of tokens, and of sequences, that the loss has kept in its mask since
-        the last `apply`, over all ranks. Collective."""
+        """Return the number of tokens that the loss has kept since the last `apply`, and the number
+        of sequences with a kept token, over all ranks. Collective."""
         counts = self._kept.clone()
         if self.layout.world_size > 1:
             dist.all_reduce(counts)
@@ -332,9 +336,9 @@ class MegatronLearner:
         return bridge.shards(self._models, self.hf, self.layout)
 
     def offload(self, parts: Collection[Part] = PARTS) -> None:
-        """Release the accelerator memory of these parts. Weights and optimizer states move to host
-        memory; gradients are freed, and `onload` restores them as zeros. A learner on the CPU frees
-        only the gradients, but must not use any offloaded part before `onload` either."""
+        """Release the accelerator memory of `parts`. Weights and optimizer states move to host
+        memory; gradients are freed, and `onload` restores zeros. On the CPU, only gradients are
+        freed, but offloaded parts must not be used before `onload` either."""
         self._must_be_itself("offload")
         if self._accumulated and "gradients" in parts:
             raise RuntimeError(
@@ -348,7 +352,7 @@ class MegatronLearner:
             self._parts[part].park()
 
     def onload(self, parts: Collection[Part] = PARTS) -> None:
-        """Move these parts back to the learner's device."""
+        """Move `parts` back to the learner's device."""
         for part in parts:
             self._parts[part].restore()
 
@@ -377,7 +381,7 @@ class MegatronLearner:
         self.version, self.updates = state["version"], state["updates"]
 
     def close(self) -> None:
-        """Leave the process groups; the last learner of the process destroys them. Idempotent."""
+        """Leave the process groups; the last learner of the process releases them. Idempotent."""
         self._on_close.close()
 
     def _must_have(self, head: Head, what: str) -> None:
@@ -427,28 +431,29 @@ class MegatronLearner:
         return self._cutter.cut(batch, rows, count)
 
     def _run(self, cut: Cut, function: Callable, *, forward_only: bool) -> None:
-        """Run Megatron's schedule over the micro-batches; `function(micro, logits)` returns the
-        loss."""
+        """Run Megatron's pipeline schedule over the micro-batches; `function(micro, logits)`
+        returns a micro-batch's loss."""
 
         def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable]:
             micro = next(iterator)
             logits = model(micro.tokens, micro.positions, None, packed_seq_params=micro.packed)
             return logits, partial(function, micro)
 
-        iterators = [iter(cut.micro_batches) for _ in self._models]
+        # Interleaved stages take the micro-batches at different times.
+        iterators = list(tee(cut.micro_batches, len(self._models)))
         get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators,
             model=self._models,
-            num_microbatches=len(cut.micro_batches),
+            num_microbatches=cut.count,
             seq_length=self._train.tokens_per_micro_batch,
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
     def _per_token(self, batch: Batch, read: Callable[[MicroBatch, Tensor], Tensor]) -> Tensor:
-        """Run a forward pass; return `read(micro, outputs)` for all tokens in the batch's order,
-        [T] float32 on the CPU."""
+        """Run a forward pass over the batch; return `read(micro, outputs)` for all tokens in the
+        batch's order, [T] float32 on the CPU."""
         cut = self._cut(batch)
         found: list[Tensor] = []
 
@@ -470,8 +475,9 @@ class MegatronLearner:
     def _scores(
         self, micro: MicroBatch, logits: Tensor, *, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return log-prob and entropy of all tokens, [T] each (0 for the first of a sequence), on
-        all ranks of the last stage. Each context-parallel rank has its part of the gradient."""
+        """Return log-prob and entropy of all tokens, [T] each (0 for first tokens), on all ranks of
+        the last pipeline stage. Backward gives each context-parallel rank its part of the
+        gradient."""
         where = self._where(entropy_grad=entropy_grad)
         if self._late is None:
             scores = log_probs(logits.squeeze(0), micro.targets, in_place=True, **where)
@@ -480,7 +486,7 @@ class MegatronLearner:
         return self._about(micro, scores.logp), self._about(micro, scores.entropy)
 
     def _where(self, **more: Any) -> dict[str, Any]:
-        """Return the arguments that all ops over logits have in common."""
+        """Return the arguments that all ops on logits share, plus `more`."""
         return {
             "vocab_size": self.hf.vocab_size,
             "temperature": self.temperature,
@@ -503,22 +509,23 @@ class MegatronLearner:
         return self._scores(micro, logits, entropy_grad=False)[0]
 
     def _value(self, micro: MicroBatch, outputs: Tensor) -> Tensor:
-        """Return the value before each token is sampled, [T]: the output of the row that predicts
-        the token."""
+        """Return the critic's value before each token is sampled, [T]: the model output at the
+        previous token."""
         return self._about(micro, outputs.view(-1))
 
     def _about(self, micro: MicroBatch, rows: Tensor) -> Tensor:
-        """Map this rank's rows to the tokens that the rows predict; other tokens get 0."""
+        """Convert this rank's output rows to token values [T]: each token gets the row that
+        predicts it; a sequence's first token gets 0."""
         if self.layout.cp > 1:
             group = parallel_state.get_context_parallel_group()
             rows = _GatherRows.apply(rows, group, micro.packed.gathered)
         return torch.where(micro.predicted, rows.index_select(0, micro.take), 0.0)
 
     def _rows_about(self, micro: MicroBatch, values: Tensor) -> Tensor:
-        """Map token values [..., T] to this rank's rows [..., L] that predict the tokens; rows that
-        predict no token get 0."""
+        """Convert token values [..., T] to this rank's output rows [..., L]: each row gets the
+        value of the token that it predicts; rows that predict no token get 0."""
         length, cp = micro.targets.numel(), self.layout.cp
-        # No row predicts the first token of a sequence; its value goes to an extra last row.
+        # No row predicts a sequence's first token, so its value goes to an extra last row.
         index = torch.where(micro.predicted, micro.take, cp * length)
         rows = values.new_zeros(*values.shape[:-1], cp * length + 1)
         rows = rows.index_copy_(-1, index, values)[..., :-1]
@@ -548,8 +555,8 @@ class MegatronLearner:
     def _fused(
         self, loss: Loss | ValueLoss, micro: MicroBatch, outputs: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Do the work of `_loss` with the fused op, which computes the gradient. The loss itself
-        runs in torch on the op's log-probs, only for metrics."""
+        """Compute loss and gradient with the fused op. The loss function itself runs in torch on
+        the op's log-probs, only for metrics."""
         given, spec = self._policy(loss, micro)
         made = self._policy_loss(micro, outputs, given, spec)
         own = micro.batch.old_log_probs is None
@@ -571,8 +578,8 @@ class MegatronLearner:
     def _must_agree(
         self, micro: MicroBatch, fused: dict[str, Tensor], total: Tensor, x: Any, out: LossOutput
     ) -> None:
-        """Raise ValueError if the fused op's losses and gradients, `fused`, differ from those in
-        torch. 1 token in 1000 may differ: close to a clip bound, rounding decides."""
+        """Raise ValueError if the fused op's token losses and gradients (`fused`) differ from the
+        torch loss. 1 token in 1000 may differ, because close to a clip bound rounding decides."""
         kept = x.mask if out.mask is None else x.mask & out.mask
         weight = 1.0 if micro.batch.weight is None else micro.batch.weight
         slope = torch.zeros_like(x.log_probs)
@@ -594,7 +601,7 @@ class MegatronLearner:
                 )
 
     def _policy(self, loss: Any, micro: MicroBatch) -> tuple[PolicyInputs, PolicySpec]:
-        """Return the fused op's inputs, ordered like this rank's rows, and its settings."""
+        """Return the fused op's inputs, in the order of this rank's rows, and its settings."""
         batch = micro.batch
         dtype = statistics_dtype(self._config.params_dtype)
         unknown = torch.zeros(batch.num_tokens, dtype=dtype, device=self.device)
@@ -623,10 +630,10 @@ class MegatronLearner:
         )
 
     def _count(self, x: LossInputs | ValueInputs, out: LossOutput, micro: MicroBatch) -> Tensor:
-        """Add a micro-batch to the update's metrics and return the sum of its losses."""
+        """Add a micro-batch to the metrics of the update; return the micro-batch's total loss."""
         terms = out.per_token if micro.batch.weight is None else out.per_token * micro.batch.weight
         kept = x.mask if out.mask is None else x.mask & out.mask
-        # Tensor- and context-parallel ranks have the same tokens, so only one of them counts.
+        # Tensor- and context-parallel ranks have the same tokens, so only one rank counts them.
         own = self.layout.tp_rank == self.layout.cp_rank == 0
         counted = kept if own else kept & False
         self._add("loss", torch.where(counted, terms, 0.0).sum())
@@ -637,7 +644,7 @@ class MegatronLearner:
             self._add(name, torch.where(counted, values, 0.0).sum())
         return torch.where(kept, terms, 0.0).sum()
 
-    # ---- the step
+    # ---- the optimizer step
 
     @torch.no_grad()
     def _step(self, rate: float) -> float:
@@ -661,8 +668,8 @@ class MegatronLearner:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def _name_metrics(self, batch: Batch, loss: Loss | ValueLoss) -> None:
-        """Register the metrics' names on stages before the last, so that all ranks reduce the same
-        vector. The loss of one masked token gives the names."""
+        """Register the metric names on pipeline stages before the last, so that all ranks reduce
+        the same vector. The names come from the loss of one placeholder token."""
         if self.layout.is_last_stage:
             return
         x = inputs.placeholder(self.head, self.device, reference=batch.ref_log_probs is not None)
@@ -681,10 +688,10 @@ class MegatronLearner:
             f"{self._role}/loss": loss / normaliser
         }
 
-    # ---- weights
+    # ---- tensors that can be offloaded
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        """Yield the optimizer's moments, and its main parameters unless the model owns these."""
+        """Yield the optimizer's moments, and main parameters that are not the model's weights."""
         own = {identity(p.data.untyped_storage()) for p in self._parameters()}
         for part in self._optimizer.chained_optimizers:
             tensors = [p.data for p in part.get_parameters()]
@@ -718,23 +725,23 @@ class _GatherRows(torch.autograd.Function):
 
 
 def _clip(parameters: Sequence[Tensor], most: float, norm: float) -> None:
-    """Scale the gradients, whose norm is `norm`, to the norm `most`."""
+    """Scale the gradients from norm `norm` to norm `most`."""
     if not parameters:
         return
     if parameters[0].dtype is not torch.float64:
         clip_grad_by_total_norm_fp32(parameters, most, norm)
         return
-    # Megatron's function does not support float64.
+    # Megatron's clipping function does not support float64.
     for p in parameters:
         if p.grad is not None:
             p.grad.mul_(most / (norm + 1e-6))
 
 
 def _output(loss: Loss | ValueLoss, x: LossInputs | ValueInputs) -> LossOutput:
-    """Call the loss on `x`. The learner's head determines the types: those of policy or value."""
+    """Return the loss of `x`: a policy loss of `LossInputs`, or a value loss of `ValueInputs`."""
     return cast(Callable[[LossInputs | ValueInputs], LossOutput], loss)(x)
 
 
 def _metrics_of(x: LossInputs | ValueInputs, out: LossOutput) -> dict[str, Tensor]:
-    """Return the metrics to average over the trained tokens, each [T], by name."""
+    """Return the metrics by name, [T] each, to average over tokens."""
     return out.metrics if isinstance(x, ValueInputs) else {"actor/entropy": x.entropy} | out.metrics

@@ -1,8 +1,8 @@
 """Offload tensors and keep all views of them valid, such as views of Megatron's flat buffers.
 
-Storages are emptied and later filled again; no tensor gets another storage.
+The storages of the tensors are emptied and later filled again, so no tensor changes its storage.
 
-Own code instead of torch_memory_saver: it preloads no library and hooks into no allocator.
+Own code instead of torch_memory_saver, which preloads a library and hooks into the allocator.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 BLOCK = 64 * 2**20
-"""Bytes per allocation of pinned memory. torch rounds each allocation up to a power of two, so a
-single allocation of 17 GB would take 34 GB of host memory."""
+"""Size in bytes of one allocation of pinned memory. torch rounds each allocation up to a power of
+two, so a single allocation of 17 GB would take 34 GB of host memory."""
 
 
 class Parked:
-    """Part of a model's state, such as the weights, that is on the accelerator or offloaded to host
-    memory. Tensors of a model on the CPU stay in place, but `zeros` frees these as well."""
+    """Part of a model's state, such as the weights: on the accelerator, or offloaded to host
+    memory. On the CPU, parts stay in place, except that parts with `zeros` are freed."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, zeros: bool = False) -> None:
         """Define the part: each call of `tensors` returns the part's current tensors. With `zeros`
@@ -28,7 +28,7 @@ class Parked:
         self.is_away = False
 
     def park(self) -> None:
-        """Move the contents to host memory and empty the storages. Idempotent."""
+        """Move the part's contents to host memory and empty the storages. Idempotent."""
         if self.is_away:
             return
         self._away = [
@@ -46,7 +46,7 @@ class Parked:
         self.is_away = True
 
     def restore(self) -> None:
-        """Allocate the storages again and restore the contents, or fill with zeros."""
+        """Allocate the storages again; restore their contents, or fill them if `zeros`."""
         for storage, contents, size in self._away:
             storage.resize_(size)
             if self._zeros:
@@ -58,12 +58,12 @@ class Parked:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that the part occupies on the learner's device."""
+        """Return the bytes that the part occupies on the learner's device."""
         return sum(storage.nbytes() for storage in storages(self._tensors()))
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of pinned host memory held for the part, even while it is not offloaded."""
+        """Return the bytes of pinned host memory kept for the part, even if not offloaded."""
         return self._room.num_bytes
 
 
@@ -94,7 +94,7 @@ class HostRoom:
             outside.copy_(here, non_blocking=True)
 
     def _pieces(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of the tensors with the matching parts of the blocks."""
+        """Yield slices of the tensors, each with the matching slice of a host memory block."""
         at = 0
         for tensor in tensors:
             start = 0

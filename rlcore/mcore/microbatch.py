@@ -1,11 +1,11 @@
 """Divide a batch into micro-batches in the layout that the model needs.
 
-Sequences are sorted by length, so that a micro-batch has sequences of similar length; an index
-restores the order of the results. Context parallelism pads every sequence to a multiple of 2 cp.
-Sequence parallelism adds a dummy sequence, so that the number of tokens is a multiple of tp.
+Sequences are sorted by length, so that a micro-batch has sequences of similar length; `Cut.order`
+restores the batch's order. Context parallelism pads every sequence to a multiple of 2 cp. Sequence
+parallelism adds a dummy sequence, so that the number of tokens is a multiple of tp.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -21,27 +21,28 @@ from rlcore.tensors import Batch, cumulative
 class MicroBatch:
     """Inputs of one forward pass. T: tokens of the micro-batch; L: rows of this rank's input."""
 
-    batch: Batch  # T tokens, on the learner's device; T is 0 in a dummy micro-batch
+    batch: Batch  # T tokens on the learner's device; no tokens in a dummy micro-batch
     tokens: Tensor  # [1, L] model input
     positions: Tensor  # [1, L]
-    targets: Tensor  # [L] the token that each row predicts; 0 if it predicts none
+    targets: Tensor  # [L] token that each row predicts; 0 for rows that predict no token
     packed: Packed
-    take: Tensor  # [T] gathered row that predicts each token; arbitrary where not `predicted`
-    predicted: Tensor  # [T] bool: False for the first token of a sequence
+    take: Tensor  # [T] row (of all cp ranks) that predicts each token; undefined if not predicted
+    predicted: Tensor  # [T] bool: False for the first token of each sequence
     sequence: Tensor  # [T] int64 index of the token's sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The micro-batches of one batch."""
+    """The micro-batches of one batch, each made when the model needs it."""
 
-    micro_batches: list[MicroBatch]
-    order: Tensor = field(repr=False)  # [T] batch index of each token, in micro-batch order
+    micro_batches: Iterator[MicroBatch]
+    count: int
+    order: Tensor = field(repr=False)  # [T] each token's index in the batch, in micro-batch order
 
 
 def groups(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Divide the rows into micro-batches of at most `budget` tokens, longest rows first. A row
-    longer than `budget` gets a separate micro-batch."""
+    """Divide sequences into micro-batches of at most `budget` tokens, longest sequences first. A
+    sequence longer than `budget` gets a separate micro-batch."""
     found: list[list[int]] = []
     tokens = 0
     for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
@@ -54,7 +55,7 @@ def groups(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def rounded_count(count: int, layout: ParallelLayout) -> int:
-    """Round the number of micro-batches up to what the schedule needs: at least one per pipeline
+    """Round the number of micro-batches up to what the pipeline schedule needs: at least one per
     stage, and with interleaving a multiple of the number of stages."""
     count = max(count, layout.pp)
     if layout.vpp > 1:
@@ -74,8 +75,10 @@ class Cutter:
         dtype: torch.dtype,
         device: torch.device,
         budget: int,
+        padded: bool = True,
     ) -> None:
-        self._layout = layout
+        """Args: `padded` as in `attention.plan`."""
+        self._layout, self._padded = layout, padded
         self._fill = layout.tp if sequence_parallel else 1
         self._device, self._dtype, self._budget = device, dtype, budget
         self._inverse = inverse_frequencies.to(
@@ -84,26 +87,30 @@ class Cutter:
         self._cos, self._sin = rope.tables(self._inverse, torch.arange(0), dtype)
 
     def groups(self, batch: Batch) -> list[list[int]]:
-        """Return the rows of each micro-batch of this batch."""
+        """Return the indices of the sequences in each micro-batch of this batch."""
         return groups(batch.lengths, self._budget)
 
     def cut(self, batch: Batch, rows: list[list[int]], count: int) -> Cut:
-        """Make a micro-batch for each list in `rows`, then empty micro-batches up to `count`."""
+        """Make a micro-batch of each list of sequences, then empty micro-batches up to `count`."""
         flat = [row for group in rows for row in group]
         starts, lengths = batch.cu_seqlens.tolist(), batch.lengths
         pieces = [torch.arange(starts[r], starts[r] + lengths[r]) for r in flat]
         order = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
         whole = batch.select(flat)
-        made, token, row = [], 0, 0
-        for group in rows:
-            size = [lengths[r] for r in group]
-            part = _slice(whole, token, token + sum(size), size, row)
-            made.append(self._lay_out(part))
+        return Cut(
+            self._lay_out_all(whole, [[lengths[r] for r in g] for g in rows], count), count, order
+        )
+
+    def _lay_out_all(
+        self, whole: Batch, sizes: list[list[int]], count: int
+    ) -> Iterator[MicroBatch]:
+        token = row = 0
+        for size in sizes:
+            yield self._lay_out(_slice(whole, token, token + sum(size), size, row))
             token += sum(size)
-            row += len(group)
-        empty = _slice(whole, 0, 0, [], 0)
-        made += [self._lay_out(empty) for _ in range(count - len(made))]
-        return Cut(made, order)
+            row += len(size)
+        for _ in range(count - len(sizes)):
+            yield self._lay_out(_slice(whole, 0, 0, [], 0))
 
     def _lay_out(self, batch: Batch) -> MicroBatch:
         layout, multiple = self._layout, 2 * self._layout.cp if self._layout.cp > 1 else 1
@@ -115,7 +122,7 @@ class Cutter:
         filler = rest * layout.cp or (0 if padded else multiple * self._fill)
         full = [*padded, filler] if filler else padded
         total = sum(full)
-        # `place` maps the tokens of the batch to their padded positions, in sequence order.
+        # `place` has the position of each token of the batch in the padded sequences.
         count = torch.tensor(lengths, dtype=torch.int64)
         room = torch.tensor(padded, dtype=torch.int64)
         shift = (room.cumsum(0) - room) - (count.cumsum(0) - count)
@@ -132,7 +139,9 @@ class Cutter:
         index, positions = attention.local_positions(full, layout.cp, layout.cp_rank)
         if layout.cp > 1:
             inputs, targets = inputs[index], targets[index]
-        plan = attention.plan(full, cp=layout.cp, cp_rank=layout.cp_rank, device=self._device)
+        plan = attention.plan(
+            full, cp=layout.cp, cp_rank=layout.cp_rank, device=self._device, padded=self._padded
+        )
         cos, sin = self._rope(positions, max(full))
         device = self._device
         cu = cumulative(full).to(device)

@@ -1,7 +1,7 @@
 """Provide an RMSNorm for Megatron's layer specs, with sequence parallelism and fast on the CPU.
 
-Megatron's own wrapper does not support sequence parallelism. Here, an attribute of the weight makes
-Megatron sum the weight's gradient over the tensor-parallel ranks.
+Megatron's own wrapper does not support sequence parallelism. With rlcore's RMSNorm, an attribute of
+the weight makes Megatron sum the weight's gradient over the tensor-parallel ranks.
 """
 
 from typing import Any
@@ -45,8 +45,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        # LayerNorm's kernel with mean 0 gives scale * (gw - mean(gw) - xn * mean(gw * xn)) with
-        # gw = grad * weight and xn = x * scale. RMSNorm's gradient lacks mean(gw), so add it back.
+        # Unlike RMSNorm, LayerNorm's kernel subtracts scale * mean(grad * weight): add it back.
         zero = torch.zeros_like(scale)
         grad = grad.contiguous()
         dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(

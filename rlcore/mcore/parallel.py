@@ -1,7 +1,7 @@
 """Let Megatron create the train ranks' process groups and check them against a `ParallelLayout`.
 
 Megatron keeps one set of groups per process. The learners of one process (actor and critic) share
-the set: the first learner creates the groups, the last learner to leave destroys them.
+the set: the first learner creates the groups, and the last learner to close releases them.
 """
 
 from contextlib import ExitStack
@@ -23,7 +23,7 @@ class Groups:
     """Process groups of the train ranks that rlcore adds to Megatron's."""
 
     lockstep: dist.ProcessGroup | None
-    """Group of `ParallelLayout.lockstep_ranks`; None if these ranks share one batch (ep 1)."""
+    """Group of ranks that must run equally many micro-batches; None without expert parallelism."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,18 +35,18 @@ class _Shared:
     users: int = 1
 
     def join(self) -> None:
-        """Add one user."""
+        """Count one more learner that uses the groups."""
         self.users += 1
 
     def leave(self) -> bool:
-        """Remove one user; return whether no user is left."""
+        """Count one learner less; return whether no learner uses the groups any more."""
         self.users -= 1
         return not self.users
 
 
 _shared: _Shared | None = None
 _left: list[dist.ProcessGroup] = []
-"""Groups that Megatron no longer uses but that still exist; each gloo group has three threads."""
+"""Process groups that Megatron has released but that still exist (three threads per gloo group)."""
 
 
 def initialise(
@@ -56,7 +56,7 @@ def initialise(
     seed: int = 0,
     timeout_s: float = ClusterConfig.timeout_s,
 ) -> tuple[ParallelLayout, Groups]:
-    """Create Megatron's process groups over the default group, or join this process's groups.
+    """Create Megatron's process groups over the default group, or join the groups of this process.
 
     The default group must consist of the train ranks. If no group exists, a group of one rank is
     created. Every call needs a matching call of `destroy`. Collective.
@@ -74,10 +74,10 @@ def initialise(
         return _shared.layout, _shared.groups
     with ExitStack() as undo:
         own_world = not dist.is_initialized()
-        # Skip groups that are already destroyed: other ranks of this world may not have them.
+        # Skip destroyed groups, because other ranks of this world may never have had them.
         alive = dist.distributed_c10d._world.pg_map
         if old := [group for group in dict.fromkeys(_left) if group in alive]:
-            dist.barrier()  # afterwards no rank is inside a collective of these groups
+            dist.barrier()  # after the barrier, no rank is inside a collective of these groups
             for group in old:
                 dist.destroy_process_group(group)
         _left.clear()
@@ -157,14 +157,14 @@ def _check(layout: ParallelLayout) -> None:
 
 
 def destroy() -> None:
-    """Leave the groups. The last user destroys them, and the default group if `initialise` created
-    it, so that another layout can be initialised."""
+    """Leave the process groups. After the last learner, Megatron releases the groups, so that
+    another layout can follow. If `initialise` created the default group, destroy all groups."""
     global _shared
     if _shared is None:
         return
     if not _shared.leave():
         return
-    # The next `initialise` destroys the groups; a peer may still be in its last collective.
+    # Let the next `initialise` destroy the groups: a rank may still be in its last collective.
     made = [*(parallel_state._global_process_group_list or ()), _shared.groups.lockstep]
     _left.extend(g for g in made if isinstance(g, dist.ProcessGroup) and g is not dist.group.WORLD)
     parallel_state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""Keep the reference model, a copy of the start weights: in host memory for GPU learners."""
+"""Keep a reference model: a copy of the start weights, in host memory for GPU learners."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from rlcore.mcore.memory import HostRoom
 
 
 class ReferenceModel:
-    """Copy of the weights at the time of construction."""
+    """Reference model: a copy of the weights, made at construction."""
 
     def __init__(self, parameters: Iterable[Tensor], *, pinned: bool | None = None) -> None:
         """Copy the weights. With `pinned` (default for parameters on an accelerator), the copy is
@@ -29,11 +29,12 @@ class ReferenceModel:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Set the parameters to the reference weights, and restore the learner's weights on exit.
+        """Use the reference weights as parameters in the block; restore the learner's weights on
+        exit.
 
         Only pointers change, so views of the learner's weights (Megatron's flat buffers, the
-        optimizer's shards) stay valid. On the CPU nothing is copied; an accelerator holds both
-        weights during the block.
+        optimizer's shards) stay valid. On the CPU nothing is copied. An accelerator holds both sets
+        of weights during the block.
         """
         own = [p.data for p in self._parameters]
         self.is_in_place = True
@@ -57,7 +58,7 @@ class ReferenceModel:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the tensor as uint8 [bytes]; a view if the tensor is contiguous."""
+    """Return the bytes of a tensor as uint8 [bytes], as a view if the tensor is contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 

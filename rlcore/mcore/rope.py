@@ -1,6 +1,6 @@
-"""Apply rotary position embedding to packed tokens: tables once per micro-batch, one pass each.
+"""Apply rotary position embedding (RoPE) to packed tokens, with tables made once per micro-batch.
 
-Megatron's own code for packed tokens splits them into sequences in Python, per layer and tensor.
+Own code, because Megatron splits packed tokens into sequences in Python, per layer and tensor.
 """
 
 from typing import Any
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def tables(inverse: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the angles at `positions` [T]: [T, 1, head_dim / 2] each."""
+    """Return cos and sin of the RoPE angles at `positions` [T], each [T, 1, head_dim / 2]."""
     angles = positions.to(inverse.dtype).unsqueeze(-1) * inverse
     return angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, head_dim]; dimensions i and i + head_dim / 2 form a pair."""
+    """Apply RoPE to x [T, heads, head_dim]; dimensions i and i + head_dim / 2 form a pair."""
     return _Rotate.apply(x, cos, sin)
 
 

@@ -12,8 +12,8 @@ from rlcore.utils.errors import ConfigError
 def learning_rate(train: TrainConfig, update: int, total_updates: int = 0) -> float:
     """Return the learning rate of update number `update`, counted from 0.
 
-    Warm-up rises linearly from lr / warmup to lr. Then the rate falls to `min_lr` at update
-    `lr_decay_updates` (if 0: `total_updates`) and stays there.
+    In warm-up, the rate rises linearly from lr / warmup to lr. With decay, the rate then falls to
+    `min_lr` at update `lr_decay_updates` (if 0: `total_updates`) and stays there.
     """
     warmup = train.lr_warmup_updates
     if update < warmup:

@@ -1,4 +1,4 @@
-"""Check Megatron-Core's version, and make it run without CUDA.
+"""Check the version of Megatron-Core, and make Megatron run without CUDA.
 
 Every `megatron.core.*` module gets, instead of `torch`, a proxy in which `torch.cuda.*` and
 `device="cuda"` mean the CPU. Other modules see the real torch, except that `Tensor.type` and
@@ -34,13 +34,13 @@ def prepare() -> None:
         ConfigError: megatron-core has another version, or psutil is missing.
     """
     _check_installation()
-    # Megatron warns at import about each optional package, but the local layers need none.
+    # Hide Megatron's import warnings about optional packages, which the local layers do not need.
     warnings.filterwarnings(
         "ignore",
         message=r"(Apex|Transformer Engine and Apex) (is|are) not installed",
         module=r"megatron\.core",
     )
-    # Users cannot act on Megatron's calls of deprecated functions of torch.
+    # Hide warnings about deprecated torch functions that Megatron calls; users cannot act on them.
     for message in (r"`load_state_dict` is deprecated", r"Please use DTensor instead"):
         warnings.filterwarnings("ignore", message=message, category=FutureWarning)
     warnings.filterwarnings(
@@ -48,10 +48,10 @@ def prepare() -> None:
         message=r"`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
         category=FutureWarning,
     )
-    # Megatron needs this variable for the order of kernels and warns if it is unset. CUDA reads it
-    # when the first context is created.
+    # Megatron needs CUDA_DEVICE_MAX_CONNECTIONS for its kernel order and warns if it is unset.
+    # CUDA reads the variable when the first context is created, so set the variable early.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # Without this variable cuBLAS is not reproducible, and torch warns at every matrix product.
+    # Without CUBLAS_WORKSPACE_CONFIG, cuBLAS is not reproducible and torch warns at every matmul.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.cuda.is_available():
         return
@@ -96,7 +96,7 @@ class _Null:
 
 
 class _Proxy(types.ModuleType):
-    """Proxy for a module in which some names are replaced."""
+    """Proxy for a module that replaces some of the module's names."""
 
     def __init__(self, real: types.ModuleType, **replaced: Any) -> None:
         super().__init__(real.__name__)
@@ -202,7 +202,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if getattr(module, "torch", None) is torch:
             module.torch = self.proxy
         if module.__name__ == "megatron.core.jit":
-            # Skip torch.compile: it does not pay off for small CPU models.
+            # Skip torch.compile, which does not pay off for small CPU models.
             module.jit_fuser = module.noop_decorator
         if module.__name__ == "megatron.core.tensor_parallel.random":
             module._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: (
@@ -212,7 +212,7 @@ class _Finder(importlib.abc.MetaPathFinder):
                 torch.set_rng_state(state)
             )
         if hasattr(module, "maybe_move_tensor_to_cpu"):
-            # All-to-all needs numpy split sizes, but Megatron converts only CUDA tensors to numpy.
+            # All-to-all needs split sizes as numpy, but Megatron converts only CUDA tensors.
             move = module.maybe_move_tensor_to_cpu
             module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
                 tensor.numpy()
@@ -247,7 +247,7 @@ def _patch_tensor_methods() -> None:
 
 
 def patch_moe_utils() -> None:
-    """Define a name that `moe_utils` uses but defines only with Transformer Engine (0.16.1)."""
+    """Define `te_general_gemm` in `moe_utils`, which Megatron 0.16.1 needs without TE, too."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

@@ -1,15 +1,15 @@
 """Define the output layer of a critic: one value per token, in place of Megatron's logits.
 
-    V = w . h        h: hidden state after the final norm; w: weights, as many as h has units
-
-w starts at 0, so a new critic returns 0 everywhere and the first advantages depend only on the
+A value is the dot product of the weights and the hidden state after the final norm. The weights
+start at 0, so a new critic returns 0 everywhere, and the first advantages depend only on the
 rewards. Random weights would add an arbitrary function of the hidden state: with a standard
 deviation of 0.02 and 4096 hidden units of size 1, this function is about 1.3, as large as rewards.
-The trunk gets its first gradient in the second update. A bias is left out because it would learn
-too slowly: Adam moves each weight by about the learning rate, and thousands of weights outpace it.
+The layers below the head get their first gradient in the second update. There is no bias, because
+it would learn too slowly: Adam moves each weight by about the learning rate, and thousands of
+weights outpace one bias.
 
-Differs from verl (`LinearForLastLayer`), which initialises as torch.nn.Linear does and multiplies
-in the parameters' dtype. Differs from slime, which has a bias and initial weights of std 0.02.
+verl's head (`LinearForLastLayer`) is initialised like torch.nn.Linear and multiplies in the
+parameters' dtype. slime's head has a bias and initial weights of standard deviation 0.02.
 """
 
 from typing import Any
@@ -39,10 +39,10 @@ class ValueHead(torch.nn.Module):
     def forward(
         self, hidden: Tensor, weight: None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """Compute the values; the signature is that of Megatron's output layer."""
+        """Return the values; the signature is that of Megatron's output layer."""
         dtype = torch.float64 if hidden.dtype is torch.float64 else torch.float32
         values = F.linear(hidden.to(dtype), self.weight.to(dtype))
         if self.sequence_parallel:
-            # All ranks compute the same loss over all tokens, so each keeps its gradient's part.
+            # All ranks compute the same loss on all tokens, so each keeps its part of the gradient.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None

@@ -1,4 +1,4 @@
-"""Log files of one JSON object per line, with only whole lines after a kill.
+"""Write and read log files of one JSON object per line, with only whole lines after a kill.
 
 Own code instead of the package jsonlines: a resumed run truncates the file.
 """
@@ -25,7 +25,7 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        # one call, so a kill leaves the old file or the truncated file
+        # A single call truncates, so a kill leaves the old file or the truncated file.
         os.ftruncate(self._fd, _end_before(path, next_step))
         self._last = next_step - 1
 

@@ -1,4 +1,4 @@
-"""Every metric, declared once: name, unit, meaning. If verl has a metric, the name is verl's.
+"""Declare every metric once: name, unit, meaning. If verl has a metric, the name is verl's.
 
 A name may contain fields: `<phase>` stands for one part of the name, `<set>` for the name of a data
 set, `<k>` for a number. An exact name has priority over a name with fields. Writing a metric that
@@ -46,7 +46,7 @@ CLOCK = (
     "sched/rollout_idle",
     "balance/",
 )
-"""Prefixes of metrics that depend on the clock: two equal runs differ only in these."""
+"""Prefixes of metrics that depend on the clock; two equal runs differ only in these metrics."""
 
 _TIMED = phases.STEP | phases.BETWEEN | phases.BEFORE
 
@@ -185,7 +185,7 @@ METRICS = [
     Metric("val-aux/<set>/response_length/<stat>", "tokens", "response lengths in evaluation"),
     Metric("val-aux/<set>/num_prompts", "prompts", "prompts evaluated in a data set"),
     Metric("val-aux/<set>/reward/<name>", "", "mean of a detail of the reward in evaluation"),
-    # components
+    # rewards, schedulers, environments and other components
     Metric("reward/latency_s/mean", "s", "mean time of one score"),
     Metric("reward/latency_s/max", "s", "longest time of one score"),
     *_spread("reward/timeout_s", "s", "deadlines by reward.adaptive_timeout", "/mean /min"),
@@ -296,7 +296,7 @@ def _patterns() -> list[tuple[re.Pattern[str], Metric]]:
         parts = re.split(r"(<\w+>)", name)
         texts = [
             _FIELDS.get(p, "[^/]+") if i % 2 else re.escape(p) for i, p in enumerate(parts)
-        ]  # odd parts are fields
+        ]  # Parts with an odd index are fields, such as `<k>`.
         return re.compile("".join(texts))
 
     return [(pattern(m.name), m) for m in METRICS if "<" in m.name]

@@ -1,5 +1,5 @@
-"""Figures: curve.png with the main curves of a run; detail.png with lengths, policy and speeds; and
-comparisons of several runs.
+"""Draw figures: curve.png with the main curves of a run; detail.png with lengths, policy and
+speeds; and comparisons of several runs.
 
 matplotlib is imported only when a figure is drawn, and without pyplot: no display, no global state.
 """
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Mapping[str, Any]]
 Lengths = Mapping[int, Sequence[int]]
-"""Tokens of each response, by step."""
+"""Length of each response in tokens, by step."""
 
 ROUNDS = "rounds.jsonl"
-"""Log of rounds (`rollout/round_log.py`), with the length of every response."""
+"""Log of rollout rounds (`rollout/round_log.py`), with the length of every response."""
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
 """Palette of Okabe and Ito, which people with colour blindness can tell apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Metrics by step in one panel."""
+    """One panel of a figure: metrics by step."""
 
     title: str
     unit: str
     lines: Mapping[str, str]
-    """Metric name by label."""
+    """Metric name of each line, by label."""
     log: bool = False
     average: Callable[[np.ndarray], Any] = np.mean
 
@@ -156,8 +156,8 @@ def _steps(rows: Rows) -> int:
 
 
 def _lengths_by_step(run_dir: Path) -> Lengths:
-    """Return the lengths of all counted responses from rounds.jsonl, or, if that file is missing,
-    of the responses in rollouts.jsonl."""
+    """Return response lengths by step: of all counted responses in rounds.jsonl, or, if that file
+    is missing, of the responses in rollouts.jsonl."""
     found: dict[int, list[int]] = {}
     for row in read_lines(run_dir / ROUNDS):
         if row["counted"]:
@@ -209,7 +209,7 @@ def _series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _windows(values: np.ndarray) -> list[np.ndarray]:
-    """Return the values around each step: about a twentieth of the run, less near its ends."""
+    """Return a window of values around each step: a twentieth of the run, less near its ends."""
     half = round(len(values) / 40)
     return [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
 
@@ -217,7 +217,7 @@ def _windows(values: np.ndarray) -> list[np.ndarray]:
 def _line(
     ax: "Axes", rows: Rows, name: str, color: str, label: str, average: Any = np.mean
 ) -> None:
-    """Draw the measured values as a faint line, and their running average."""
+    """Draw the measured values as a faint line, and their running average as a strong line."""
     steps, values = _series(rows, name)
     if not len(values):
         return
@@ -236,7 +236,7 @@ def _reward(ax: "Axes", rows: Rows, color: str, label: str) -> None:
     error_steps, errors = _series(rows, "critic/score/std_err")
     if len(errors) == len(values) and (error_steps == steps).all():
         center = np.array([np.mean(window) for window in _windows(values)])
-        # steps draw prompts independently, so the squared errors in a window add up
+        # Steps draw prompts independently, so the squared standard errors in a window add up.
         half = [math.sqrt(np.sum(w**2)) / len(w) for w in _windows(errors)]
         band = "" if label else "+- 1 standard error"
         low, high = center - half, center + half
@@ -278,7 +278,7 @@ def _times(ax: "Axes", rows: Rows) -> None:
     parts["other"] = np.maximum(0.0, total - sum(parts.values()))
     parts = dict(sorted(parts.items(), key=lambda item: -np.sum(item[1])))
     whole = np.sum(total)
-    # medians, so that one slow step, such as the first, does not set the scale
+    # Medians keep one slow step, such as the first, from setting the scale.
     shown = {
         phase: np.array([np.median(window) for window in _windows(values)])
         for phase, values in parts.items()
@@ -286,7 +286,7 @@ def _times(ax: "Axes", rows: Rows) -> None:
     }
     labels = [f"{p} ({100 * np.sum(parts[p]) / whole:.0f} %)" for p in shown]
     ax.stackplot(steps, *shown.values(), labels=labels, colors=COLORS, alpha=0.8, linewidth=0)
-    ax.set_ylim(0, 1.4 * np.max(sum(shown.values())))  # leaves room for the legend
+    ax.set_ylim(0, 1.4 * np.max(sum(shown.values())))  # This limit leaves room for the legend.
     ax.legend(loc="upper center", ncols=3, frameon=False, fontsize=9)
 
 
@@ -295,8 +295,8 @@ def _all(lengths: Lengths) -> np.ndarray:
 
 
 def _parts(lengths: Lengths) -> dict[str, np.ndarray]:
-    """Return the lengths of the first third of the steps and of the last third. With fewer than 3
-    steps, return the lengths of all steps."""
+    """Return the response lengths of the first and of the last third of the steps. With fewer than
+    3 steps, return the lengths of all steps."""
     steps = sorted(lengths)
     third = len(steps) // 3
     if third < 1:
@@ -320,7 +320,7 @@ def _histogram(ax: "Axes", lengths: Lengths) -> None:
 
 
 def _tails(ax: "Axes", parts: Mapping[str, np.ndarray]) -> None:
-    """Draw the share of responses longer than each length, both axes logarithmic."""
+    """Draw the share of responses longer than each length, with both axes logarithmic."""
     ax.set(
         title="Tail of response lengths",
         xlabel="tokens",
@@ -366,7 +366,7 @@ def _bars(ax: "Axes", loaded: Mapping[str, Rows]) -> None:
         ax.barh(names, shares[phase], left=left, color=COLORS[i % len(COLORS)], label=phase)
         left = left + shares[phase]
     if seen:
-        ax.set_ylim(-0.6, 1.4 * len(names) - 0.4)  # leaves room for the legend
+        ax.set_ylim(-0.6, 1.4 * len(names) - 0.4)  # This limit leaves room for the legend.
         ax.legend(loc="upper center", ncols=3, frameon=False, fontsize=9)
 
 

@@ -1,5 +1,5 @@
-"""Terminal output of rank 0: one line per step and evaluation, a progress bar on a terminal, a
-table at the end. Lines go through the logger, so they are also in the rank's log file."""
+"""Print the output of rank 0: a line per step and evaluation, a progress bar, a table at the end.
+Lines go through the logger, so they are also in the rank's log file."""
 
 import logging
 import math
@@ -158,7 +158,7 @@ def _accuracy_table(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _phases(metrics: Mapping[str, float], time_s: float) -> str:
-    """Format the four longest phases that take 2 % of the step or more, in order of the step."""
+    """Format the longest phases that take at least 2 % of the step: up to four, in step order."""
     seconds = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in STEP}
     longest = sorted(STEP, key=lambda phase: -seconds[phase])[:4]
     parts = [
@@ -215,7 +215,7 @@ class _Bar:
         self._part = self._progress.add_task("", total=None, count="", visible=False)
         self._total_steps = total_steps
         terminal = sys.stdout
-        self._progress.start()  # replaces sys.stdout by a stream that prints above the bar
+        self._progress.start()  # This replaces sys.stdout by a stream that prints above the bar.
         self._handlers = [
             (handler, handler.setStream(sys.stdout))
             for handler in log.handlers
@@ -226,7 +226,7 @@ class _Bar:
         self._progress.update(self._steps, completed=step, count=f"{step}/{self._total_steps}")
 
     def phase(self, name: str) -> None:
-        # short phases would flicker, so only phases that report progress are shown
+        # Short phases would flicker, so only phases that report progress are shown.
         self._progress.reset(self._part, description=name, total=None, visible=False, count="")
 
     def advance(self, done: int, total: int) -> None:

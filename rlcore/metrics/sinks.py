@@ -1,5 +1,5 @@
-"""Outputs of a run's metrics: metrics.jsonl, rollouts.jsonl, summary.json; on request TensorBoard,
-Weights & Biases, Prometheus.
+"""Write a run's metrics to metrics.jsonl, rollouts.jsonl and summary.json; on request to
+TensorBoard, Weights & Biases and Prometheus.
 
 Only this module imports these three packages. Only rank 0 has a `MetricsWriter`.
 """
@@ -30,11 +30,11 @@ RATES = {
     "perf/gen_tokens_per_s": "timing_s/gen",
     "perf/train_tokens_per_s": "timing_s/update_actor",
 }
-"""Rates of a step, each with the timing that weights this rate in a mean over steps."""
+"""Rates of a step, each with the timing metric that weights the rate in a mean over steps."""
 
 
 class Sink(Protocol):
-    """Receives the metrics of each step."""
+    """Receiver of the metrics of each step, such as TensorBoard."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -42,7 +42,7 @@ class Sink(Protocol):
 
 
 class MetricsWriter:
-    """Writes metrics into the run's folder and to `sinks`, which `close` also closes. `next_step`:
+    """Writer of metrics to the run's folder and to `sinks`, which `close` also closes. `next_step`:
     first step that will be written. Rows of this and later steps in existing files are deleted, so
     that a resumed run has no step twice."""
 
@@ -78,7 +78,7 @@ class MetricsWriter:
             sink.write(step, values)
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write samples of one step for humans to read: id, source, prompt, response, score, ..."""
+        """Write samples of one step for humans to read: id, prompt, response, score and more."""
         self._rollouts.append(step, rows)
 
     def summary(self, further: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -124,8 +124,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Compute the values of summary.json. `timing_s/*`: seconds per step, as the run's sum divided
     by the number of steps, so that phases that do not run in every step are comparable.
     `before_s/<phase>`: sum of the times before the first step, which `timing_s/*` exclude, over all
-    starts of the run. Rates: totals divided by the seconds of their phase, without evaluation and
-    checkpoints."""
+    starts of the run. Rates: means over the steps, weighted by the time of each rate's phase."""
     steps = [row for row in rows if "timing_s/step" in row]
     timings: dict[str, float] = {}
     before: dict[str, float] = {}
@@ -164,10 +163,10 @@ def _number(name: str, value: Any) -> float:
 
 
 class TensorBoard:
-    """Event files in `folder`; hides existing events of step `next_step` and later."""
+    """TensorBoard event files in `folder`; hides existing events of step `next_step` and later."""
 
     def __init__(self, folder: Path, next_step: int = 0):
-        # importing TensorBoard imports an installed TensorFlow, which takes seconds and logs a lot
+        # Importing TensorBoard imports an installed TensorFlow, which takes seconds and logs a lot.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         from torch.utils.tensorboard import SummaryWriter
 
@@ -254,7 +253,7 @@ class Prometheus:
             self._values |= now
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics for a scrape."""
+        """Yield all metrics when Prometheus scrapes the endpoint."""
         from prometheus_client.core import GaugeMetricFamily
 
         with self._changed:

@@ -1,4 +1,4 @@
-"""Small statistics: summaries, pass@k, standard errors, KL estimators. Pure numpy.
+"""Compute small statistics with numpy: summaries, standard errors, pass@k, best@k.
 
 Values of several ranks must be gathered first: a mean of local means is not the global mean.
 
@@ -41,14 +41,14 @@ def standard_error(values: ArrayLike, clusters: Sequence[Hashable] | None = None
     num = len(sums)
     if num < 2:
         return math.nan
-    # variance of the ratio estimator, which weights clusters by their size
+    # Variance of the ratio estimator, which weights clusters by their size.
     return math.sqrt(num / (num - 1) * sum(s * s for s in sums.values())) / x.size
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Return the probability that k of n samples, drawn without replacement, contain a right one.
-    This is unbiased for pass@k (arXiv:2107.03374). Raise ValueError unless 1 <= k <= n and 0 <=
-    right <= n."""
+    """Return the probability that k of n samples, drawn without replacement, contain a correct one.
+    This is an unbiased estimate of pass@k (arXiv:2107.03374). Raise ValueError unless 1 <= k <= n
+    and 0 <= num_right <= n."""
     _check_k(num_samples, k)
     if not 0 <= num_right <= num_samples:
         raise ValueError(f"{num_right} correct of {num_samples} samples is impossible")
@@ -60,7 +60,7 @@ def best_at_k(scores: ArrayLike, k: int) -> float:
     are 0 or 1, the result equals `pass_at_k`."""
     x = np.sort(_flat(scores))
     _check_k(x.size, k)
-    # the i-th smallest score is the best of comb(i, k - 1) subsets of size k
+    # The i-th smallest score is the best of comb(i, k - 1) subsets of size k.
     ways = [math.comb(i, k - 1) for i in range(x.size)]
     return float(sum(w * v for w, v in zip(ways, x.tolist(), strict=True)) / math.comb(x.size, k))
 

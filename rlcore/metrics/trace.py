@@ -1,8 +1,9 @@
 """Write traces of runs and simulations for ui.perfetto.dev and chrome://tracing.
 
-A trace is a list of Chrome trace events. A process is a rank, or an arm of a simulation. A process
-has rows of bars, bundles of overlapping intervals (responses in flight, rewards), and counters.
-Each rank of a run writes `<run>/trace/rank<r>.jsonl`, on rank 0's clock; `merge` joins the files.
+A trace is a list of Chrome trace events. A process of the trace is a rank, or a variant of a
+simulation. It has rows of bars, bundles of overlapping intervals (responses in flight, rewards),
+and counters. Each rank of a run writes `<run>/trace/rank<r>.jsonl`, on rank 0's clock; `merge`
+joins the files.
 
 Own code instead of Perfetto's SDK: the standard library's JSON serves runs and simulations.
 """
@@ -37,23 +38,23 @@ MARKS_ROW = 1
 
 
 def process(pid: int, name: str) -> Event:
-    """Make the event that names a process."""
+    """Make the trace event that names a process."""
     return {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
 
 
 def row(pid: int, tid: int, name: str) -> Event:
-    """Make the event that names a row of bars."""
+    """Make the trace event that names a row of bars."""
     return {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def bar(pid: int, tid: int, name: str, start: float, seconds: float, **facts: object) -> Event:
-    """Make a bar; `start` is in seconds from the start of the trace. Bars of a row may nest."""
+    """Make the event of a bar; `start` is in seconds from the start of the trace. Bars may nest."""
     at, took = _us(start), _us(seconds)
     return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": at, "dur": took, "args": facts}
 
 
 def mark(pid: int, tid: int, name: str, at: float, **facts: object) -> Event:
-    """Make a mark at the time `at`, in seconds from the start of the trace."""
+    """Make the event of a mark at the time `at`, in seconds from the start of the trace."""
     return {
         "ph": "i",
         "s": "t",
@@ -68,15 +69,15 @@ def mark(pid: int, tid: int, name: str, at: float, **facts: object) -> Event:
 def overlapping(
     pid: int, name: str, number: int, start: float, end: float, **facts: object
 ) -> list[Event]:
-    """Make an interval that may overlap other intervals; intervals of one name are shown in one
-    bundle. `number`: unique id of the interval."""
+    """Make the events of an interval that may overlap other intervals. Intervals of one name are
+    shown in one bundle. `number`: unique id of the interval."""
     both = {"cat": name, "name": name, "id": number, "pid": pid, "tid": 0}
     first = {"ph": "b", "ts": _us(start), "args": facts}
     return [both | first, both | {"ph": "e", "ts": _us(end)}]
 
 
 def counter(pid: int, name: str, at: float, **values: float) -> Event:
-    """Set the values of a counter from `at` on; the values are shown stacked."""
+    """Make the event that sets a counter's values from `at` on; the values are shown stacked."""
     return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": _us(at), "args": values}
 
 

@@ -1,9 +1,9 @@
-"""HTML page of a run's rollouts: one file that needs no network and no server.
+"""Write an HTML page of a run's rollouts: one file that needs no network and no server.
 
 The list is a table of columns. Texts and tokens are packed in chunks (zlib, base64). The page
 unpacks a chunk on its first view, so that a page of ten thousand responses opens at once.
 
-Own code instead of a table of Weights & Biases: no account, no network, no server.
+Own code instead of a table of Weights & Biases, which needs an account, a network and a server.
 """
 
 import base64
@@ -61,7 +61,7 @@ def page(rows: Sequence[Row], name: str) -> str:
 
 
 def _index(rows: Sequence[Row], name: str) -> dict[str, Any]:
-    """Return the columns for the list, the filters and the chart."""
+    """Return the index of the page: the columns for the list, the filters and the chart."""
     steps = sorted({row["step"] for row in rows})
     scores: dict[int, list[float | None]] = {step: [] for step in steps}
     for row in rows:

@@ -6,8 +6,7 @@ removes a message from its inbox and writes the message's effects, if the arbite
 token. So an arbiter may fail between any two commands, and another arbiter continues. Messages are
 numbered, so a message that a job sent twice counts once. Each job holds a lease, a key that expires
 by Redis's clock. When the lease expires, the job counts as failed and its permit is free. After an
-outage of the server or the arbiter, no job counts as failed until one more lease has passed.
-"""
+outage of the server or the arbiter, no job counts as failed until one more lease has passed."""
 
 import contextlib
 import math
@@ -32,10 +31,10 @@ LOCK_S = 5.0
 IDLE_S = 0.2
 """Seconds between checks of leases and idle jobs while no message arrives."""
 LEAST_PATIENCE_S = 30.0
-"""Minimum idle time of a job between two phases before its permit passes to another job."""
+"""Minimum idle seconds of a job between two phases before its permit passes to another job."""
 ROLLOUT, TRAIN = phases.POOLS
 PROMISED = {ROLLOUT: ("rollout_s",), TRAIN: ("train_s",)}
-"""Profile fields whose sum is the promised time, by phase; other phases have no promise."""
+"""Profile fields whose sum is the worst-case time of a phase, by phase. Not all phases have one."""
 PROMISED_COLOCATED = {STEP: ("rollout_s", "train_s", "sync_s")}
 
 
@@ -51,7 +50,7 @@ class Known:
     seen: int = 0
     """Number of the job's most recent message."""
     status: str = "joined"
-    """`joined`, `placed`, `queued` or `refused`."""
+    """Status of the job: `joined`, `placed`, `queued` or `refused`."""
     why: str = ""
     profile: dict[str, Any] = field(default_factory=dict)
     hosts: dict[str, list[str]] = field(default_factory=dict)
@@ -64,7 +63,7 @@ class Known:
     asked: int = 0
     """Number of the message that requested the job's current (waiting or running) phase."""
     moved: int = 0
-    """Value of `asked` in the most recent phase whose tail has left nodes."""
+    """Number of the message that requested the most recent phase whose tail has left nodes."""
     phases: int = 0
     """Number of phases that the job has completed."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -113,16 +112,16 @@ class Known:
         self.moved = self.asked
 
     def end_phase(self) -> None:
-        """Count one more phase."""
+        """Count one more completed phase."""
         self.phases += 1
 
     def reprofile(self, profile: dict[str, Any], why: str) -> None:
-        """Replace the profile by one with measured times or memory."""
+        """Replace the profile by a profile with measured times or memory."""
         self.profile, self.why = profile, why
 
 
 class Arbiter:
-    """Decides about places and permits of all jobs: call `run`, or `step` repeatedly."""
+    """Arbiter of all jobs' nodes and permits: call `run`, or call `step` repeatedly."""
 
     def __init__(self, url: str, pools: Mapping[str, NodePool] | None = None) -> None:
         """`pools`: the node pools `rollout` and `train`. Default: the pools stored in Redis."""
@@ -138,9 +137,10 @@ class Arbiter:
         self._jobs: dict[str, Known] = {}
         self._queue: list[str] = []
         self._measured: dict[str, dict[str, float]] = {}
-        """Measured values of each job that exceed its profile."""
+        """Measured values that exceed the job's profile, by job."""
         self._dirty: dict[str, str | None] = {}
-        """Fields of the state that the next commit writes; None: that it deletes."""
+        """Fields of the saved state that the next commit writes, or deletes if the value is
+        None."""
         self._rings: dict[str, dict[str, str]] = {}
         """Redis keys that the next commit writes, by job; the commit also notifies these jobs."""
 
@@ -176,7 +176,7 @@ class Arbiter:
             return None
 
     def _round(self) -> bool:
-        self._redis.delete(store.BELL)  # an entry from now on means a new message
+        self._redis.delete(store.BELL)  # entries from now on announce new messages
         names = sorted(self._redis.smembers(store.JOBS))
         pipe = self._redis.pipeline(transaction=False)
         for name in names:
@@ -220,8 +220,8 @@ class Arbiter:
         return True
 
     def release(self) -> None:
-        """Give the token back, so that the next arbiter need not wait."""
-        with contextlib.suppress(redis.RedisError):  # if this fails, the token expires
+        """Give up the token, so that the next arbiter need not wait."""
+        with contextlib.suppress(redis.RedisError):  # if Redis is down, the token expires
             if self._redis.get(store.ARBITER) == self._token:
                 self._redis.delete(store.ARBITER)
 
@@ -262,7 +262,7 @@ class Arbiter:
         log.info("arbiter: %d jobs in %d groups", len(self._jobs), len(self._cluster.groups))
 
     def _commit(self, pop: str | None = None) -> None:
-        """Write all changes and remove the first message of job `pop`, in one transaction."""
+        """Write all changes and remove the first inbox message of job `pop`, in one transaction."""
         pipe = self._redis.pipeline(transaction=True)
         try:
             pipe.watch(store.ARBITER)
@@ -286,7 +286,7 @@ class Arbiter:
         except redis.WatchError as error:
             raise _Lost("another arbiter has its token") from error
         except redis.RedisError:
-            self._is_loaded = False  # unknown whether the server applied it: reload
+            self._is_loaded = False  # the server may have applied the changes, so reload
             raise
         finally:
             pipe.reset()
@@ -349,10 +349,10 @@ class Arbiter:
         elif what == "done":
             known.end_phase()
             self._carry_out(group, self._mux[group].done(name, now))
-            if known.moved != known.asked:  # else its tail had fewer nodes and took longer
+            if known.moved != known.asked:  # skip rollouts whose tail left nodes
                 self._drift(name, known, said, now)
         elif what in ("progress", "freed") and said["of"] != known.asked:
-            pass  # the rollout has ended
+            pass  # the rollout of this message has ended
         elif what == "progress":
             held = self._mux[group].held(name)
             if known.keep and not set(held) <= set(_rollout_slots(known)):
@@ -371,7 +371,7 @@ class Arbiter:
 
     def _drift(self, name: str, known: Known, said: Mapping[str, Any], now: float) -> None:
         """If the job takes more time or memory than its profile says, update the profile. If any
-        job would then miss its SLO, or a node would lack memory, this job must join again with the
+        job would then miss its SLO, or a node would lack memory, the job must join again with
         measured values."""
         phase = str(said.get("phase"))
         recent = known.seconds[phase] = _last(known.seconds.get(phase), said.get("seconds"))
@@ -434,7 +434,7 @@ class Arbiter:
         self._place(name, now)
 
     def _place(self, name: str, now: float) -> bool:
-        """Find a place for a job; return False if it stays in the queue."""
+        """Find nodes for a job; return False if the job stays in the queue."""
         known = self._jobs[name]
         job = _job(known.profile)
         runs_on = (len(known.hosts[ROLLOUT]), len(known.hosts[TRAIN])) if known.hosts else None
@@ -478,9 +478,9 @@ class Arbiter:
         self._note_group(group.id)
 
     def _meets(self, job: MuxJob, known: Known) -> str:
-        """Return why a node shared with another job makes the job wait; "" if none does. Two jobs
-        conflict if one uses a node for rollouts and the other for training, and one of the jobs
-        holds both pools for a whole step."""
+        """If a job has to wait because it shares a node with another job, return the reason, else
+        "". Two jobs conflict if one job uses a node for rollouts and the other for training, and
+        one of the jobs holds both pools for a whole step."""
         for name, other in self._jobs.items():
             if other is known or not (other.nodes and other.hosts and known.hosts):
                 continue
@@ -543,7 +543,7 @@ class Arbiter:
                 del self._mux[group]
             self._carry_out(group, todo)
             waiting, self._queue = self._queue, []
-            for other in waiting:  # in the order of arrival
+            for other in waiting:  # queued jobs are placed in the order of arrival
                 self._place(other, now)
         self._note_cluster()
 
@@ -579,7 +579,7 @@ def _last(before: list[float] | None, seconds: Any) -> list[float]:
 
 
 def _hosts(said: Any) -> dict[str, list[str]]:
-    """Return the node names by pool. Raise ValueError if a name is repeated or invalid."""
+    """Return the job's node names by pool. If a name is repeated or invalid, raise ValueError."""
     if not said:
         return {}
     found = {pool: list(said[pool]) for pool in (ROLLOUT, TRAIN)}
@@ -600,12 +600,12 @@ def _bound(jobs: Mapping[str, Known], pool: str) -> dict[str, int]:
 
 
 def _share(one: Known, other: Known, pool: str) -> bool:
-    """Tell whether two jobs share a node of the pool, so that their phases there alternate."""
+    """Return whether two jobs share a node of the pool, so that their phases there alternate."""
     return not set(one.hosts[pool]).isdisjoint(other.hosts[pool])
 
 
 def _rollout_slots(known: Known) -> list[str]:
-    """Return the rollout slots of a job in the order of its `hosts`; empty if the job has named no
+    """Return the job's rollout slots in the order of its `hosts`; empty if it has named no
     nodes."""
     return [f"{ROLLOUT[0]}{n}" for n in known.nodes.get(ROLLOUT, ())]
 

@@ -1,4 +1,4 @@
-"""Gate of a job that shares nodes (`protocols.PhaseGate`): its phases wait for permits.
+"""Gate of a job that shares nodes: each phase waits for a permit (`protocols.PhaseGate`).
 
     gate = connect("redis://127.0.0.1:6390", "my job", Profile(...))  # url "": no sharing
     while training:
@@ -11,8 +11,7 @@
 One process of a job has the gate; the job's other ranks wait for this process in collectives. A
 thread renews the job's lease. If renewal fails, other jobs may get the nodes, so the process exits
 with code 75 before the lease expires. When restarted, the process joins as a new job and resumes
-from its latest checkpoint. While the server is down, no job gets a permit, so all jobs wait.
-"""
+from its latest checkpoint. While the server is down, no job gets a permit, so all jobs wait."""
 
 import contextlib
 import errno
@@ -36,7 +35,7 @@ from rlcore.utils import phases
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
-if TYPE_CHECKING:  # importing torch takes seconds, and jobs without torch need it not
+if TYPE_CHECKING:  # `protocols` imports torch, which takes seconds
     from rlcore.protocols import PhaseGate
 
 EXIT_LOST = 75
@@ -59,11 +58,11 @@ class Resident(Protocol):
 
 
 class JobRefused(RuntimeError):
-    """The cluster has no place for this job."""
+    """The arbiter refused this job, because the cluster cannot run the job."""
 
 
 class NoGate:
-    """Gate of a job that shares no nodes: every phase may start."""
+    """Gate of a job that shares no nodes: every phase starts at once."""
 
     @contextmanager
     def phase(self, name: str, resident: object | None = None) -> Iterator[None]:
@@ -75,11 +74,11 @@ class NoGate:
 
 @dataclass(slots=True)
 class _Waits:
-    """Seconds that a job waited for permits and loaded its states, for its metrics."""
+    """Seconds for which a job waited for permits and loaded its states, for its metrics."""
 
     waited_s: dict[str, float] = field(default_factory=dict)
     start_s: dict[str, float] = field(default_factory=dict)
-    """Seconds to load the `resident` of a phase, by phase."""
+    """Seconds to load the device state (`resident`) of each phase."""
 
 
 class PermitGate:
@@ -133,7 +132,7 @@ class PermitGate:
         self._inside = ""
         """Name of the running phase; "" if no phase runs."""
         self.asked = 0
-        """Number of the message that requested the current phase."""
+        """Number of the message that requested the most recent phase."""
         self._speaks = threading.Lock()
         self.place: dict[str, Any] = {}
         try:
@@ -209,14 +208,14 @@ class PermitGate:
         self.host_gb = host_gb
 
     def progress(self, done: int, wanted: int, *, of: int) -> None:
-        """Report that `done` of the `wanted` responses of a rollout are done. Once this share
-        reaches `phase_mux.TAIL`, `leave_now` may return nodes. `of`: value of `asked` in the
-        rollout."""
+        """Report that `done` of the `wanted` responses of a rollout are done. From the share
+        `phase_mux.TAIL` on, `leave_now` may return nodes. `of`: number of the rollout's request
+        (`asked`)."""
         self._say("progress", of=of, done=done, wanted=wanted)
 
     def leave_now(self, *, of: int) -> tuple[int, ...]:
-        """Return the rollout nodes, as indices in `hosts`, that a rollout should leave because
-        another job could start there. Call `freed` once these nodes' devices are empty.
+        """Return the rollout nodes, as indices in `hosts`, that the rollout should leave because
+        another job could start there. Call `freed` once the devices of these nodes are empty.
 
         Raises:
             ConnectionError: the server refuses this job, or does not answer within `wait_s`.
@@ -228,17 +227,18 @@ class PermitGate:
         return tuple(about["leave"])
 
     def freed(self, nodes: Sequence[int], *, of: int) -> None:
-        """Release these rollout nodes to other jobs until the rollout `of` ends."""
+        """Release these rollout nodes to other jobs. `of`: number of the rollout's request
+        (`asked`)."""
         self._say("freed", of=of, nodes=list(nodes))
 
     def close(self) -> None:
-        """Leave the cluster. Idempotent. If the job ends inside a phase, it keeps its permit until
-        its lease expires, since its other ranks may still be on the nodes."""
+        """Leave the cluster. Idempotent. If the job ends inside a phase, the job keeps its permit
+        until its lease expires, since its other ranks may still use the nodes."""
         if self._closed.is_set():
             return
         self._closed.set()
         if not self._inside:
-            with contextlib.suppress(redis.RedisError):  # if this fails, the lease expires
+            with contextlib.suppress(redis.RedisError):  # if Redis is down, the lease expires
                 self._redis.rpush(store.key(self._job, "in"), self._message("leave", {}))
                 self._redis.rpush(store.BELL, self._job)
         self._thread.join(store.TIMEOUT_S)
@@ -246,7 +246,8 @@ class PermitGate:
     # ---- messages
 
     def _register(self) -> None:
-        with contextlib.suppress(redis.exceptions.NoPermissionError):  # `mux add` added the job
+        # If the job has a Redis user of its own, `mux add` has registered the job.
+        with contextlib.suppress(redis.exceptions.NoPermissionError):
             self._redis.sadd(store.JOBS, self._job)
 
     def _say(self, what: str, **more: Any) -> int:
@@ -265,7 +266,8 @@ class PermitGate:
         return store.dumps(about | dict(more))
 
     def _try(self, call: Callable[[], Any], what: str) -> Any:
-        """Return `call()`; repeat the call for up to `wait_s` while the server is down."""
+        """Return the result of `call()`; repeat the call for up to `wait_s` while the server is
+        down."""
         end = time.monotonic() + self._wait_s
         is_away = False
         while True:
@@ -362,8 +364,8 @@ class PermitGate:
                     return
             except redis.RedisError as error:
                 if _refuses_connections(error):
-                    renewed = begin  # no server: no other job can get the nodes
-            # The last third of the lease is for one more pause, connection and answer.
+                    renewed = begin  # without a server no job gets these nodes
+            # The last third of the lease leaves time for one more pause, connection and answer.
             if time.monotonic() - renewed > self._lease_s * 2 / 3 and not self._closed.is_set():
                 self._on_lost(f"its lease of {self._lease_s:g} s could not be renewed")
                 return
@@ -374,7 +376,7 @@ class PermitGate:
 
 
 def _refuses_connections(error: redis.RedisError) -> bool:
-    """Tell whether no process listens at the server's port."""
+    """Return whether the error means that no process listens at the server's port."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED:
@@ -396,14 +398,14 @@ def connect(
 ) -> "PermitGate | NoGate":
     """Return the gate of a job; if `url` is empty, a gate that lets every phase start at once.
 
-    `otherwise`: what to do if the server does not answer or has no place. `wait`: wait, and raise
-    if the job can never have a place. `solo`: run as if no other job used the nodes. `profile`:
-    None uses the profile given to `mux add`, with this `slo`. `colocated`: the value that the
-    profile must have; None: any. `hosts`: function from a profile to `hosts` of the `PermitGate`.
+    `otherwise`: action if the server does not answer or has no nodes for the job. `wait`: wait, and
+    raise if the job can never get nodes. `solo`: run as if no other job used the nodes. `profile`:
+    None: use the profile given to `mux add`, with this `slo`. `colocated`: required value in the
+    profile; None: any. `hosts`: function from a profile to `hosts` of the `PermitGate`.
 
     Raises:
         ValueError: the job has no profile, or its profile has another value of `colocated`.
-        JobRefused, TimeoutError, ConnectionError: as `PermitGate`; never with `solo`.
+        JobRefused, TimeoutError, ConnectionError: raised by `PermitGate`, except with `solo`.
     """
     if not url:
         return NoGate()
@@ -444,7 +446,7 @@ def connect(
 
 
 def stored(url: str, job: str, slo: float) -> Profile:
-    """Return the profile given to `mux add --profile`.
+    """Return a job's profile that was given to `mux add --profile`, with this `slo`.
 
     Raises:
         ValueError: `mux add` was given no profile for this job.

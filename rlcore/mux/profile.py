@@ -1,4 +1,4 @@
-"""Profile of a job, on which admission decides: worst-case times on unshared nodes, with every
+"""Profile of a job for admission to shared nodes: worst-case times on unshared nodes, with every
 response at its maximum length. A run that shares no nodes writes `<run>/mux_profile.json`, which
 `mux add --profile` and `--mux.profile` read."""
 
@@ -14,7 +14,7 @@ from rlcore.utils.errors import ConfigError
 
 FILE = "mux_profile.json"
 STEP = "step"
-"""Phase of a colocated job on the nodes of both pools: a rollout and its training step."""
+"""Name of a colocated job's phase on the nodes of both pools: a rollout and its training step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,10 +62,10 @@ class Profile:
 
 
 class Profiler:
-    """Writes the profile of a run that shares no nodes, from the metrics of every step. Times are
-    maxima over all steps but the first, which fills caches. If responses end before their limit, a
-    step's times are scaled by limit / mean length. Scaled times are never too short, since large
-    batches cost less per token. With --debug.full_length, nothing is scaled."""
+    """Writer of the profile of a run that shares no nodes, from the metrics of every step. Times
+    are maxima over all steps except the first, which fills caches. If responses end before their
+    limit, a step's times are scaled by limit / mean length. Scaled times are never too short, since
+    large batches cost less per token. With --debug.full_length, no time is scaled."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The gate of a job of several ranks: rank 0 asks the arbiter, and all ranks enter and leave
+"""Gate of a job with several ranks: rank 0 asks the arbiter, and all ranks enter and leave phases
 together.
 
     rank 0   ask ... permit | load | run | store | done
@@ -6,8 +6,7 @@ together.
 
 A permit may take hours, but collectives have a deadline. So while rank 0 waits, all ranks run a
 collective every second, which also detects a failed rank at once. Rank 0 writes the times of each
-phase to permits.jsonl, by its machine's clock.
-"""
+phase to permits.jsonl, by its machine's clock."""
 
 import json
 import threading
@@ -98,11 +97,12 @@ class RanksGate:
         self._gate, self._group = gate, group
         self._path = folder / FILE if folder is not None else None
         self._is_inside = False
-        """Whether a phase runs; further phases inside the running phase count as its parts."""
+        """Whether a phase runs. A phase that starts inside the running phase counts as its part."""
         self._switch_s = 0.0
         """Seconds of loading and storing in the running phase and its parts."""
         self.tail: TailMoves | None = None
-        """Set on rank 0 if the tail of a rollout may leave nodes."""
+        """Policy on rank 0 for leaving nodes in the tail of a rollout; None if tails keep all
+        nodes."""
         self._alive, self._tell = alive, tell
 
     @contextmanager
@@ -120,7 +120,7 @@ class RanksGate:
         if resident is not None:
             resident.load()
         size = float(getattr(resident, "num_bytes", 0))
-        (size,) = collective.reduce_floats([size], "max", self._group)  # waits for all loads
+        (size,) = collective.reduce_floats([size], "max", self._group)  # waits for all ranks' loads
         began = time.time()
         yield
         collective.barrier(self._group)

@@ -14,8 +14,7 @@ permit and its place. `mux add` makes a Redis user for each job; the server's ac
     mux:job:<name>:place     the job's nodes, or why the job has none
     mux:job:<name>:permit    the phase that the job may run
     mux:job:<name>:move      rollout nodes that the phase should leave
-    mux:job:<name>:bell      list: notifies the job of a new place or permit
-"""
+    mux:job:<name>:bell      list: notifies the job of a new place or permit"""
 
 import json
 import re
@@ -29,9 +28,9 @@ from rlcore.utils.errors import ConfigError
 from rlcore.utils.secret import hide
 
 TIMEOUT_S = 5.0
-"""Seconds after which a missing answer of the server is an error."""
+"""Seconds to wait for an answer of the Redis server before an error is raised."""
 MOST_LEASE_S = 600.0
-"""Maximum lease, and so the maximum time after an outage in which no job counts as failed."""
+"""Maximum lease in seconds; also the maximum wait after an outage before jobs count as failed."""
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 JOBS, BELL, ARBITER, STATE = "mux:jobs", "mux:bell", "mux:arbiter", "mux:state"
 COMMANDS = ("@connection", "get", "set", "rpush", "blpop", "del", "expire")
@@ -39,8 +38,8 @@ COMMANDS = ("@connection", "get", "set", "rpush", "blpop", "del", "expire")
 
 
 class Client(Protocol):
-    """Commands of a blocking `redis.Redis` that decodes answers. This class types their results,
-    which redis-py declares as possibly awaitable."""
+    """Typed commands of a synchronous `redis.Redis` client that decodes answers. redis-py itself
+    declares the results as possibly awaitable."""
 
     def ping(self) -> bool: ...
 
@@ -141,12 +140,12 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str | None) -> Any:
-    """Decode a JSON value; None if `text` is None."""
+    """Return the decoded JSON value of `text`; None if `text` is None."""
     return None if text is None else json.loads(text)
 
 
 def add_job(client: Client, job: str) -> str:
-    """Make a Redis user that may access only this job's keys; return the new password."""
+    """Make a Redis user with access to only this job's keys and `mux:bell`; return the password."""
     check_name(job)
     password = secrets.token_urlsafe(24)
     client.acl_setuser(

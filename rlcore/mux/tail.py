@@ -7,9 +7,7 @@ next job.
 
 The arbiter decides when to release which nodes (`phase_mux.py`); this module is the job's part. The
 controller calls `TailMoves` after each response and periodically, like the policy that picks train
-ranks in `--mode stream`. A thread talks to the server, so if the server is down, only the migration
-is lost.
-"""
+ranks in `--mode stream`. A thread talks to the server, so an outage prevents only the migration."""
 
 import threading
 import time
@@ -52,7 +50,7 @@ class TailMoves:
         if done < self._tail * wanted or self._leaving:
             return ()
         if self._talk is None:
-            # Live requests of replacement or surplus prompts are not a tail.
+            # Many live requests belong to replacement or surplus prompts, not to a tail.
             if wanted - sum(1 for _ in live()) < self._tail * wanted:
                 return ()
             self._talk = _Talk(self._gate, done, wanted)
@@ -60,7 +58,7 @@ class TailMoves:
         leaving = {rank for cell in chosen for rank in cell.leaders}
         if not chosen or leaving.issuperset(up):
             return ()
-        self._leaving, self._left = leaving, leaving.difference(up)  # failed engines have left
+        self._leaving, self._left = leaving, leaving.difference(up)  # failed engines need not leave
         self._tell()
         return chosen
 
@@ -72,8 +70,8 @@ class TailMoves:
         self._tell()
 
     def end(self) -> tuple[Sequence[int], float] | None:
-        """End the rollout. Return the indices of the nodes that the rollout has released, and the
-        `time.time` of the release; None if no node was released."""
+        """End the rollout. Return the indices of the released nodes in `hosts`, and the `time.time`
+        of their release; None if no node was released."""
         talk, self._talk = self._talk, None
         if talk is None:
             return None
@@ -92,7 +90,7 @@ class _Talk:
 
     def __init__(self, gate: PermitGate, done: int, wanted: int) -> None:
         self.nodes: Sequence[int] = ()
-        """Indices of the nodes to release."""
+        """Indices in `hosts` of the nodes to release."""
         self.freed_at = 0.0
         self.may_free, self.over = threading.Event(), threading.Event()
         self._gate, self._progress = gate, (done, wanted)

@@ -8,16 +8,18 @@ The output layer runs in chunks of tokens, so that logits of the whole micro-bat
 
 The two products are the gradients of hidden states and weight. In total, log_probs needs four and
 policy_loss three matrix products of the output layer's size; unchunked logits need three. The
-weight's gradient is summed in float32 (float64 for float64), in the buffer `weight_grad` if given.
+weight's gradient is summed in the buffer `weight_grad` or, without a buffer, in float32 (float64
+for float64 weights).
 
-Shapes: T tokens, H hidden size, W columns of this rank. With tensor parallelism, every rank has the
-hidden states of all tokens and a part of the vocabulary. Each rank returns its share of the hidden
+Shapes: T tokens, H hidden size, V vocabulary size. With tensor parallelism, every rank has the
+hidden states of all tokens and V/tp rows of the weight. Each rank returns its share of the hidden
 states' gradient; the caller sums the shares.
 
 Own code instead of Liger-Kernel, whose Triton kernels need a GPU; this code also runs on CPUs.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor
 from rlcore.ops import logprob, policy
 from rlcore.ops.logprob import LogProbs
 from rlcore.ops.policy import PolicyInputs, PolicyLoss, PolicySpec
+from rlcore.utils.log import announce
 
 
 def log_probs(
@@ -41,12 +44,12 @@ def log_probs(
     entropy_grad: bool = True,
     weight_grad: Tensor | None = None,
 ) -> LogProbs:
-    """Return log-prob of `tokens` and entropy for logits = hidden weight^T: differentiable, [T].
+    """Return log-prob and entropy of each token, [T], differentiable; logits = hidden weight^T.
 
     Args:
         hidden: [T, H].
-        weight: [V/tp, H] of the hidden states' dtype, this rank's rows; padding comes last.
-        tokens: [T] int64, global ids; as in `logprob.log_probs`.
+        weight: [V/tp, H], this rank's rows, in the hidden states' dtype; padding comes last.
+        tokens: [T] int64, ids in the whole vocabulary; invalid ids as in `logprob.log_probs`.
         chunk_tokens: maximum number of tokens whose logits exist at a time.
         group: tensor-parallel group, None or of size 1 for the whole vocabulary.
         weight_grad: [V/tp, H] buffer to which backward adds the weight's gradient, instead of
@@ -80,13 +83,13 @@ def policy_loss(
     group: dist.ProcessGroup | None = None,
     weight_grad: Tensor | None = None,
 ) -> PolicyLoss:
-    """Compute `policy.policy_loss` for logits = hidden weight^T, and its gradients in one call.
+    """Compute `policy.policy_loss` for logits = hidden weight^T, and all gradients in this call.
 
     Args:
         weight_grad: [V/tp, H] buffer to which this call (not backward) adds the weight's gradient,
-            instead of `weight.grad`. The loss must then be differentiated without a factor;
-            backward checks this. None: autograd returns the gradient in the weight's dtype.
-        others: as in `log_probs` here and in `policy.policy_loss`.
+            instead of `weight.grad`. Call backward on the loss itself, not on a multiple; backward
+            checks this. None: autograd returns the gradient in the weight's dtype.
+        others: see `log_probs` in this module and `policy.policy_loss`.
 
     Raises:
         ValueError: an argument is invalid.
@@ -246,7 +249,7 @@ class _HeadPolicyLoss(torch.autograd.Function):
 
 
 def _chunks(hidden: Tensor, weight: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of the tokens and their logits, which share one buffer."""
+    """Yield each chunk of tokens, as a slice, and its logits. All chunks use the same buffer."""
     rows = hidden.size(0)
     buffer = hidden.new_empty(min(size, rows), weight.size(0))
     for start in range(0, rows, size):
@@ -257,7 +260,7 @@ def _chunks(hidden: Tensor, weight: Tensor, size: int) -> Iterator[tuple[slice, 
 
 
 class _Gradients:
-    """Gradients of hidden states and weight, summed chunk by chunk."""
+    """Gradients of hidden states and weight, computed chunk by chunk."""
 
     def __init__(
         self,
@@ -277,7 +280,7 @@ class _Gradients:
             )
 
     def add(self, chunk: slice, grad: Tensor) -> None:
-        """Add the gradient `grad` [n, W] of a chunk's logits."""
+        """Add a chunk's part of the gradients; `grad` is the gradient of the chunk's logits."""
         if self.hidden is not None:
             torch.mm(grad, self._matrix, out=self.hidden[chunk])
         if self._sum is None:
@@ -285,9 +288,8 @@ class _Gradients:
         a, b = grad.t(), self._input[chunk]
         if self._sum.dtype is grad.dtype:
             self._sum.addmm_(a, b)
-        elif grad.is_cuda and self._sum.dtype is torch.float32:
-            # Add in float32, because rounding each chunk's product to bfloat16 would lose more
-            # accuracy than the changed order of summation.
+        elif self._sum.dtype is torch.float32 and _adds_products(grad.device, grad.dtype):
+            # Add in float32, because rounding every chunk's product to 16 bits loses accuracy.
             torch.addmm(self._sum, a, b, out_dtype=torch.float32, out=self._sum)
         else:
             self._sum.add_(torch.mm(a, b))
@@ -299,3 +301,24 @@ class _Gradients:
         if upstream is not None:
             self._sum.mul_(upstream.to(self._sum.dtype))
         return self._sum.to(self._matrix.dtype)
+
+
+@cache
+def _adds_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch adds a half-precision product to a float32 matrix without rounding the
+    product first. CPUs do not; on a GPU it depends on the version of torch."""
+    if device.type != "cuda":
+        return False
+    total = torch.zeros(16, 16, device=device)
+    ones = torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        announce(
+            "head",
+            f"the gradient's products are rounded to {dtype} before they are added, "
+            f"since torch {torch.__version__} cannot add these in float32 ({reason})",
+        )
+        return False
+    return True

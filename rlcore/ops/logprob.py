@@ -2,14 +2,14 @@
 
     x = logits / temperature      logp = x[token] - logsumexp(x)      H = logsumexp(x) - sum p x
 
-Forward reads the logits once; backward reads and writes them once. No other tensor of that size is
-kept. Statistics are float32 (float64 for float64 logits); gradients have the logits' dtype. Columns
-from `vocab_size` on are padding: probability 0, gradient 0. With tensor parallelism, one all-gather
-of four numbers per token combines the ranks' results.
+Forward reads the logits once; backward reads and writes them once. No other tensor of the logits'
+size is kept. Statistics are float32 (float64 for float64 logits); gradients have the logits' dtype.
+Columns from `vocab_size` on are padding with probability 0 and gradient 0. With tensor parallelism,
+one all-gather of four numbers per token combines the ranks' results.
 
 Native code (`csrc/loss`) is used if built, otherwise torch; a line in the log names the choice.
 
-Shapes: T tokens, V vocabulary, W columns of this rank.
+Shapes: T tokens, V vocabulary size, W = V/tp columns of this rank, R tensor-parallel ranks.
 
 Own kernels instead of `torch.compile`: forward and backward take .174 s instead of 1.48 s for
 [2048, 151936] in bfloat16 on 2 threads (`tools/results/bench_loss.json`).
@@ -25,11 +25,11 @@ from torch.autograd.function import once_differentiable
 from rlcore.ops import native
 
 BLOCK_BYTES = 64 << 20
-"""Bytes of one temporary tensor of the torch reference; about three exist at a time."""
+"""Bytes of each temporary tensor in the torch reference; about three exist at a time."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-# torch 2.13 renames the function and warns about the old name.
+# torch 2.13 renames all_gather_into_tensor to all_gather_single and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -42,7 +42,7 @@ class VocabShard(NamedTuple):
     """Part of the vocabulary on this rank."""
 
     first: int  # global token id of the first column
-    valid: int  # columns that are not padding
+    valid: int  # number of columns that are not padding
 
 
 def log_probs(
@@ -57,12 +57,12 @@ def log_probs(
 ) -> LogProbs:
     """Return log-prob of `tokens` and entropy of the whole distribution, [T] each, differentiable.
 
-    A row with nan or +inf gives nan; a logit of -inf means probability 0.
+    A row of logits with nan or +inf gives nan; a logit of -inf means probability 0.
 
     Args:
         logits: [T, V/tp], this rank's part of the vocabulary; padding comes last.
-        tokens: [T] int64, global ids. A token out of range raises on the CPU; on a GPU its log-prob
-            is nan, because a check would wait for the device.
+        tokens: [T] int64, ids in the whole vocabulary. An invalid id raises ValueError on the CPU;
+            on a GPU its log-prob is nan, because a check would wait for the device.
         vocab_size: number of real entries; columns from `vocab_size` on have probability 0.
         group: tensor-parallel group, None or of size 1 for unsplit logits.
         entropy_grad: False gives an entropy without a gradient, which makes backward cheaper.
@@ -70,8 +70,8 @@ def log_probs(
 
     Raises:
         ValueError: an argument is invalid.
-        RuntimeError: in backward, if the logits were overwritten since forward, as an earlier
-            backward with `in_place` does.
+        RuntimeError: in backward, if the logits were overwritten since forward, for example by an
+            earlier backward with `in_place`.
     """
     shard = check(logits, tokens, vocab_size, temperature, group, in_place)
     check_tokens(tokens, vocab_size)
@@ -117,7 +117,7 @@ def check(
 def check_row(
     value: Tensor, name: str, rows: int, device: torch.device, dtype: torch.dtype | None = None
 ) -> None:
-    """Raise ValueError unless `value` has shape [rows], this device and this dtype."""
+    """Raise ValueError unless `value` has shape [rows] and the given device and dtype."""
     if value.shape != (rows,):
         raise ValueError(f"{name}: shape {list(value.shape)} for {rows} rows; must be [{rows}]")
     if dtype is not None and value.dtype is not dtype:
@@ -145,7 +145,7 @@ def check_shard(
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """Raise ValueError for the first token outside the vocabulary; on the CPU only."""
+    """Raise ValueError if a token id is outside the vocabulary. Do not check ids on a GPU."""
     if tokens.device.type != "cpu" or not tokens.numel():
         return
     low, high = torch.aminmax(tokens)
@@ -167,9 +167,9 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def row_stats(logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float) -> Tensor:
-    """Return four statistics of this rank's columns, [4, T]: top = max x (rounded),
-    sum e^(x - top), sum e^(x - top) (x - top), and x - top of the token. The fourth is -inf if the
-    token's column is on another rank."""
+    """Return four statistics of x = logits / temperature over this rank's columns, [4, T]:
+    top = max x (rounded), sum e^(x - top), sum e^(x - top) (x - top), and x - top at the token. The
+    fourth is -inf if another rank has the token's column."""
     out = logits.new_empty((4, logits.size(0)), dtype=statistics_dtype(logits.dtype))
     ops = native.torch_ops("token_logprob", logits.device.type)
     if ops is None:
@@ -192,13 +192,13 @@ def row_grad(
     grad_entropy: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """Write the gradient of the logits to `out`, which may be the logits, and return it.
+    """Write the logits' gradient to `out` and return `out`, which may be the logits themselves.
 
     The gradient is (g (onehot - p) - h p (log p + H)) / temperature, [T, W] in the logits' dtype; g
     and h are the gradients of log-prob and entropy. Rows with g = h = 0 are not read. `lse` [2, T]
-    has logsumexp as two terms (`combined`), as one number would lose precision for large logits.
+    is logsumexp as a sum of two terms, because one number is too imprecise for large logits.
     """
-    # The kernels need dense rows; gradients of sums and of expanded scalars have stride 0.
+    # The kernels need contiguous gradients, but gradients of sums have stride 0.
     g = None if grad_logp is None else grad_logp.to(lse.dtype).contiguous()
     h = None if grad_entropy is None else grad_entropy.to(lse.dtype).contiguous()
     where = (tokens.contiguous(), first, valid, temperature)
@@ -261,18 +261,18 @@ class _LogProb(torch.autograd.Function):
 
 
 def version(value: Tensor) -> int:
-    """Return torch's count of writes to the tensor; 0 for an inference tensor."""
+    """Return how often torch has counted a write to the tensor; 0 for an inference tensor."""
     return 0 if value.is_inference() else value._version
 
 
 def count_write(value: Tensor) -> None:
-    """Count a native op's write to the tensor, as torch does for writes of its own ops."""
+    """Increase torch's write count of a tensor to which a native op has written."""
     if not value.is_inference():
         torch.autograd.graph.increment_version(value)
 
 
 def gathered(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Gather the statistics of all parts of the vocabulary, [R, 4, T]. Collective."""
+    """Gather the statistics [4, T] of all R ranks of the group, [R, 4, T]. Collective."""
     if group is None or group.size() == 1:
         return stats.unsqueeze(0)
     every = stats.new_empty(group.size() * 4, stats.size(1))
@@ -281,17 +281,17 @@ def gathered(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def combined(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the statistics [R, 4, T] of all parts to log-prob [T], entropy [T] and logsumexp
-    [2, T], which is split into two terms: top and log sum e^(x - top)."""
+    """Combine the statistics [R, 4, T] of all ranks into log-prob [T], entropy [T] and logsumexp
+    [2, T]. Logsumexp is the sum of two terms: top and log sum e^(x - top)."""
     if stats.size(0) == 1:
         top, total, dot, target = stats[0]
     else:
         tops = stats[:, 0]
         top = tops.amax(0)
-        shift = tops - top  # [R, T], -inf for a part without a possible token
+        shift = tops - top  # [R, T], -inf for a rank without finite logits
         scale = shift.exp()
         total = (stats[:, 1] * scale).sum(0)
-        # A part without a possible token adds 0 * -inf, which must count as 0.
+        # A rank without finite logits adds 0 * -inf, which must count as 0.
         moved = stats[:, 2] + stats[:, 1] * shift
         dot = torch.where(scale == 0, 0.0, moved * scale).sum(0)
         target = (stats[:, 3] + shift).amax(0)
@@ -300,7 +300,7 @@ def combined(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def empty_like(logits: Tensor) -> Tensor:
-    """Allocate a gradient of the logits' shape with dense rows."""
+    """Allocate a contiguous tensor with the logits' shape, dtype and device."""
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
@@ -328,11 +328,11 @@ def reference_stats(
         x = logits[block, :valid].to(out.dtype, copy=True)
         found = x.gather(-1, local[block].unsqueeze(-1)).squeeze(-1)
         most = x.amax(-1)
-        # If all logits of a row are -inf, subtracting the top would give nan.
+        # If all logits of a row are -inf, subtracting their maximum would give nan.
         base = torch.where(most == float("-inf"), 0.0, most)
         top = (base.double() / temperature).to(out.dtype)
         rest = base.double() / temperature - top.double()
-        # Subtract the top first, because large probabilities then have small rounding errors.
+        # Subtract the maximum before dividing, so that large probabilities stay precise.
         x.sub_(base.unsqueeze(-1)).div_(temperature)
         e = x.exp()
         total = e.sum(-1).double()
@@ -369,7 +369,7 @@ def reference_grad(
         top, log_sum = lse[:, block].double()
         base = (top * temperature).to(lse.dtype)
         rest = (base.double() / temperature - top - log_sum).to(lse.dtype)
-        x.sub_(base.unsqueeze(-1)).div_(temperature).add_(rest.unsqueeze(-1))  # log p
+        x.sub_(base.unsqueeze(-1)).div_(temperature).add_(rest.unsqueeze(-1))  # x = log p
         p = x.exp()
         if grad_entropy is not None:
             # dH/dx = -p (log p + H), 0 where p is 0

@@ -1,10 +1,10 @@
-"""Select native code for an op if built, else the reference in Python or torch. The choice is
-logged once.
+"""Select native code for an op if it is built, else the reference in Python or torch.
 
     _C         suffix forest                                   `load(op)`
     _C_torch   torch ops rlcore_native::*, for CPU and CUDA    `torch_ops(op, device)`
 
-With the environment variable RLCORE_NATIVE=1, a missing build is an error; 0 disables native code.
+Each choice is logged once. If the environment variable RLCORE_NATIVE is 1, a missing build is an
+error; 0 disables native code.
 """
 
 import functools
@@ -20,7 +20,7 @@ from rlcore.utils.log import announce, log
 
 @functools.cache
 def load(op: str, symbol: str = "") -> ModuleType | None:
-    """Return the extension, or None if `op` runs in Python. Log the choice once per op.
+    """Return the extension `_C`, or None if `op` runs in Python. Log the choice once per op.
 
     Args:
         symbol: attribute of the extension that `op` needs; an older build may lack it.
@@ -53,7 +53,7 @@ def torch_ops(op: str, device: str = "cpu") -> Any | None:
     `op` runs in torch. Log the choice once per op and device.
 
     Raises:
-        ImportError: RLCORE_NATIVE=1, and no build exists or it lacks kernels for this device.
+        ImportError: RLCORE_NATIVE is 1, and no build with kernels for `device` exists.
     """
     wanted = os.environ.get("RLCORE_NATIVE", "")
     if wanted == "0":
@@ -82,7 +82,7 @@ def stream(device: Any) -> int:
 
 @functools.cache
 def _library() -> str:
-    """Load `_C_torch.so`; return the reason if that fails, else ""."""
+    """Load `_C_torch.so`. Return "", or the reason why loading failed."""
     import torch
 
     # The library is in the package folder, also in an editable install.
@@ -97,8 +97,7 @@ def _library() -> str:
 
 
 def _without_kernels(device: str) -> str:
-    """Return why the library has no kernels for `device` (for "cuda": the current device), else
-    ""."""
+    """Return why `_C_torch.so` does not run on `device` ("cuda": the current GPU), else ""."""
     import torch
 
     if device == "cpu":

@@ -1,4 +1,4 @@
-"""Compute the clipped policy loss with rollout correction, KL and entropy, in one pass over logits.
+"""Compute the clipped policy loss with rollout correction, KL and entropy, and its gradient.
 
 For every row of logits, the op computes log-prob, entropy and loss of the row's token, and
 overwrites the row with its gradient.
@@ -6,20 +6,20 @@ overwrites the row with its gradient.
     log r  = logp - old_log_probs              clamped to +-log_limit, no gradient outside
     policy = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)
     policy = min(policy, -clip_dual A)    where A < 0; clip_dual 0 or inf: off
-    w      = min(p_old / p_sampler, is_threshold) / is_mean, or 1
-    keep   = bounds[0] <= log p_sampler / p_old <= bounds[1], or true
-    loss_t = keep (w policy + kl_coef KL - entropy_coef H)    w, keep: constants in the gradient
+    w      = min(p_old / p_sampler, is_threshold) / is_mean; 1 if is_threshold is None
+    keep   = bounds[0] <= log(p_sampler / p_old) <= bounds[1]; true if bounds is None
+    loss_t = keep (w policy + kl_coef KL - entropy_coef H)    w and keep have no gradient
     loss   = sum_t weight_t loss_t
 
 A token of weight 0 is not trained on: its row is skipped, and its log-prob, entropy and loss are 0.
-Other losses (per sequence, other algorithms) run in torch on `log_probs` of logprob.py.
+Other losses (per sequence, other algorithms) run in torch on `log_probs` from logprob.py.
 `trainer/objective.py` translates the run's settings; `csrc/loss/policy.h` is the native code.
 
-Unsplit logits use `policy_rows_`. If the vocabulary is split over ranks, the gradient needs the
-statistics of all ranks: row_stats, one all-gather, `policy_tokens` and row_grad run in this order.
+If the vocabulary is not split, `policy_rows_` does all steps. If it is split, four steps follow:
+row_stats, one all-gather of all ranks' statistics, `policy_tokens`, row_grad.
 
-Own kernels instead of `torch.compile`: .202 s instead of 1.48 s, with 2 passes over the logits
-(`tools/results/bench_loss.json`).
+Own kernels instead of `torch.compile`: .202 s instead of 1.48 s. The logits are read once and
+written once (`tools/results/bench_loss.json`).
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from torch import Tensor
 from rlcore.ops import logprob, native
 
 KL_TYPES = ("none", "k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k3+")
-"""KL estimators in the order of policy.h."""
+"""KL estimators, in the order of csrc/loss/policy.h."""
 
 PARAMS = (
     "clip_low",
@@ -50,7 +50,7 @@ PARAMS = (
     "log_limit",
     "old_is_own",
 )
-"""Names of the settings that the ops take as floats, in the order of policy.h."""
+"""Names of the settings that the native ops take as floats, in the order of csrc/loss/policy.h."""
 
 ROWS = (
     "loss",
@@ -64,24 +64,24 @@ ROWS = (
     "policy_loss",
     "kept",
 )
-"""Names of the ops' outputs per token, in this order. The gradients include the token's weight, the
-loss does not."""
+"""Names of the rows of the ops' output [len(ROWS), T], in order. The gradients include the token's
+weight; the loss does not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySpec:
-    """Settings of the loss; the defaults give a plain clipped loss."""
+    """Settings of the policy loss; the defaults give a plain clipped loss."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_dual: float = 0.0
-    """Cap of -loss / A for A < 0; 0 and inf disable the cap."""
+    """Dual clip: maximum ratio where the advantage is negative; 0 or inf: off."""
     is_threshold: float | None = None
-    """Cap of the weight p_old / p_sampler; inf: no cap; None: no weight is applied."""
+    """Cap of the correction weight p_old / p_sampler; inf: no cap; None: no weight is applied."""
     is_mean: float = 1.0
-    """Divisor of the weights."""
+    """Divisor of the correction weights; 1: no batch normalisation."""
     bounds: tuple[float, float] | None = None
-    """Bounds of log p_sampler / p_old; tokens outside are rejected. None keeps all."""
+    """Bounds of log(p_sampler / p_old); tokens outside the bounds are rejected. None: keep all."""
     kl_type: str = "none"
     """Estimator of the KL against ref_log_probs, one of KL_TYPES (rlcore/algos/kl.py)."""
     kl_coef: float = 0.0
@@ -102,25 +102,25 @@ class PolicySpec:
 
 
 class PolicyInputs(NamedTuple):
-    """Inputs per token, [T] each, without gradients."""
+    """Inputs of the policy loss: one value per token, [T] each, without gradients."""
 
     advantage: Tensor
     weight: Tensor
-    """Weight of the token in the sum: its mask times its share in the aggregation."""
+    """Factor of each token's loss in the sum: the mask times the aggregation weight."""
     rollout_log_probs: Tensor
     old_log_probs: Tensor | None = None
-    """Old log-prob; None: the log-prob of this forward pass, detached."""
+    """Log-prob under the old policy; None: the log-prob of this forward pass, detached."""
     ref_log_probs: Tensor | None = None
-    """Reference log-prob; required if kl_coef is not 0."""
+    """Log-prob under the reference model; required if kl_coef is not 0."""
 
 
 class PolicyLoss(NamedTuple):
     loss: Tensor
-    """Sum over tokens, a scalar with a gradient."""
+    """Weighted sum of the tokens' losses, a scalar with a gradient."""
     logp: Tensor
-    """Log-prob [T], detached; 0 for a token of weight 0."""
+    """Log-prob of each token, [T], detached; 0 for a token of weight 0."""
     entropy: Tensor
-    """Entropy [T], detached; 0 for a token of weight 0."""
+    """Entropy at each token, [T], detached; 0 for a token of weight 0."""
     tokens: Tensor
     """Outputs per token in the order of ROWS, [len(ROWS), T], detached."""
 
@@ -137,26 +137,26 @@ def policy_loss(
     in_place: bool = False,
     unit_upstream: bool = False,
 ) -> PolicyLoss:
-    """Compute the loss of packed tokens, and the gradient in the same call.
+    """Compute the policy loss of packed tokens, and the logits' gradient in the same call.
 
     Args:
         logits: [T, V/tp], this rank's part of the vocabulary; padding comes last.
-        tokens: [T] int64, global ids. A token out of range raises on the CPU and gives nan
-            elsewhere.
+        tokens: [T] int64, ids in the whole vocabulary. An invalid id raises ValueError on the CPU
+            and gives nan on a GPU.
         group: tensor-parallel group, None or of size 1 for unsplit logits.
         in_place: overwrite the logits with the gradient, in this call.
-        unit_upstream: the caller differentiates the loss itself, not a multiple of the loss; with
-            in_place, backward then only checks this.
+        unit_upstream: the caller runs backward on the loss itself, not on a multiple. Backward with
+            in_place then checks this instead of scaling the gradient.
 
     Raises:
         ValueError: an argument is invalid.
-        RuntimeError: in backward with `in_place`, if the gradient was overwritten.
+        RuntimeError: in a second backward with `in_place`, or if the gradient was overwritten.
     """
     shard = logprob.check(logits, tokens, vocab_size, temperature, group, in_place)
     logprob.check_tokens(tokens, vocab_size)
     check_spec(spec, inputs)
     given, params = prepared(inputs, spec, logits.size(0), logits)
-    # On a GPU tokens are not checked; an invalid token must not look like another rank's token.
+    # Ids on a GPU are not checked, and an invalid id must not be taken for another rank's token.
     given = guarded(given, tokens, vocab_size)
     wanted = torch.is_grad_enabled() and logits.requires_grad
     where = (*shard, temperature)
@@ -167,7 +167,7 @@ def policy_loss(
 
 
 def check_spec(spec: PolicySpec, inputs: PolicyInputs) -> None:
-    """Raise ValueError if a setting is invalid."""
+    """Raise ValueError if a setting is invalid or a required input is None."""
     if spec.kl_type not in KL_TYPES:
         raise ValueError(f"kl_type {spec.kl_type}: unknown; take one of {', '.join(KL_TYPES)}")
     for name in ("clip_low", "clip_high"):
@@ -200,13 +200,13 @@ def check_spec(spec: PolicySpec, inputs: PolicyInputs) -> None:
 
 
 Given = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]
-"""Inputs of the ops: old_log_probs, rollout_log_probs, ref_log_probs, advantage, weight."""
+"""Input tensors of the ops: old_log_probs, rollout_log_probs, ref_log_probs, advantage, weight."""
 
 
 def prepared(
     inputs: PolicyInputs, spec: PolicySpec, rows: int, like: Tensor
 ) -> tuple[Given, list[float]]:
-    """Convert inputs and settings for the ops; `like` has the logits' dtype and device."""
+    """Return inputs and settings as the ops take them; `like` has the logits' dtype and device."""
     dtype = logprob.statistics_dtype(like.dtype)
 
     def row(name: str) -> Tensor:
@@ -281,8 +281,8 @@ def policy_rows_(
     inputs: Given,
     params: list[float],
 ) -> tuple[Tensor, Tensor]:
-    """Overwrite unsplit logits with the gradient of the summed loss. Return log-probs and entropies
-    [2, T], and the outputs [len(ROWS), T]."""
+    """Overwrite logits of the whole vocabulary with the gradient of the summed loss. Return
+    log-probs and entropies [2, T], and the outputs [len(ROWS), T]."""
     where = (tokens.contiguous(), first, valid, temperature)
     ops = native.torch_ops("policy_loss", logits.device.type)
     if ops is None:
@@ -341,7 +341,7 @@ def scaled_(grad: Tensor, upstream: Tensor, unit: bool) -> Tensor:
         return grad
     if grad.dtype is upstream.dtype:
         return grad.mul_(upstream)
-    # In a 16-bit dtype the factor would be rounded, too.
+    # Multiply in `upstream`'s dtype, because a 16-bit dtype would round the factor, too.
     for block in logprob.blocks(grad):
         grad[block] = grad[block].to(upstream.dtype) * upstream
     return grad
@@ -463,8 +463,8 @@ def reference(
 
 
 def _kl(kind: str, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the KL estimate and its derivative with respect to logp; d = ref_log_probs - logp.
-    See rlcore/algos/kl.py."""
+    """Return the KL estimate of estimator `kind` (rlcore/algos/kl.py) and its derivative with
+    respect to logp; d = ref_log_probs - logp."""
     growth = d.expm1()
     if kind == "low_var_kl":
         held = d.clamp(-20, 20)

@@ -11,9 +11,9 @@ every NaN into the positive quiet NaN.
     assert plan.unpack(bucket, [other]) == sent == checksum(bucket)
 
 The 64-bit checksum is a sum modulo 2^64: one value per 8-byte word, computed from the word and its
-position, plus one value for the number of bytes. How the work is split does not change the
-checksum. It always detects a change within one word. In trials it missed swapped, zeroed, repeated
-or missing ranges with a probability of about 2^-64. It is no protection against manipulation.
+position, plus one value for the number of bytes. It does not depend on how the work is split. It
+always detects a change within one word. As far as trials show, swapped, zeroed, repeated or missing
+ranges stay undetected with a probability of about 2^-64. It does not protect against manipulation.
 
 Own code instead of torch's copies: a weight update of 1 GiB with checksum takes 197 ms instead of
 895 ms (`tools/results/reshard.json`).
@@ -37,7 +37,7 @@ _DIMS = 4
 _TILE_BYTES = 32 << 10
 _GAP = -1
 _MAX_RUNS = 1 << 26
-_FEW = 1024  # maximum number of table rows for gaps, beyond one per piece
+_FEW = 1024  # maximum number of gaps in a table, in addition to one per piece
 
 # Type codes of csrc/reshard/plan.h.
 _FLOATS = {torch.float64: 5, torch.float32: 6, torch.bfloat16: 7, torch.float16: 8}
@@ -57,7 +57,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Spec:
-    """A checked `TensorSpec`."""
+    """Checked `TensorSpec` with explicit strides."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -66,28 +66,28 @@ class _Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPiece:
-    """A box of elements in a tensor and its place in the bucket. Strides count elements: of the
-    tensor's dtype in the tensor, of the bucket's dtype in the bucket."""
+    """Box of elements in a tensor, and its position in the bucket. Strides in the tensor and in the
+    bucket count elements, each in the dtype that the box has there."""
 
     tensor: int
     """Index into the plan's tensors."""
     offset: int
-    """Bytes from the start of the bucket; a multiple of the bucket dtype's element size."""
+    """Offset in the bucket, in bytes; a multiple of the size of an element in the bucket."""
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None = None
-    """Strides in the bucket; None means contiguous."""
+    """Strides of the box in the bucket; None means contiguous."""
     dtype: torch.dtype | None = None
-    """Dtype in the bucket; None means the tensor's. A cast needs float64, float32, bfloat16 or
-    float16 in both tensor and bucket."""
+    """Dtype in the bucket; None means the tensor's dtype. Casts are possible between float64,
+    float32, bfloat16 and float16."""
     start: int = 0
-    """First element of the box, counted from the start of the tensor."""
+    """Index of the first element of the box, counted from the start of the tensor."""
     tensor_strides: tuple[int, ...] | None = None
-    """Strides in the tensor; None means the tensor's own, with the same number of dimensions."""
+    """Strides of the box in the tensor; None means the tensor's (same number of dimensions)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """A checked `TensorPiece`."""
+    """Checked `TensorPiece` with explicit strides and dtypes."""
 
     number: int
     tensor: int
@@ -101,8 +101,8 @@ class _Box:
 
 
 class ReshardPlan:
-    """Map parts of tensors to places in a bucket of `num_bytes`. `pack` fills bytes outside all
-    pieces with zeros. A plan holds no tensors. Only one thread at a time may use it."""
+    """Plan that maps parts of tensors to ranges of a bucket of `num_bytes`. `pack` fills bytes
+    outside all pieces with zeros. A plan holds no tensors. Only one thread at a time may use it."""
 
     def __init__(
         self, tensors: Sequence[TensorSpec], pieces: Sequence[TensorPiece], num_bytes: int
@@ -173,7 +173,7 @@ class ReshardPlan:
         return self._tables[device]
 
     def _check_overlap(self, pack: bool) -> None:
-        """Raise ValueError if written ranges overlap; ranges that are only read may overlap."""
+        """Raise ValueError if pieces overlap in memory that the copy writes; reads may overlap."""
         side = "pack" if pack else "unpack"
         if side not in self._overlap:
             self._overlap[side] = _bucket_overlap(self._boxes) if pack else _overlap(self._boxes)
@@ -212,7 +212,7 @@ def checksum_reference(bucket: Tensor) -> int:
 
 
 def _sum_of(words: Tensor, first: int) -> int:
-    """Sum the values of words, the first at position `first`; int64 wraps around as in C++."""
+    """Return the sum of the checksum values of words, as int64; `first`: first word's position."""
     end = first + 1 + len(words)
     keys = torch.arange(first + 1, end, device=words.device) * _signed(_GOLDEN)
     y = words ^ keys
@@ -222,7 +222,7 @@ def _sum_of(words: Tensor, first: int) -> int:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift to the right and fill with zeros."""
+    """Shift int64 values to the right, filling with zeros as for unsigned integers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -231,7 +231,7 @@ def _signed(x: int) -> int:
 
 
 def _finish(total: int, num_bytes: int) -> int:
-    """Add the value of the length, as of a word at position -1 (key 0), to the sum over words."""
+    """Add the checksum value of the byte count, computed as for a word at position -1 (key 0)."""
     y = num_bytes ^ num_bytes >> 29
     return (total + (y ^ y >> 32)) & _MASK
 
@@ -292,7 +292,7 @@ def _full(number: int, spec: TensorSpec) -> _Spec:
 
 
 def _check(number: int, piece: TensorPiece, specs: Sequence[_Spec], num_bytes: int) -> _Box | None:
-    """Check a piece; return None if it has no elements."""
+    """Check a `TensorPiece` and return its box; return None if the piece has no elements."""
     name = f"pieces[{number}]"
     if not 0 <= piece.tensor < len(specs):
         raise ValueError(f"{name}.tensor {piece.tensor}: the plan has only {len(specs)} tensors")
@@ -386,8 +386,8 @@ def _check_memory(name: str, tensor: Tensor, bucket: Tensor) -> None:
 
 
 def one_piece(tensor: Tensor) -> bool:
-    """Return whether one contiguous piece can hold the whole tensor: joining its adjacent
-    dimensions must leave at most four."""
+    """Return whether one piece can copy the whole tensor to contiguous memory. At most four
+    dimensions may remain after adjacent dimensions are joined."""
     if tensor.dim() <= _DIMS:
         return True
     shape, item = tuple(tensor.shape), tensor.dtype
@@ -396,7 +396,7 @@ def one_piece(tensor: Tensor) -> bool:
 
 
 def _same_places(tensor: Tensor, spec: _Spec) -> bool:
-    """Return whether the strides agree, ignoring dimensions of size 1."""
+    """Return whether tensor and spec have equal strides, ignoring dimensions of size 1."""
     pairs = zip(tensor.shape, tensor.stride(), spec.strides, strict=True)
     return tensor.numel() == 0 or all(a == b for n, a, b in pairs if n > 1)
 
@@ -416,7 +416,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements from the first to the last, both included."""
+    """Return how many elements of memory a strided box spans, from its first to its last."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -441,7 +441,7 @@ def _runs(offset: int, shape: Sequence[int], strides: Sequence[int], item: int) 
 
 
 def _bucket_runs(boxes: Sequence[_Box]) -> tuple[Any, Any]:
-    """Return all runs in the bucket, sorted by start, and the piece number of each."""
+    """Return the contiguous runs of all pieces in the bucket, by start, and their piece numbers."""
     runs = [_runs(b.offset, b.shape, b.strides, b.dtype.itemsize) for b in boxes]
     return _sorted(runs, [b.number for b in boxes])
 
@@ -492,8 +492,8 @@ def _first_overlap(runs: Any, owner: Any, where: str) -> str:
 
 
 def _joined(box: _Box) -> list[tuple[int, int, int]]:
-    """Return (size, bucket stride, tensor stride) per dimension, strides in bytes, from the widest
-    bucket stride to the narrowest. Dimensions adjacent on both sides are joined."""
+    """Return (size, bucket stride, tensor stride) of each dimension of a box, strides in bytes, by
+    descending bucket stride. Dimensions that are adjacent in bucket and tensor are joined."""
     ours, theirs = box.dtype.itemsize, box.tensor_dtype.itemsize
     zipped = zip(box.shape, box.strides, box.tensor_strides, strict=True)
     dims = sorted(((n, a * ours, b * theirs) for n, a, b in zipped if n > 1), key=_by_stride)
@@ -576,17 +576,17 @@ def _row(box: _Box) -> list[int]:
 
 
 def _hole(start: int, end: int) -> list[int]:
-    """Return the table row of a byte range outside all pieces."""
+    """Return the table row of a byte range outside all pieces, which `pack` fills with zeros."""
     sizes, strides = (1, 1, 1, end - start), (0, 0, 0, 1)
     return [*(*sizes, *strides, *strides, start, 0, _GAP, 0, 0, 1, _TILE_BYTES, 1, 0, 0)]
 
 
 def _gaps(boxes: Sequence[_Box], num_bytes: int) -> tuple[list[int], Any] | None:
-    """Return how many bytes each piece zeroes after its end, up to the next word, and the other
-    ranges outside all pieces, [gaps, 2]. Return None if a word belongs to several pieces; the
-    checksum is then computed in a separate pass."""
+    """Return how many padding bytes follow each piece up to the next word, and all other byte
+    ranges outside pieces, [gaps, 2]. Return None if the checksum needs a separate pass, for example
+    because two pieces share a word."""
     runs, _ = _bucket_runs(boxes)
-    if len(runs) and (runs[1:, 0] < runs[:-1, 1]).any():  # pieces overlap: only unpack works
+    if len(runs) and (runs[1:, 0] < runs[:-1, 1]).any():  # only unpack allows overlaps
         return None
     pads = []
     for box in boxes:
@@ -596,7 +596,7 @@ def _gaps(boxes: Sequence[_Box], num_bytes: int) -> tuple[list[int], Any] | None
         if box.offset % _WORD or not (one_run or _word_rows(dims, box.dtype.itemsize)):
             return None
         pads.append(min(-end % _WORD, num_bytes - end))
-    ends = np.minimum(-(-runs[:, 1] // _WORD) * _WORD, num_bytes)  # padding included
+    ends = np.minimum(-(-runs[:, 1] // _WORD) * _WORD, num_bytes)  # run ends rounded up to words
     holes = np.stack([np.append(0, ends), np.append(runs[:, 0], num_bytes)], 1)
     if (holes[:, 0] > holes[:, 1]).any():
         return None  # a piece starts in the word in which another piece ends
@@ -605,6 +605,6 @@ def _gaps(boxes: Sequence[_Box], num_bytes: int) -> tuple[list[int], Any] | None
 
 
 def _word_rows(dims: Sequence[tuple[int, int]], item: int) -> bool:
-    """Return whether the rows are contiguous and start and end on word boundaries."""
+    """Return whether a box's rows are contiguous and start and end on 8-byte word boundaries."""
     *outer, (columns, step) = dims
     return step == item and columns * item % _WORD == 0 and all(a % _WORD == 0 for _, a in outer)

@@ -1,38 +1,38 @@
 """Draft tokens for speculative decoding from earlier responses to the same prompt (suffix forest).
 
-RhymeRL's HistoSpec, arXiv:2508.18588: one index per prompt over its earlier responses (the prompt's
-history). The end of a request's stream (its tokens so far) is matched in the index; the draft is
-the continuation with the largest sum of rewards.
+This is RhymeRL's HistoSpec, arXiv:2508.18588. Each prompt has an index over its earlier responses
+(its history). The end of a request's stream (its tokens so far) is matched in the index. The draft
+is the continuation with the largest sum of rewards.
 
-    match   the longest suffix of the stream (response, and prompt if appended) that occurs in one
-            of the prompt's responses, at most `limit` tokens. A match below `min_match` gives no
+    match   longest suffix of the stream (response, and prompt if appended) that occurs in one of
+            the prompt's responses, at most `limit` tokens. A match below `min_match` gives no
             draft. If no occurrence has a continuation, the match is shortened until one has.
-    branch  priority of a string = (sum of rewards over its occurrences, number of occurrences),
-            compared in this order, then the smaller token. If a prompt has negative rewards, the
+    branch  next token. Branches are ranked by the sum of rewards over their occurrences, then by
+            the number of occurrences, then by the smaller id. If a prompt has negative rewards, the
             smallest is subtracted from all its rewards. Rewards are rounded to steps of 2**-16.
-    draft   the branch of highest priority at every token, at most `window` tokens. The draft ends
-            where the product of branch probabilities, count(path) / count(match), falls below
-            `min_prob`. If already the first token's probability is below `min_prob`, the most
-            frequent first token is used (on a tie the smaller), unless it is below, too.
-    live    matches in the request's own stream. Candidates are the most recent `candidates` earlier
-            places that end with the stream's last `live_match` tokens. The candidate with the
-            longest match backwards wins (at most `limit` tokens, 64 if `limit` is 0), on a tie the
-            most recent. Its continuation is the draft; past the stream's end, the draft repeats
-            itself. The live draft is used if its match is longer than that of the history, or if
-            the history gives no draft.
+    draft   the highest-ranked branch at every token, at most `window` tokens. The draft ends where
+            the product of branch probabilities, count(path) / count(match), falls below `min_prob`.
+            If the first token's probability is below `min_prob`, the most frequent first token
+            replaces it (on a tie, the smaller id). If its probability is below, too, no draft.
+    live    match in the request's own stream. Candidates are the most recent `candidates` earlier
+            positions at which the stream's last `live_match` tokens occur. The candidate with the
+            longest match backwards is used (at most `limit` tokens, 64 if `limit` is 0), on a tie
+            the most recent. Its continuation is the draft; past the stream's end, the draft repeats
+            itself. The live draft replaces the history's draft if its match is longer, or if the
+            history gives no draft.
     window  maximum draft length. It starts at `start_window`, grows by `growth` up to `max_window`
             after a fully accepted draft, and is reset by a rejection, but not by an empty draft.
-            With a `knee` (tokens per forward pass at which compute becomes the bound), each of
-            `running` requests has a budget of knee // running - 1 draft tokens (1 to max_window),
-            which caps its draft. The start and growth of windows are at least budget // 4, rounded
-            down to even.
+            `knee` is the number of tokens per forward pass from which on compute limits the speed.
+            If it is set, each of `running` requests drafts at most knee // running - 1 tokens (its
+            budget, 1 to max_window). Start and growth of windows are then at least budget // 4,
+            rounded down to even.
 
 Additions to the paper: live matches, unlimited match length, and the load rule of `knee`. The C++
 code (`csrc/suffix`) is used if built; `ReferenceForest` gives the same drafts, a thousand times
-slower. The version for GPUs is `rlcore.ops.suffix_device`.
+slower. The GPU version is `rlcore.ops.suffix_device`.
 
 Own code instead of arctic-inference's suffix trees: 235 us instead of 16,027 us per 256 requests,
-and 42 instead of 258 bytes of history per token (`csrc/README.md`, window 16, one core).
+and 42 instead of 258 bytes per token of history (`csrc/README.md`, window 16, one core).
 """
 
 import math
@@ -56,12 +56,12 @@ LARGEST_REWARD = 16384.0
 
 
 class Forest:
-    """Histories of prompts, and open requests. B: number of requests in a call; W: width of drafts.
+    """Suffix forest: histories of prompts, and open requests that draft from these histories.
 
-    Arrays are numpy, contiguous, and of exactly the stated dtype; returned arrays are new. An
-    invalid argument raises a ValueError that names it; lack of memory raises MemoryError. Neither
-    error changes the forest. Calls release the GIL and may come from several threads: `build` runs
-    concurrently with other calls; the other calls run one at a time.
+    B: number of requests in a call; W: width of the draft array. Arrays are numpy, contiguous, and
+    of exactly the stated dtype; returned arrays are new. A ValueError names the invalid argument.
+    Lack of memory raises MemoryError. Neither error changes the forest. Calls release the GIL and
+    may come from several threads: only `build` runs concurrently with other calls.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class Forest:
         """Create an empty forest.
 
         Args:
-        limit: maximum match length; 0: no limit.
-        min_match: minimum match length for a draft.
-        min_prob: minimum probability of a draft's path; 0: off.
+        limit: maximum match length in tokens; 0: no limit.
+        min_match: minimum match length in the history for a draft.
+        min_prob: minimum probability of a draft, the product over its tokens; 0: off.
         max_window: maximum draft length.
         start_window: window of a new request, and after a rejection.
         growth: increase of the window after a fully accepted draft.
-        knee: tokens per forward pass at which compute becomes the bound; 0: unknown.
-        live: match the request's own stream too.
-        candidates: number of earlier places in the request's own stream that are compared.
+        knee: tokens per forward pass from which on compute limits the speed; 0: unknown.
+        live: whether to match the request's own stream, too.
+        candidates: number of earlier positions in the request's own stream that are compared.
         live_match: minimum match length in the request's own stream for a draft.
         factor: maximum draft length as a multiple of the match length; 0: off.
         stream: initial capacity of a stream in tokens; it grows by a third or a half when full.
@@ -130,11 +130,11 @@ class Forest:
         prompt_offsets: Longs,
         rewards: Floats,
     ) -> dict[str, float]:
-        """Index the responses of P prompts, for use after `swap`. Requests may run meanwhile.
+        """Index R responses to P prompts, for use after `swap`. Open requests may draft meanwhile.
 
         Args:
             keys: [P] keys of the prompts, distinct.
-            tokens: [N] all responses, one after the other.
+            tokens: [N] tokens of all responses, one response after the other.
             response_offsets: [R + 1] start of each response in `tokens`.
             prompt_offsets: [P + 1] index of each prompt's first response among the R responses.
             rewards: [R] reward of every response; finite, at most 16384 in magnitude.
@@ -152,11 +152,11 @@ class Forest:
         self._impl.swap()
 
     def open(self, keys: Longs) -> Longs:
-        """Open a request for every key [B]; return handles [B]. Unknown keys have no history."""
+        """Open a request per prompt key [B]; return handles [B]. An unknown key has no history."""
         return self._impl.open(keys)
 
     def close(self, handles: Longs) -> None:
-        """Close requests [B]; their handles become invalid."""
+        """Close the requests of handles [B]; the handles become invalid."""
         self._impl.close(handles)
 
     def advance(self, handles: Longs, tokens: Ints, offsets: Longs) -> None:
@@ -166,16 +166,16 @@ class Forest:
     def draft(
         self, handles: Longs, windows: Ints | None = None, *, running: int = 0
     ) -> tuple[Ints, Ints]:
-        """Propose draft tokens.
+        """Propose draft tokens for each request.
 
         Args:
-            handles: [B] open requests.
-            windows: [B] maximum draft lengths; None: each request's own window and load budget.
+            handles: [B] handles of open requests.
+            windows: [B] maximum draft lengths; None: each request's own window and budget.
             running: number of requests that share the forward pass; 0: B.
 
         Returns:
             tokens [B, W], filled up with -1, and draft lengths [B]. W is the largest of `windows`;
-            if `windows` is None, the budget of the load rule (max_window without a knee).
+            if `windows` is None, a request's budget by the load rule (max_window without a knee).
         """
         return self._impl.draft(handles, windows, check_running(running))
 
@@ -198,11 +198,11 @@ class Forest:
         return self._impl.step(handles, accepted, tokens, offsets, windows, check_running(running))
 
     def matches(self, handles: Longs) -> tuple[Ints, Ints]:
-        """Return the current match lengths in history and in own stream, [B] each, 0 if none."""
+        """Return each request's match length in its history and own stream, [B] each; 0: none."""
         return self._impl.matches(handles)
 
     def windows(self, handles: Longs) -> Ints:
-        """Return the current windows [B], before the load rule is applied."""
+        """Return each request's window (maximum draft length), [B], before the load rule."""
         return self._impl.windows(handles)
 
     @property
@@ -214,7 +214,7 @@ class Forest:
         """Return counts: prompts, tokens, states, edges, history_bytes, live_bytes, live_tokens,
         requests.
 
-        The first four count the current histories; history_bytes includes older histories still in
+        `prompts` to `edges` count the current histories; history_bytes includes older ones still in
         use. Without the native build, states, edges and bytes are 0.
         """
         return self._impl.stats()
@@ -236,7 +236,7 @@ class Forest:
 
 @dataclass(slots=True)
 class _History:
-    """History of a prompt: responses, their weights, and (response, end) of each min_match-gram."""
+    """History of a prompt. `ends` maps each run of min_match tokens to all its (response, end)."""
 
     responses: list[list[int]]
     weights: list[int]
@@ -458,7 +458,7 @@ class ReferenceForest:
         check_windows(windows, batch, self.max_window)
 
     def _load(self, running: int) -> tuple[int, int, int]:
-        """Return budget, start and growth of windows under the load of `running` requests."""
+        """Return budget, start and growth of windows if `running` requests share a forward pass."""
         if self.knee == 0 or running <= 0:
             return self.max_window, self.start_window, self.growth
         budget = max(1, min(self.knee // running - 1, self.max_window))
@@ -495,7 +495,7 @@ class ReferenceForest:
     # ---- match and draft
 
     def _match(self, request: _Request) -> tuple[int, list[tuple[int, int, int]]]:
-        """Return the longest match length, and (response, end, match length) of each candidate."""
+        """Return the longest match length, and (response, end, length) of all history matches."""
         stream, history = request.stream, request.history
         limit = self.limit or len(stream)
         found = []
@@ -535,8 +535,8 @@ class ReferenceForest:
     def _children(
         history: _History, places: list[tuple[int, int]]
     ) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Return (token, places after the token) for each continuation of `places`, in descending
-        priority."""
+        """Return each token that follows one of `places` (response, end), with the places after the
+        token, in descending priority."""
         after: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for r, end in places:
             if end < len(history.responses[r]):
@@ -633,7 +633,7 @@ def check_running(running: Any) -> int:
 
 
 def check_accepted(accepted: Ints, proposed: Sequence[int]) -> None:
-    """Raise ValueError if an accepted length exceeds the proposed one or is negative."""
+    """Raise ValueError if an accepted length is negative or exceeds the proposed length."""
     if len(accepted) != len(proposed):
         raise ValueError(f"accepted: {len(proposed)} entries are needed, got {len(accepted)}")
     for i, (n, most) in enumerate(zip(accepted.tolist(), proposed, strict=True)):
@@ -651,7 +651,7 @@ def check_windows(windows: Ints, batch: int, max_window: int) -> None:
 
 
 def check_array(name: str, array: Any, dtype: type) -> None:
-    """Raise ValueError unless `array` is a contiguous 1-D numpy array of this dtype."""
+    """Raise ValueError unless `array` is a contiguous 1-D numpy array of the given dtype."""
     wanted = np.dtype(dtype)
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{name}: must be a numpy array of {wanted}, not {type(array).__name__}")

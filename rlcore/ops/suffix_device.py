@@ -1,4 +1,4 @@
-"""Draft from a suffix forest on a device: a whole batch per launch; token ids stay on the GPU.
+"""Draft from a suffix forest on a GPU: one launch per batch, and token ids stay on the GPU.
 
 `DeviceForest` gives the same drafts as `rlcore.ops.suffix.Forest`, from a copy of its memory. Each
 request has a record and a fixed capacity for its own stream. Requests with longer streams draft
@@ -16,21 +16,20 @@ from torch import Tensor
 from rlcore.ops import native, suffix
 from rlcore.ops.suffix import Forest, Longs
 
-# The forest's memory block has a header, which begins with the number of prompts, and then the
-# prompts (csrc/suffix/layout.h).
+# The memory of a forest begins with this header, then come the prompts (csrc/suffix/layout.h).
 _HEADER_BYTES = 32
 _PROMPT = np.dtype(
     [("key", "<i8"), ("states", "<u8"), ("edges", "<u8"), ("num_states", "<u4"), ("rest", "<u4")]
 )
 # Offset, in 32-bit words, of the last draft's length in a request's record.
 _PROPOSED_AT = 9
-# The only state of a prompt without history: no token, next, link or edges.
+# Automaton with a single state, for prompts without history.
 _NOTHING = np.array([-1, -1, -1, 0, -1, 0], np.int32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceOptions:
-    """Options as in `Forest`, in the order of csrc/torch/suffix.cpp."""
+    """Options of `DeviceForest`, as in `Forest`; their order is that of csrc/torch/suffix.cpp."""
 
     limit: int = 7
     min_match: int = 3
@@ -47,14 +46,14 @@ class DeviceOptions:
 
 @dataclass(slots=True)
 class _Block:
-    """A forest's memory on the device, freed with the last request that uses it."""
+    """Copy of a forest's histories on the device, freed when no request uses it any more."""
 
     memory: Tensor
     prompts: np.ndarray
 
 
 class DeviceForest:
-    """Suffix forest with requests on a device. B: requests in a call; W: width of the drafts."""
+    """Suffix forest on a device. B: number of requests in a call; W: width of the draft array."""
 
     def __init__(
         self,
@@ -64,13 +63,13 @@ class DeviceForest:
         stream: int = 8192,
         **options: Any,
     ) -> None:
-        """Allocate the requests on the device.
+        """Allocate memory for all requests on the device.
 
         Args:
             device: device of all tensors.
             requests: maximum number of open requests.
-            stream: capacity of a request's own stream in tokens (18.7 to 29.3 bytes each); 0 with
-                live=False.
+            stream: capacity of a request's own stream in tokens (18.7 to 29.3 bytes each); use 0 if
+                `live` is False.
             options: fields of `DeviceOptions`.
 
         Raises:
@@ -79,7 +78,7 @@ class DeviceForest:
         """
         device = torch.device(device)
         self.options = DeviceOptions(**options)
-        Forest(**options, threads=1)  # raises for invalid options
+        Forest(**options, threads=1)  # raises if an option is invalid
         for name, value in (("requests", requests), ("stream", stream)):
             if not isinstance(value, int | np.integer) or isinstance(value, bool):
                 raise ValueError(f"{name} {value!r}: must be a whole number")
@@ -101,10 +100,10 @@ class DeviceForest:
         self._current: _Block | None = None
         self._free = list(range(requests - 1, -1, -1))
         self._generation = np.zeros(requests, np.int64)
-        self._open: dict[int, _Block | None] = {}  # by handle
+        self._open: dict[int, _Block | None] = {}  # histories that each handle uses
 
     def upload(self, forest: Forest) -> None:
-        """Copy the current histories of `forest`, which requests opened from now on will use.
+        """Copy the current histories of `forest` to the device, for requests opened from now on.
 
         Raises:
             ValueError: `forest` has no histories yet, or is the Python reference.
@@ -114,13 +113,13 @@ class DeviceForest:
         table = block[_HEADER_BYTES : _HEADER_BYTES + count * _PROMPT.itemsize]
         memory = torch.empty(block.size, dtype=torch.uint8, device=self.device)
         with warnings.catch_warnings():
-            # The warning does not apply, because the block is only read here.
+            # torch warns about read-only arrays, but this code only reads the array.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             memory.copy_(torch.from_numpy(block))
         self._current = _Block(memory, table.view(_PROMPT).copy())
 
     def open(self, keys: Longs) -> Tensor:
-        """Open a request for every key [B] (numpy int64); return handles [B], int64 on the device.
+        """Open a request for each prompt key [B] (numpy int64); return handles [B] on the device.
 
         Raises:
             ValueError: more than the maximum number of requests would be open.
@@ -140,13 +139,13 @@ class DeviceForest:
         self._records[where] = made
         self._slots[where] = 0
         handles = made[:, 0].contiguous()
-        # Take the slots last, so that a failure above takes none.
+        # Remove the slots from the free list last, so that a failed call removes none.
         del self._free[len(self._free) - len(keys) :]
         self._open.update(dict.fromkeys(records[:, 0].tolist(), self._current))
         return handles
 
     def _histories(self, keys: Longs) -> np.ndarray:
-        """Return the addresses [B, 2] of the prompts' states and edges."""
+        """Return the device addresses of the states and edges of each key's history, [B, 2]."""
         found = np.empty((len(keys), 2), np.int64)
         found[:] = self._nothing.data_ptr(), 0
         block = self._current
@@ -160,7 +159,7 @@ class DeviceForest:
         return found
 
     def close(self, handles: Tensor) -> None:
-        """Close requests [B]; waits for the device. Raise ValueError if a handle is not open."""
+        """Close requests [B] and wait for the device. Raise ValueError if a handle is not open."""
         self._check("handles", handles, torch.int64)
         given = self._check_open(handles)
         indices = handles.cpu().numpy() & 0xFFFFFFFF
@@ -190,19 +189,19 @@ class DeviceForest:
         *,
         running: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Accept, advance and draft in one launch, without waiting for the device.
+        """Accept, advance and draft (see `Forest`) in one launch, without waiting for the device.
 
         Args:
             handles: [B] int64, distinct.
-            accepted: [B] int32, accepted lengths of the last drafts; None: keep the windows.
+            accepted: [B] int32, accepted length of each last draft; None: keep all windows.
             tokens: [N] int32 to append.
             offsets: [B + 1] int64: tokens[offsets[i] : offsets[i + 1]] go to handles[i].
-            windows: [B] int32, maximum draft lengths; None: each request's window and load budget.
+            windows: [B] int32, maximum draft lengths; None: each request's window and budget.
             running: number of requests that share the forward pass; 0: B.
 
         Returns:
             tokens [B, W], filled up with -1, and draft lengths [B]. W is max_window; if `windows`
-            is None, the budget of the load rule.
+            is None, a request's budget by the load rule.
 
             On a GPU values are not checked, because a check would wait for the device. A handle
             that is not open or occurs twice gets length -1; negative tokens match nothing; other
@@ -283,7 +282,7 @@ class DeviceForest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory in use."""
+        """Bytes of device memory that this forest uses."""
         blocks = {id(b): b for b in [*self._open.values(), self._current] if b is not None}
         tensors = [self._records, self._text, self._slots]
         return sum(t.nbytes for t in tensors) + sum(b.memory.nbytes for b in blocks.values())

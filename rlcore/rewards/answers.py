@@ -1,6 +1,6 @@
-"""Extraction and comparison of those final answers that do not need math-verify.
+"""Extraction of final answers, and comparison of the answers that do not need math-verify.
 
-Own code instead of math-verify alone: this code reads `4e33` and `A: 12`, distinguishes 2.8e-6 from
+Own code in addition to math-verify: this code reads `4e33` and `A: 12`, distinguishes 2.8e-6 from
 2.9e-6, reads `(C) 5` as choice C, and is fast on any text.
 """
 
@@ -12,10 +12,11 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BETWEEN = re.compile(
     r"(?:\s|\$|\\[\]\[()]|[,;.]|\\quad|\\qquad|\\ |and|or|\\text\s*\{[^{}]{0,40}\}){0,12}"
 )
-"""Text allowed between boxes that together form one answer. It must contain `_JOINT`."""
+"""Pattern of the text between two LaTeX boxes of one answer. The text must also contain a match of
+`_JOINT`, such as a comma."""
 _JOINT = re.compile(r"[,;]|\b(?:and|or)\b|\\quad")
 _HASHES = "####"
-_LABEL = re.compile(  # a letter is a label only as `A:`; `a = 3` and `A = 50` are steps
+_LABEL = re.compile(  # the label A needs a colon: `a = 3` and `A = 50` are steps of a calculation
     r"^[ \t*#>]*(?:(?i:final answer|answer)[ \t*]*[:=]|A[ \t*]*:)[ \t*]*(\S.*)$", re.MULTILINE
 )
 _MOST_BOXES = 8
@@ -64,11 +65,11 @@ _COMMAND = re.compile(r"\\text *\{[^{}]*\}|\\[a-zA-Z]+")
 _LAST_LETTER = re.compile(r"([0-9}])\s*([a-zA-Z])([\s.$]*)$")
 _LONGEST = 4000
 _DIGITS_THAT_COUNT = 10_000
-"""Inverse of the largest relative difference of equal numbers: 2.78e-6 differs from 2.9e-6,
-although both round to 0 at six decimal places."""
+"""Inverse of the largest relative difference between numbers that count as equal. Thus 2.78e-6
+differs from 2.9e-6, although both round to 0.000003 at six decimal places."""
 _DIGITS = 2000
-"""Maximum length of a text, and maximum exponent, that is read as a number: exact arithmetic on
-longer numbers is slow."""
+"""Maximum length of a text that is parsed as a number, and maximum size of its exponent; exact
+arithmetic on longer numbers is slow."""
 
 
 class Number(NamedTuple):
@@ -76,20 +77,21 @@ class Number(NamedTuple):
 
     value: Fraction
     is_decimal: bool
-    """Whether the text has a decimal point or an exponent, so that the number may be rounded."""
+    """Whether the text has a decimal point or an exponent; the number may then be rounded."""
     is_percent: bool
 
 
 def boxed(text: str) -> str | None:
-    """Return the content of the last LaTeX box, preceded by the boxes that form one answer with it.
-    Returns None if there is no box."""
+    """Return the content of the last LaTeX box. If earlier boxes belong to the same answer, their
+    contents come first, separated by commas. Return None if there is no box."""
     boxes = _last_boxes(text)
     return ", ".join(boxes) if boxes else None
 
 
 def labelled(text: str) -> str | None:
-    """Return the text after the last ####, or on the last line that begins with `A:` or `Answer:`.
-    A #### that is a heading with text below is ignored. Returns None if neither mark is found."""
+    """Return the answer after the last ####, or after the last label `A:` or `Answer:` at the start
+    of a line. Ignore a #### that only begins a heading with text below. Return None without a
+    mark."""
     if _HASHES in text:
         line, _, more = text.rpartition(_HASHES)[2].strip().partition("\n")
         if not more.strip() or number_of(normalise(line)) is not None:
@@ -99,8 +101,8 @@ def labelled(text: str) -> str | None:
 
 
 def without_name(text: str) -> str:
-    """Strip the name from a normalised answer such as `x = 5` or `2 + 3 = 5`. Lists of named
-    answers and relations stay unchanged."""
+    """Return the right-hand side of a normalised answer such as `x = 5` or `2 + 3 = 5`. Lists of
+    equations and inequalities stay unchanged."""
     found = _NAMED.fullmatch(text)
     if found:
         return found[2]
@@ -108,26 +110,26 @@ def without_name(text: str) -> str:
 
 
 def with_variable(text: str, other: str) -> str:
-    """Write `2t` as `2{t}` if the other answer also has letters. Without the braces, math-verify
-    drops a final t, m, s, ... as a unit."""
+    """Write `2t` as `2{t}` if `other`, the answer to compare with, contains letters. Without the
+    braces, math-verify drops a final t, m, s, ... as a unit."""
     is_variable = re.search("[a-zA-Z]", _COMMAND.sub("", other))
     return _LAST_LETTER.sub(r"\1{\2}\3", text) if is_variable else text
 
 
 def is_unevaluated(gold: str, answer: str) -> bool:
-    """Return whether the normalised answer is an unevaluated sum, integral, ..., while the gold
-    answer is a number. Such an answer may only restate the question."""
+    """Return True if the gold answer is a number but the given answer has an unevaluated sum,
+    integral or function. The given answer may then only repeat the question."""
     return bool(_UNEVALUATED.search(answer)) and number_of(gold) is not None
 
 
 def _last_boxes(text: str) -> list[str]:
-    """Return the contents of the last closed box and, before it, of the boxes that are joined to
-    it."""
+    """Return the contents of the last closed LaTeX box and of the earlier boxes that belong to the
+    same answer, in their order."""
     boxes: list[str] = []
     start = None
     for match in reversed(list(_BOXED.finditer(text))[-_MOST_BOXES:]):
         end = _closing(text, match.end() - 1)
-        if end is None or (start is not None and end > start):  # unclosed, or encloses the next
+        if end is None or (start is not None and end > start):  # skip unclosed and outer boxes
             continue
         if start is not None and not _are_joined(text[end + 1 : start]):
             break
@@ -137,12 +139,12 @@ def _last_boxes(text: str) -> list[str]:
 
 
 def _are_joined(gap: str) -> bool:
-    """Return whether two boxes with this text between them form one answer."""
+    """Return whether two LaTeX boxes form one answer, given the text between the boxes."""
     return len(gap) < 100 and bool(_JOINT.search(gap)) and bool(_BETWEEN.fullmatch(gap))
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Return the index of the brace that closes the brace at `start`; None if none does."""
+    """Return the index of the brace that closes the brace at `start`; None if it is missing."""
     depth = 0
     for i in range(start, len(text)):
         if text[i] == "{" and text[i - 1] != "\\":
@@ -156,19 +158,19 @@ def _closing(text: str, start: int) -> int | None:
 
 def normalise(text: str) -> str:
     """Normalise an answer: remove white space, formula delimiters and spelling variants."""
-    text = _WHITE.sub(" ", text).strip().rstrip(" .,:;")  # keeps the steps below linear in time
+    text = _WHITE.sub(" ", text).strip().rstrip(" .,:;")  # runs of spaces would slow the regexes
     for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
             text = text[len(left) : -len(right)]
             break
     if "\\" in text:
         text = re.sub(r"\\!\s*", "", text).replace("\\$", "")
-        if "matrix" not in text:  # in a matrix \\\\ ends a row
+        if "matrix" not in text:  # in a matrix, `\\` ends a row
             text = _TWICE_ESCAPED.sub(r"\\", text)
         text = _FRAC.sub(r"\\frac", text)
         text = _FRAC_OF_DIGITS.sub(r"\\frac{\1}{\2}", text)
     text = text.translate(_SYMBOLS).replace("{,}", ",")
-    text = _LIST_COMMA.sub(";", text)  # 32, 349 is a list, not 32349
+    text = _LIST_COMMA.sub(";", text)  # `32, 349` is a list, not the number 32349
     text = _SPACES.sub("", text).replace("$", "")
     return text.rstrip(".")
 
@@ -224,8 +226,7 @@ def same_number(gold: Number, answer: Number, decimals: int) -> bool:
 
 
 def compare(gold: str, answer: str, decimals: int = 6) -> bool | None:
-    """Compare two normalised answers as text, numbers or choices. Returns None if math-verify has
-    to decide."""
+    """Compare two normalised answers as text, number or choice; None: math-verify must decide."""
     if gold == answer:
         return bool(gold)
     if len(gold) > _LONGEST or len(answer) > _LONGEST:
@@ -239,5 +240,5 @@ def compare(gold: str, answer: str, decimals: int = 6) -> bool | None:
 
 
 def _unwrapped(text: str) -> str:
-    """Strip text commands: `\\text{(A)}` becomes (A)."""
+    """Replace LaTeX text commands by their content: `\\text{(A)}` becomes (A)."""
     return _WRAPPED.sub(r"\1", text)

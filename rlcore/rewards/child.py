@@ -1,10 +1,11 @@
 """Child process that runs a reward function: receives jobs and sends one reply per job.
 
-    python -m rlcore.rewards.child FD PARENT
+    python -m rlcore.rewards.child CHANNEL_DESCRIPTOR PARENT_PID
 
 `worker.RewardWorker` starts this process, which exits with its parent. After each sample it kills
 the processes that the sample left behind. To start fast, it imports neither torch nor transformers.
-User code may use stdout and stderr; the channel is a separate descriptor, closed in every fork.
+User code may use stdout and stderr, because the channel has its own descriptor, closed in every
+fork.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from rlcore.utils.net import frame
 
 def main() -> None:
     channel = open_guarded_channel("reward", all_threads=False)
-    with contextlib.suppress(EOFError):  # the parent has closed its end
+    with contextlib.suppress(EOFError):  # the parent has closed the channel
         start = net.decode(channel.first(), RewardStart)
         reward = _start(start, channel)
         own = _children()
@@ -42,8 +43,7 @@ def main() -> None:
 
 
 def _start(start: RewardStart, channel: Channel) -> Any:
-    """Build the reward and report success or the error to the parent. After an error, exit the
-    process."""
+    """Build the reward and report success or the error to the parent. After an error, exit."""
     sys.path[:] = start.sys_path
     try:
         kind = resolve(start.reward)
@@ -58,27 +58,27 @@ def _start(start: RewardStart, channel: Channel) -> Any:
 
 
 def _run(job: ScoreJob, reward: Any, run_seed: int) -> ScoreReply:
-    """Score one sample. An exception of the function becomes the reply's error. `random` is seeded
-    with run seed and sample id, so a score does not depend on earlier samples of this process."""
+    """Score one sample. If the reward function raises, the reply carries the error. `random` is
+    seeded with run seed and sample id, so a score does not depend on earlier samples."""
     pid = os.getpid()
     random.seed(seed.derive(run_seed, "reward", job.sample.id))
     retire, begin = False, time.monotonic()
     try:
         result = to_result(reward.score(job.sample, job.prompt, job.text))
-    except BaseException as error:  # the process boundary: user code may raise anything
+    except BaseException as error:  # user code may raise anything
         if os.getpid() == pid:
             traceback.print_exc()
         retire = isinstance(error, MemoryError)
         result = RewardResult(score=0.0, error=sentence(error))
-    if os.getpid() != pid:  # this is a fork that the function made
+    if os.getpid() != pid:  # end a fork that the reward function made
         os._exit(0)
     latency = time.monotonic() - begin
     return ScoreReply(job.key, msgspec.structs.replace(result, latency_s=latency), retire)
 
 
 def _children() -> set[int] | None:
-    """Return the ids of the direct children, including adopted orphans. Returns None if the kernel
-    does not list children."""
+    """Return the process ids of this process's children, including adopted orphans. Return None if
+    the kernel does not list children."""
     found: set[int] = set()
     for task in os.listdir("/proc/self/task"):
         try:
@@ -91,12 +91,12 @@ def _children() -> set[int] | None:
 
 
 def _sweep(own: set[int]) -> None:
-    """Kill the processes that the latest sample left behind, with their descendants. Processes in
-    `own` are spared: the reward started them when it was built."""
+    """Kill the processes that the latest sample left behind, with their descendants. Spare the
+    processes in `own`, which the reward started when it was built."""
     while True:
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # no children: the usual case, one system call
+        except ChildProcessError:  # the usual case: this process has no children
             return
         strays = (_children() or set()) - own
         if not strays:

@@ -1,11 +1,11 @@
-"""Code reward: runs the program in a response against the tests of its row, in a sandbox.
+"""Code reward: runs the program in a response against the tests of its data row, in a sandbox.
 
-A row has tests of one or both of these kinds:
-    Python statements, as in MBPP: `assert add(2, 3) == 5`. The program defines the functions that
-        they call. The tests run in a process that the program cannot access (sandbox/README.md);
-    cases of stdin and stdout. The program is a script, and its output is compared word by word.
+A row has tests of one or both kinds:
+    Python statements, as in MBPP: `assert add(2, 3) == 5`. They call functions of the program, from
+        a process that the program cannot access (sandbox/README.md).
+    Cases of stdin and stdout. The program is a script, and its output is compared word by word.
 
-Each of the `--reward.workers` slots has its own sandbox and a thread that waits for the sandbox.
+Each rank has `--reward.workers` worker threads, each with its own sandbox.
 """
 
 import json
@@ -27,8 +27,8 @@ from rlcore.sandbox import isolation
 from rlcore.sandbox.box import Broken, ProgramLimits, ProgramOutcome, Sandbox
 from rlcore.utils.log import log
 
-# Possessive quantifiers prevent backtracking. On a long header it takes quadratic time and blocks
-# all other threads of the rank.
+# Possessive quantifiers prevent backtracking, which takes quadratic time on a long header line and
+# blocks all other threads of the rank.
 _HEADER = r"^[ \t]*+```[ \t]*+([A-Za-z0-9_+-]*+)[^\n]*+\n"
 _FENCE = re.compile(_HEADER + r"(.*?)^[ \t]*+```", re.M | re.S)
 _OPEN = re.compile(_HEADER + r"(.*)\Z", re.M | re.S)
@@ -67,19 +67,19 @@ class CodeRewardConfig(RewardConfig):
 
 @dataclass(frozen=True)
 class Checks:
-    """Tests of one row."""
+    """Tests of one data row."""
 
     statements: tuple[str, ...]
     setup: str
     cases: tuple[tuple[str, str], ...]
-    """Pairs of (stdin, stdout)."""
+    """Stdin/stdout cases: pairs of the input and the expected output."""
 
     def __len__(self) -> int:
         return len(self.statements) + len(self.cases)
 
 
 class CodeRunner:
-    """`kind.Runner` that runs programs in sandboxes; see the module docstring."""
+    """`kind.Runner` of the code reward: runs programs in sandboxes; see the module docstring."""
 
     def __init__(self, config: CodeRewardConfig, host: RunnerHost) -> None:
         self._config, self._host = config, host
@@ -96,12 +96,12 @@ class CodeRunner:
             thread.start()
 
     def submit(self, job: ScoreJob) -> None:
-        """See `Runner`."""
+        """Queue a job (`Runner.submit`)."""
         self._cancelled.discard(job.sample.id)
         self._jobs.put(job)
 
     def cancel(self, ids: Collection[RequestId]) -> None:
-        """See `Runner`. Running programs are killed at once."""
+        """Cancel samples (`Runner.cancel`). Their running programs are killed at once."""
         self._cancelled.update(ids)
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class CodeRunner:
             if thread.is_alive():
                 log.error("reward code: a sandbox did not exit within %g s", _CLOSE_S)
 
-    # ---- a slot's thread
+    # ---- worker threads
 
     def _main(self) -> None:
         packages = _packages() if self._config.allow_packages else ()
@@ -127,12 +127,12 @@ class CodeRunner:
                     if not self._drop(job.sample.id):
                         self._host.done(job, self._score(job, box), "")
                         self._cancelled.discard(job.sample.id)
-        except Exception as error:  # a failed thread must not be silent: poll raises the error
+        except Exception as error:  # report the failed thread, so that `poll` raises an error
             self._host.fail(f"reward code: {error}")
 
     def _is_isolated(self, packages: tuple[str, ...]) -> bool:
-        """Return whether this machine can isolate programs. The first slot checks it and logs the
-        result."""
+        """Return whether this machine can isolate programs. The first worker thread checks this and
+        logs the result."""
         with self._lock:
             if self._grade is None:
                 self._grade = isolation.grade(self._config.require_isolation, packages)
@@ -201,14 +201,14 @@ def _error(outcome: ProgramOutcome, limits: ProgramLimits) -> str:
 
 
 def _same_words(printed: bytes, wanted: str) -> bool:
-    """Compare word by word. White space does not count; bytes that are not UTF-8 are replaced."""
+    """Return whether a program's output has the same words as the expected text. White space does
+    not count; bytes that are not UTF-8 are replaced."""
     return printed.decode("utf-8", "replace").split() == wanted.split()
 
 
 def program_of(text: str) -> str:
-    """Extract the program from a response: the last fenced block that is marked as Python or not
-    marked. Without a block, take the text after a fence that is never closed; without any fence,
-    the whole response."""
+    """Extract the program from a response: the last closed code block whose language is Python or
+    not given. If there is none, take the text after an unclosed fence, else the whole response."""
     for found in (_FENCE.findall(text), _OPEN.findall(_FENCE.sub("", text))):
         blocks = [body for language, body in found if language.lower() in _PYTHON]
         if blocks:
@@ -220,7 +220,7 @@ _PYTHON = ("", "py", "python", "python3")
 
 
 def checks_of(prompt: Prompt, config: CodeRewardConfig) -> Checks:
-    """Read the tests of a row. Raises ValueError if the row has none or invalid tests."""
+    """Read the tests of a data row. Raises ValueError if the row has no tests or invalid tests."""
     row = prompt.fields
     try:
         checks = Checks(

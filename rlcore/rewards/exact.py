@@ -24,7 +24,8 @@ class ExactReward:
         self._after, self._first = config.answer_marker, config.occurrence == "first"
 
     def score(self, sample: Any, prompt: Prompt, text: str) -> float:
-        """Return 1 if the texts are equal without the white space at both ends, else 0."""
+        """Return 1 if the response, or its part after the marker, equals the answer; else 0. White
+        space at both ends is ignored."""
         if self._after:
             cut = text.partition if self._first else text.rpartition
             _, marker, text = cut(self._after)

@@ -3,10 +3,11 @@
     request   {"id", "prompt", "response", "label", "dataset", "fields", "num_tokens", "finish"}
     answer    a number, or {"score": number, ...further numbers, shown as reward/<name>}
 
-`label` is the row's answer, `fields` its other columns. At most `--reward.workers` requests are in
-flight at a time. Transient failures (a missing or broken connection, status 408, 425, 429 or 5xx)
-are retried with growing pauses. `timeout_s` is the wall-clock time limit of a sample, including all
-retries and pauses. A server that sends one byte per second does not extend this limit.
+`label` is the data row's answer, `fields` its other columns. At most `--reward.workers` requests
+are in flight at a time. Transient failures (a missing or broken connection, status 408, 425, 429 or
+5xx) are retried with growing pauses. `timeout_s` is the wall-clock time limit of a sample,
+including all retries and pauses. A server that sends one byte per second does not extend this
+limit.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ class HttpRewardConfig(RewardConfig):
 
 
 class Requests(Protocol):
-    """Config keys that this module reads."""
+    """Config keys that `HttpReward` reads."""
 
     @property
     def workers(self) -> int: ...
@@ -64,8 +65,8 @@ class Requests(Protocol):
 
 
 class _Refused(Exception):
-    """Failed request without a valid score. `wait_s` is the server's Retry-After, 0 if not given;
-    None: a retry is useless."""
+    """Error of a request that returned no valid score. `wait_s`: seconds of the server's
+    Retry-After header, 0 without this header; None: do not retry."""
 
     def __init__(self, text: str, wait_s: float | None) -> None:
         super().__init__(text)
@@ -85,7 +86,7 @@ class HttpReward:
         read: Callable[[bytes], RewardResult] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the thread.
+        """Start the event loop's thread.
 
         `write` encodes the body of a request. `read` decodes an answer to a result, and raises
         ValueError if the answer is invalid. `headers` are sent with every request.
@@ -94,9 +95,8 @@ class HttpReward:
         self._write, self._read = write or _request, read or _result
         self._headers = {"content-type": "application/json", **(headers or {})}
         self._random = random.Random(host.seed)
-        self._queue: deque[tuple[ScoreJob, bytes]] = (
-            deque()
-        )  # like _tasks, used by the loop's thread only
+        # `_queue` and `_tasks` are used by the event loop's thread only
+        self._queue: deque[tuple[ScoreJob, bytes]] = deque()
         self._tasks: dict[asyncio.Task[None], RequestId] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -104,12 +104,12 @@ class HttpReward:
         self._thread.start()
 
     def submit(self, job: ScoreJob) -> None:
-        """See `Runner`."""
+        """Queue the request for a job (`Runner.submit`)."""
         body = self._write(job)
         self._tell(self._enqueue, job, body)
 
     def cancel(self, ids: Collection[RequestId]) -> None:
-        """See `Runner`."""
+        """Cancel the requests of these samples (`Runner.cancel`)."""
         self._tell(self._forget, frozenset(ids))
 
     def close(self) -> None:
@@ -121,20 +121,20 @@ class HttpReward:
             log.error("reward %s: requests did not end within %g s", self._url, _CLOSE_S)
 
     def _tell(self, call: Callable[..., None], *about: object) -> None:
-        """Call a function in the loop's thread. If the loop is closed, do nothing, because the host
-        has already received the error."""
+        """Call a function in the event loop's thread. If the loop is closed, do nothing, because
+        the host has already received the error."""
         try:
             self._loop.call_soon_threadsafe(call, *about)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
 
-    # ---- the loop's thread
+    # ---- the event loop's thread
 
     def _main(self) -> None:
         try:
             self._loop.run_until_complete(self._serve())
-        except Exception as error:  # a failed thread must not be silent
+        except Exception as error:  # report the failed thread to the host
             log.exception("reward %s: its thread failed", self._url)
             self._host.fail(f"reward {self._url}: its thread failed: {sentence(error)}")
         finally:
@@ -142,12 +142,12 @@ class HttpReward:
 
     async def _serve(self) -> None:
         most = httpx.Limits(max_connections=self._config.workers)
-        # deadlines are enforced per sample in _score, not per read
+        # `_score` limits the whole time of a sample, so httpx needs no time-out
         async with httpx.AsyncClient(timeout=None, limits=most) as client:
             self._client = client
             self._start()
             await self._stop.wait()
-            self._queue.clear()  # else a task that ends now would start the next request
+            self._queue.clear()  # a task that ends now must not start another request
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -187,14 +187,14 @@ class HttpReward:
             result = RewardResult(score=0.0, error=f"timeout after {limit_s:g} s: {last[0]}")
         except _Refused as error:
             result = RewardResult(score=0.0, error=f"http: {error}")
-        except Exception as error:  # the boundary: a server must not end the run
+        except Exception as error:  # an error of the server must not end the run
             result = RewardResult(score=0.0, error=f"http: {sentence(error)}")
         latency_s = time.monotonic() - begin
         self._host.done(job, msgspec.structs.replace(result, latency_s=latency_s), "")
 
     async def _tries(self, client: httpx.AsyncClient, body: bytes, last: list[str]) -> RewardResult:
-        """Return the first answer with a score, after retries. The latest error is kept in
-        `last[0]`, for the message of a time-out."""
+        """Send a request, with retries, and return the first valid result. Store the latest error
+        in `last[0]` for the message of a time-out."""
         pause_s = self._config.backoff_s
         for k in range(self._config.retries + 1):
             try:

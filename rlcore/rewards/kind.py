@@ -1,15 +1,15 @@
 """Interface of a reward kind: its config section, and where the reward runs.
 
-Each reward module in `rewards/` defines one `KIND`; `registry.REWARDS` names the module. A kind
-runs in one of two ways:
+Each reward module in `rewards/` defines one `KIND`; `registry.REWARDS` lists the modules. A kind
+has one of two functions:
 
-`score`: in the pool's child processes (pool.py). Each rank has `--reward.workers` of them, and each
-    child scores one sample at a time. `score` maps the section to an object with the method
-    `score(sample, prompt, text) -> float | RewardResult`. The pool handles deadlines and crashes,
-    and kills the processes that a sample leaves behind, except the process ids in `processes`, an
-    optional attribute of the object.
-`serve`: by a `Runner` in the rank's process. The runner does the work elsewhere: in its own worker
-    slots, in one process of its own, or on another machine. The runner enforces deadlines.
+`score`: the reward runs in the child processes of pool.py. Each rank has `--reward.workers` of
+    them, and each child scores one sample at a time. `score` maps the config section to an object
+    with the method `score(sample, prompt, text) -> float | RewardResult`. The pool handles
+    deadlines and crashes. It kills the processes that a sample leaves behind, except those listed
+    in the object's optional attribute `processes`.
+`serve`: a `Runner` in the rank's process starts the work elsewhere: in sandboxes, in a separate
+    process, or on another machine. The runner enforces deadlines.
 """
 
 import math
@@ -26,37 +26,36 @@ _MOST_DETAILS, _NAME_CHARS = 32, 60
 
 
 class RunnerHost(NamedTuple):
-    """Callbacks and settings that the service gives to a runner. Callbacks may be called from any
-    thread."""
+    """Callbacks and settings of the service for a runner. Any thread may call the callbacks."""
 
     name: str
     """Name of the reward, used in error messages."""
     done: Callable[[ScoreJob, RewardResult, str], None]
     """Callback, called once for every job that was not cancelled: `done(job, result, printed)`. A
     result with `error` scores `on_error`. The first word of `error`, up to a colon or a space, is
-    the reason under which the failure counts, such as timeout, crash or memory. `printed` is the
-    reward's output, for the log."""
+    the reason that is counted, such as timeout, crash or memory. `printed` is the reward's
+    output."""
     fail: Callable[[str], None]
-    """Callback to report, with a message, that the reward cannot run. The run then ends."""
+    """Callback that reports that the reward cannot run, given a message. The run then ends."""
     timeout_s: Callable[[ScoreJob], float]
-    """Returns the current limit for a job in seconds. With adaptive deadlines, the score of another
-    sample may shorten this limit while the job runs."""
+    """Callback that returns the current time limit of a job in seconds. With adaptive deadlines,
+    the score of another sample may shorten this limit while the job runs."""
     seed: int
     log_file: Path | None
     """File for the output of the reward; None: the output is discarded."""
 
 
 class Runner(Protocol):
-    """Runner that scores the jobs of one reward kind. No call blocks, except that `close` may block
-    for seconds."""
+    """Interface of a runner, which scores the jobs of one reward. No call blocks, except that
+    `close` may block for seconds."""
 
     def submit(self, job: ScoreJob) -> None:
-        """Queue a job; the runner calls `RunnerHost.done` with it later. Raises ValueError if the
-        job cannot be sent."""
+        """Queue a job; the runner later calls `RunnerHost.done` with the result. Raises ValueError
+        if the job cannot be sent."""
 
     def cancel(self, ids: Collection[RequestId]) -> None:
-        """Cancel these samples; if still waiting, a sample is not scored. The runner may still call
-        `done` for them."""
+        """Cancel these samples. Samples that still wait are not scored. The runner may still call
+        `done` for a cancelled sample."""
 
     def close(self) -> None:
         """Stop the runner and everything that it started. Pending jobs are dropped."""
@@ -67,10 +66,10 @@ class RewardKind(NamedTuple):
 
     config: type[RewardConfig]
     score: Callable[[Any], Any] | None = None
-    """Function from the section to the object that scores. Called in each child process."""
+    """Function that makes the scoring object from the config section, in each child process."""
     serve: Callable[[Any, RunnerHost], Runner] | None = None
-    """Function from the section to a running runner. Called in the rank's process and must return
-    quickly: slow start-up work runs in the background."""
+    """Function that starts a runner from the config section and the host. Called in the rank's
+    process and must return quickly: slow start-up work runs in the background."""
 
 
 def to_result(value: Any) -> RewardResult:

@@ -1,9 +1,10 @@
 """Math reward: compares the final answer of a response with the row's answer, by value.
 
 Numbers and choices are compared by answers.py; other answers by math-verify (sympy). math-verify
-takes milliseconds, tenths of a second in a new process, and minutes on unusual input. The limit
-`algebra_timeout_s` applies before the service's deadline, which would kill the child and its warm
-parser. The limit counts CPU time, so that a verdict does not depend on the machine's load.
+usually takes milliseconds, but tenths of a second in a new process, and minutes on unusual input. A
+comparison ends after `algebra_timeout_s`, before the service's deadline kills the child process
+with its loaded parser. This limit counts CPU time, so a verdict does not depend on the machine's
+load.
 """
 
 import contextlib
@@ -22,10 +23,9 @@ from rlcore.rewards.kind import RewardKind
 
 _LONGEST_ANSWER = 1000
 _TAIL_CHARS = 4000
-"""Number of characters, from the end of a response, searched if no mark precedes the answer."""
+"""Number of last characters of a response that are searched if no mark precedes the answer."""
 _AGAIN_S = 0.2
-"""Interval in seconds at which the time-out signal repeats, in case a bare `except` catches the
-first signal."""
+"""Interval in seconds of the repeated time-out signal; a bare `except` may catch the first one."""
 _FORMULA = ("$", "\\boxed", "\\[", "\\(")
 
 
@@ -49,7 +49,7 @@ class MathReward:
     def __init__(self, config: MathRewardConfig, strict: bool = True) -> None:
         """Import math-verify and build the caches. `strict` is an option of math-verify: with it,
         names of variables matter."""
-        import math_verify  # takes 0.5 s (sympy), so import at child start
+        import math_verify  # importing sympy takes 0.5 s, so do it when the child starts
 
         # Silence the warnings that math-verify's own time-outs are off.
         for module in ("parser", "grader"):
@@ -71,7 +71,7 @@ class MathReward:
         if answer is not None:
             is_number = answers.number_of(answers.normalise(answer)) is not None
             found = self._same(gold, answer) or not is_number and self._search(gold, answer)
-            return float(found)  # text after the mark may contain the answer
+            return float(found)  # text after the mark may contain the answer among other words
         return float(not self._require and self._search(gold, text))
 
     def _compare(self, gold: str, answer: str) -> bool:
@@ -91,8 +91,8 @@ class MathReward:
         return self._algebra(gold, answer, self._parse)
 
     def _search(self, gold: str, text: str) -> bool:
-        """Compare a text without an answer mark: first the whole text, then the answer that
-        math-verify extracts."""
+        """Compare the gold answer with a text that has no answer mark: with the whole text, then
+        with the answer that math-verify extracts from the text."""
         text = text[-_TAIL_CHARS:]
         if answers.compare(self._gold(gold), answers.normalise(text), self._decimals):
             return True
@@ -129,7 +129,7 @@ class MathReward:
 
 
 class _TooLongError(BaseException):
-    """Time-out of a comparison. A BaseException: math-verify and sympy catch Exception."""
+    """Time-out of a comparison; a BaseException, because math-verify and sympy catch Exception."""
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ def _limited(seconds: float) -> Iterator[None]:
             yield
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-    finally:  # stop it again: a signal may arrive before this line
+    finally:  # stop the timer again: a signal may have interrupted the first stop
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         signal.signal(signal.SIGVTALRM, before)
 

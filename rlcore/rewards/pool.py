@@ -39,13 +39,13 @@ _MEMORY_CHECK_S = 0.25
 
 
 class RewardPool:
-    """`kind.Runner` over child processes; see the module docstring."""
+    """`kind.Runner` that scores samples in child processes; see the module docstring."""
 
     def __init__(
         self, config: RewardConfig, host: RunnerHost, start_timeout_s: float = 120.0
     ) -> None:
-        """Start the thread. `config` is the reward's config section. Output of the function goes to
-        the host's log file, up to 4 MiB."""
+        """Start the pool's thread. `config` is the reward's config section. Output of the reward
+        function goes to the host's log file, up to 4 MiB."""
         self._host, self._num_workers = host, config.workers
         self._memory, self._start_timeout_s = config.memory_limit_gb * 2**30, start_timeout_s
         self._start = frame(
@@ -57,12 +57,12 @@ class RewardPool:
             )
         )
         self._log = CappedLog(host.log_file, "reward")
-        # shared with the thread, guarded by the lock
+        # fields shared with the thread, guarded by the lock
         self._lock = threading.Lock()
         self._inbox: deque[PendingSample] = deque()
         self._cancelled: set[RequestId] = set()
         self._closing = False
-        # used by the thread only
+        # fields used by the thread only
         self._failure = ""
         self._queue: deque[PendingSample] = deque()
         self._workers: list[RewardWorker] = []
@@ -75,10 +75,10 @@ class RewardPool:
         self._thread = threading.Thread(target=self._main, name=f"reward {host.name}", daemon=True)
         self._thread.start()
 
-    # ---- the caller's side
+    # ---- the caller's thread
 
     def submit(self, job: ScoreJob) -> None:
-        """See `Runner`."""
+        """Queue a job (`Runner.submit`)."""
         entry = PendingSample(job, frame(job))
         with self._lock:
             idle = not self._inbox
@@ -87,10 +87,11 @@ class RewardPool:
             os.eventfd_write(self._wake, 1)
 
     def cancel(self, ids: Collection[RequestId]) -> None:
-        """See `Runner`. Running samples continue: stopping one would cost its child process."""
+        """Cancel samples (`Runner.cancel`). Running samples continue, because stopping a sample
+        would cost its child process."""
         with self._lock:
             self._inbox = deque(e for e in self._inbox if e.job.sample.id not in ids)
-            self._cancelled |= set(ids)  # not for later samples with this id
+            self._cancelled |= set(ids)  # applies only to samples queued so far
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
@@ -105,13 +106,13 @@ class RewardPool:
             return
         os.close(self._wake)
 
-    # ---- the thread's side
+    # ---- the pool's thread
 
     def _main(self) -> None:
         try:
             while not self._closing and not self._failure:
                 self._step()
-        except Exception as error:  # a failed thread must not be silent: poll raises the error
+        except Exception as error:  # report the failed thread, so that `poll` raises an error
             log.exception("reward %s: the thread of its pool failed", self._host.name)
             self._fail(
                 f"reward {self._host.name}: its pool failed: {type(error).__name__}: {error}"
@@ -130,7 +131,7 @@ class RewardPool:
             worker, what = key.data
             if what == "wake":
                 self._take_inbox()
-            elif worker in self._workers:  # it may have exited earlier in this loop
+            elif worker in self._workers:  # the child may have exited earlier in this loop
                 self._serve(worker, what, events)
         self._check_deadlines()
         self._check_memory()
@@ -145,8 +146,8 @@ class RewardPool:
             self._inbox.clear()
 
     def _feed(self) -> None:
-        """Send each child samples for about 5 ms of work ahead. Thus no child waits for the pool,
-        and few samples queue behind a slow sample."""
+        """Keep samples for about 5 ms of work queued at each child. Thus no child waits for the
+        pool, and few samples wait behind a slow sample."""
         window = max(1, min(_MAX_WINDOW, int(_WINDOW_S / self._latency_s)))
         batches: dict[RewardWorker, list[PendingSample]] = {}
         open_workers = [w for w in self._workers if w.ready and not w.retiring]
@@ -281,8 +282,8 @@ class RewardPool:
             self._failed_start(reason, worker)
 
     def _failed_start(self, reason: str, worker: RewardWorker) -> None:
-        """Count a child that failed without scoring a sample; after three such failures in a row,
-        give up. Children that started together and fail together count once."""
+        """Count a child process that failed without scoring a sample; after three such failures in
+        a row, give up. Children that started together and fail together count once."""
         if worker.started > self._failed_at:
             self._failed_starts, self._failed_at = self._failed_starts + 1, time.monotonic()
         sentence = f"reward {self._host.name}: a child process failed before scoring: {reason}"

@@ -7,8 +7,8 @@ is one of
     such a function with a fourth parameter `config`;
     a class with a method `score` of this form, constructed with the config section;
     a `kind.RewardKind`.
-`sample` is a `wire.SampleInfo`, `prompt` a `records.Prompt`. A subclass of `RewardConfig` in the
-same module (exactly one) becomes the section `--reward.*`.
+`sample` is a `wire.SampleInfo`, `prompt` a `records.Prompt`. The same module may define one
+subclass of `RewardConfig`, which becomes the section `--reward.*`.
 """
 
 import importlib
@@ -37,13 +37,13 @@ _WEIGHT = re.compile(r"(.+):([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)")
 
 
 class RewardTerm(NamedTuple):
-    """One term of `--reward`."""
+    """One term of the weighted sum in `--reward`."""
 
     label: str
     """Label of the term. In a sum its section is `--reward.<label>.*` and its score is
     `reward/<label>`."""
     name: str
-    """Name that `resolve` accepts."""
+    """Name of the reward: built-in name, URL or dotted path."""
     weight: float
 
 
@@ -138,7 +138,7 @@ def config_class(selector: str) -> type[RewardConfig] | type[RewardSum]:
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     try:
         return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # builtins have no signature to read
+    except (TypeError, ValueError):  # some builtins have no readable signature
         return ()
 
 

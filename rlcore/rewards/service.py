@@ -38,7 +38,7 @@ class _Open:
     id: RequestId
     since: float
     ahead: int
-    """Number of samples that were pending when this one was submitted."""
+    """Number of samples that were already pending when this sample was submitted."""
     results: dict[int, RewardResult]
 
 
@@ -59,7 +59,7 @@ class RewardService:
         """Start one runner per reward.
 
         `reward` is the value of `--reward`, `config` its section (`registry.config_class`). Output
-        of the rewards goes to `log_file`. `deadlines` sets the limits of the reward with
+        of the rewards goes to `log_file`. `deadlines` has the time limits of rewards with
         adaptive_timeout; the caller saves its state. Raises ValueError if a reward does not exist.
         """
         self._reward, self._deadlines = reward, deadlines
@@ -68,12 +68,12 @@ class RewardService:
         self._adaptive = [c.adaptive_timeout and deadlines is not None for c in self._configs]
         self._max_pending = min(c.max_pending for c in self._configs)
         self._changed = threading.Condition()
-        # shared with the runners' threads, under the lock
+        # fields shared with the runners' threads, guarded by the lock
         self._open: dict[int, _Open] = {}
         self._done: deque[tuple[RequestId, RewardResult]] = deque()
         self._failure = ""
         self._errors: Counter[str] = Counter()
-        # used by the caller's thread only
+        # fields used by the caller's thread only
         self._keys: dict[RequestId, int] = {}
         self._next_key = 0
         self._closed = False
@@ -93,7 +93,7 @@ class RewardService:
             self.close()
             raise
 
-    # ---- the caller's side
+    # ---- the caller's thread
 
     @property
     def num_pending(self) -> int:
@@ -120,7 +120,7 @@ class RewardService:
             num_prompt_tokens=len(sample.prompt),
             finish=sample.finish,
         )
-        text = text.encode("utf-8", "replace").decode()  # msgpack rejects lone surrogates
+        text = text.encode("utf-8", "replace").decode()  # msgpack rejects lone Unicode surrogates
         key = self._next_key
         self._next_key += 1
         with self._changed:
@@ -163,8 +163,8 @@ class RewardService:
                 runner.cancel(gone)
 
     def learn(self, reference_latency: Mapping[str, float]) -> None:
-        """Add reference latencies from other ranks: seconds that scoring a right answer took, by
-        the prompt's key (`sched.reward_timeout.key_of`)."""
+        """Add reference latencies from other ranks: how many seconds the scoring of a right answer
+        took, by the prompt's key (`sched.reward_timeout.key_of`)."""
         if self._deadlines is not None:
             with self._changed:
                 self._deadlines.learn(reference_latency)
@@ -183,7 +183,7 @@ class RewardService:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # ---- the runners' side: any thread
+    # ---- callbacks of the runners, from any thread
 
     def _limit_s(self, part: int, job: ScoreJob) -> float:
         if self._adaptive[part]:
@@ -229,8 +229,7 @@ class RewardService:
             self._tell(part, job.sample.id, result, printed, count)
 
     def _measured(self, part: int, job: ScoreJob, result: RewardResult) -> RewardResult:
-        """Add the time limit to the result. The latency of a right answer becomes a reference for
-        later limits."""
+        """Add the time limit to the result. A right answer's latency influences later limits."""
         assert self._deadlines is not None
         prompt = key_of(job.prompt)
         limit = self._deadlines.timeout_s(prompt)
@@ -270,8 +269,8 @@ class RewardService:
         )
 
     def _tell(self, part: int, id: str, result: RewardResult, printed: str, count: int) -> None:
-        """Log a failed sample. After `_FULL_ERRORS` errors of one kind, log only when their count
-        is a power of two."""
+        """Log a failed sample. After `_FULL_ERRORS` errors of one kind, log only if their number is
+        a power of two."""
         if count > _FULL_ERRORS and count & (count - 1):
             return
         nth = f" ({count} samples so far)" if count > _FULL_ERRORS else ""

@@ -18,8 +18,8 @@ class SampleInfo(Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     finish: Finish
     timeout_s: float = 0.0
-    """Seconds that scoring may take; 0 if unknown. With adaptive deadlines, the score of another
-    sample may shorten this limit."""
+    """Time limit for scoring in seconds; 0 if unknown. With adaptive deadlines, the score of
+    another sample may shorten this limit."""
 
     @property
     def group(self) -> GroupId:

@@ -12,15 +12,15 @@ from rlcore.utils.children import GuardedChild
 
 @dataclasses.dataclass(eq=False, slots=True)
 class PendingSample:
-    """Sample sent to a child, with its encoded message."""
+    """Sample for a child process, with its encoded message."""
 
     job: ScoreJob
     frame: bytearray
 
 
 class RewardWorker(GuardedChild):
-    """Child process, used by the pool's thread only. `inflight` has its samples in scoring order;
-    `head_since` is the time when scoring of the first sample began."""
+    """Child process of a reward, used by one thread only. `inflight` has the samples sent to the
+    child, in scoring order; `head_since` is the time when scoring of the first sample began."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class RewardWorker(GuardedChild):
         sink: Callable[[bytes], None],
         module: str = "rlcore.rewards.child",
     ) -> None:
-        """Start the child; see `GuardedChild`."""
+        """Start the child `module`. `start`: its first message. `sink`: receives its output."""
         self.ready = False
         self.retiring = False
         self.inflight: deque[PendingSample] = deque()
@@ -38,7 +38,7 @@ class RewardWorker(GuardedChild):
         super().__init__(selector, start, sink, module)
 
     def become_ready(self) -> None:
-        """Accept samples. Memory growth is measured from this point on."""
+        """Mark the child as ready for samples, and measure its memory growth from now on."""
         self.ready = True
         self.start_rss = self.rss()
 
@@ -54,5 +54,5 @@ class RewardWorker(GuardedChild):
         self.head_since = time.monotonic()
 
     def retire(self) -> None:
-        """Accept no more samples."""
+        """Mark the child as retiring, so that it gets no more samples."""
         self.retiring = True

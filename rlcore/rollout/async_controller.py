@@ -1,14 +1,14 @@
-"""The controller of `--mode async`: one endless round (ROLL Flash, arXiv:2510.11345).
+"""Controller of `--mode async`: one endless sampling round (ROLL Flash, arXiv:2510.11345).
 
-`AsyncController` is a `Controller` whose responses survive a weight update. It adds the events and
-commands below. The base class handles placement, rewards and engine failures.
+`AsyncController` extends `Controller`, which handles placement, rewards and engine failures.
+Responses survive a weight update. In addition, it handles this call and these events:
 
-    go(version) -> [Abort]     engines have new weights; submit requests once all sent Ready
-    Wanted      -> TrainOrder  sent to the train ranks once the buffer has a full batch
-    Holding     -> Hold        no decoding until the next `go`; every rollout rank sends Held
+    go(version)   engines have new weights: abort stale groups, submit once all have sent Ready
+    Wanted        the learner wants a batch: send TrainOrder once the buffer has a full batch
+    Holding       the learner wants to update weights: send Hold; all rollout ranks answer Held
 
-The buffer (`sched/staleness.py`) decides which groups may start, which are trained next and which
-are too old. A group is removed when a batch takes it or when it is dropped.
+The sample buffer (`sched/staleness.py`) decides which groups may start, which are trained next and
+which are too old. A group is removed when a batch takes it or when it is dropped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ from rlcore.sched.stop import EQUAL_REWARDS
 
 
 class SavedGroup(Struct, frozen=True):
-    """A group in a checkpoint. `RequestState.resume` has the tokens of an unfinished request."""
+    """Group in a checkpoint. `RequestState.resume` has the tokens of an unfinished request."""
 
     work: Work
     requests: tuple[RequestState, ...]
@@ -56,7 +56,7 @@ class SavedGroup(Struct, frozen=True):
 
 
 class Saved(Struct, frozen=True):
-    """State of an `AsyncController` after a hold. The rollout ranks save the finished samples."""
+    """State of an `AsyncController` in a checkpoint. Rollout ranks save the finished samples."""
 
     buffer: dict[str, Any]
     groups: tuple[SavedGroup, ...]
@@ -83,10 +83,10 @@ class AsyncController(Controller):
     ) -> None:
         """
         Args:
-            issue: see `Refill`.
+            issue: function that returns the work of the next n prompts.
             place: router of requests to engines. A `HistoPipe` also orders new work and may move
                 running requests to another engine.
-            dynamic: see `Refill`.
+            dynamic: if true, start other prompts in place of groups with equal rewards.
         """
         self._pipe = place if isinstance(place, HistoPipe) else None
         self._refill = Refill(buffer, self._issue_by(issue), dynamic)
@@ -107,12 +107,12 @@ class AsyncController(Controller):
         """Version of the weights that the engines decode with."""
         self._held: set[int] = set()
         self._forget: list[GroupId] = []
-        """Groups removed since the last hold; the rollout ranks drop their samples."""
+        """Removed groups, whose samples the rollout ranks drop at the next `Hold`."""
         self.prompts: dict[GroupId, Prompt] = {}
         """Prompts of the most recent batch, by group."""
         self._found: dict[str, float] = {}
-        """Longest time that scoring a right answer took since the last hold, by prompt; see
-        `EndRound.reference_latency`."""
+        """Longest time in seconds to score a right answer since the last `Hold`, by prompt;
+        adaptive reward deadlines use it."""
 
     def _issue_by(self, issue: Callable[[int], list[Work]]) -> Callable[[int], list[Work]]:
         pipe = self._pipe
@@ -178,7 +178,7 @@ class AsyncController(Controller):
     def take_stats(self) -> dict[str, float]:
         """Return the counters since the last call and reset them."""
         found, self._stats = self._stats, {}
-        found.pop("timing_s/reward", None)  # in an endless round no phase waits for rewards
+        found.pop("timing_s/reward", None)  # an endless round has no phase that waits for rewards
         return found | (self._pipe.metrics() if self._pipe is not None else {})
 
     # ---- requests of the learner
@@ -196,8 +196,8 @@ class AsyncController(Controller):
         return []
 
     def _give(self) -> list[AnyCommand]:
-        """Return the next batch, if the learner waits for a batch and the buffer has a full batch.
-        The groups are in the order of their start, as in a synchronous round."""
+        """If the learner waits for a batch and the buffer has a full one, return its `TrainOrder`
+        commands. Groups are in the order of their start, as in a synchronous round."""
         if not self._wants or self._holds or self.done:
             return []
         if not self._up:
@@ -226,8 +226,7 @@ class AsyncController(Controller):
             self._leave(group)
         self._dropped = {}
         self._holds = True
-        # Restart all deadlines: every rollout rank must send Held now. Until now an idle rollout
-        # rank was allowed to be silent.
+        # Restart all deadlines: idle rollout ranks were allowed to be silent, now all must answer.
         self._ready = set(self._learners)
         self._seen = dict.fromkeys(self._all_ranks, now)
         self._look_at = now + self._deadline_s
@@ -257,11 +256,11 @@ class AsyncController(Controller):
         self.counted.clear()
 
     def _place_of(self, group: GroupId) -> int:
-        """Return the group's position in the order of all started requests."""
+        """Return the position of the group's first request in the start order of all requests."""
         return min(r.order for r in self._groups[group].requests.values())
 
     def _known(self, event: LengthReport) -> LengthReport:
-        """Return the event without requests of removed groups and without `tails`."""
+        """Return the length report without requests of removed groups and without new tokens."""
         pairs = [
             (i, n) for i, n in zip(event.ids, event.lengths, strict=True) if i in self._requests
         ]
@@ -284,12 +283,12 @@ class AsyncController(Controller):
         return [Move(rank=event.rank, ids=tuple(ids))] if ids else []
 
     def _moved(self, event: Moved) -> list[AnyCommand]:
-        """Put requests that an engine has released at the front of the queue."""
+        """Put requests that move from one engine to another at the front of the queue."""
         for i, partial in event.partials.items():
             if event.rank in self._up:
                 self._up[event.rank] -= 1
             request = self._requests.get(i)
-            if request is None or request.finish:  # the group was removed or closed
+            if request is None or request.finish:  # the request's group was removed or closed
                 self._count("sched/aborted_tokens", len(partial.tokens))
                 continue
             request.requeue(partial)
@@ -318,8 +317,8 @@ class AsyncController(Controller):
     # ---- checkpoints
 
     def save(self) -> Saved:
-        """Return the complete state. Call this only between a hold in mode `release` and the next
-        `go`."""
+        """Return the complete state for a checkpoint. Call this only between a hold in mode
+        `release` and the next `go`."""
         assert self.done, "the controller is still running"
         groups = tuple(
             SavedGroup(
@@ -334,8 +333,8 @@ class AsyncController(Controller):
         return Saved(buffer=self.buffer.state(), groups=groups, order=self._num_started, pipe=pipe)
 
     def restore(self, saved: Saved, owner_of: Callable[[int], int]) -> None:
-        """Restore the state that `save` returned. `owner_of` maps a rank of the saved run to the
-        rank that now has this rank's samples."""
+        """Restore the state that `save` returned. `owner_of` maps the rank that had samples in the
+        saved run to the rank that has these samples now."""
         self.buffer.restore(saved.buffer)
         if self._pipe is not None and saved.pipe:
             self._pipe.restore(saved.pipe)
@@ -353,5 +352,5 @@ class AsyncController(Controller):
             )
             self._requests |= requests
             if group.is_closed and group.work.id not in self.buffer:
-                self._dropped[group.work.id] = EQUAL_REWARDS  # the next hold removes the group
+                self._dropped[group.work.id] = EQUAL_REWARDS  # the next `Hold` removes the group
             self._waiting += [r for r in requests.values() if not r.finish]

@@ -1,7 +1,7 @@
 """Asynchronous rollout over all ranks, `--mode async`: sampling continues across training steps.
 
 Rank 0 runs the controller in a thread from one weight update to the next. Train ranks call `take`
-for the groups of an update and `fetch` for the samples. Meanwhile the rollout ranks run
+for the groups to train on and `fetch` for their samples. Meanwhile the rollout ranks run
 `RolloutWorker.go_on`, which returns when `hold` stops decoding for the next weight update.
 """
 
@@ -54,9 +54,9 @@ class AsyncRollout:
     ) -> None:
         """
         Args:
-            deadline_s: the controller's deadline for a silent rank. `hold` waits 2 * deadline_s.
+            deadline_s: time in seconds after which the controller fails because of a silent rank.
             record: writer of this run's log; None writes no log.
-            replay: log of a recorded run, which determines the order of events and the samples.
+            replay: log of a recorded run that this run repeats; None if this run is no replay.
         """
         self._hub, self._worker, self._rollout_ranks = hub, worker, rollout_ranks
         self._record, self._replay, self._version = record, replay, 0
@@ -69,9 +69,9 @@ class AsyncRollout:
     # ---- train ranks
 
     def take(self, version: Version, callbacks: RoundCallbacks = NO_CALLBACKS) -> TrainOrder:
-        """Return the groups of the update that trains policy `version`, the same on every train
-        rank. The engines decode with this version until `hold`. Raise the errors of
-        `RolloutWorker.run_round`."""
+        """Return the groups on which policy `version` is trained, the same on every train rank. The
+        engines decode with this version until `hold`. Raise RuntimeError if the controller fails
+        and TimeoutError if it is silent for too long."""
         self._version = version
         if self.controller is not None:
             self._start(self.controller, version)
@@ -81,8 +81,8 @@ class AsyncRollout:
     def fetch(
         self, destination: dict[RequestId, Sequence[int]], owners: dict[RequestId, int]
     ) -> dict[RequestId, Sample]:
-        """Return the samples that this rank trains on, by id. Rank 0 tells the owners to send the
-        samples. `destination` and `owners` must be the same on every train rank.
+        """Return the samples that this rank trains on, by id. `owners` has the rank that sends each
+        sample, `destination` the ranks that train on it. Both must be the same on all train ranks.
 
         Raises:
             ReplayMismatch: the log of a replay does not have the samples.
@@ -95,14 +95,14 @@ class AsyncRollout:
                 self._hub.send(owner, "worker", Ship(rank=owner, ids=tuple(ids), to=ranks))
         mine = [i for i, ranks in destination.items() if self._hub.rank in ranks]
         found = self._worker.exchange.collect(mine, owners)
-        if self._record is not None:  # of a model-parallel group, only the first rank writes
+        if self._record is not None:  # the first rank of a model-parallel group writes samples
             own = [s for i, s in found.items() if min(destination[i]) == self._hub.rank]
             self._record.samples(self._version, self._hub.rank, own)
         return found
 
     def read(self, samples: Iterable[Sample]) -> None:
-        """Add these samples of the last batch to the worker of rank 0, which can then log them.
-        Call this on rank 0 only."""
+        """Give samples of the last batch to the worker of rank 0, so that it can log them. Call
+        this on rank 0 only."""
         assert self.controller is not None
         self._worker.read(self.controller.prompts, samples)
 
@@ -116,7 +116,7 @@ class AsyncRollout:
         """
         assert self.controller is not None and self._thread is not None
         self._hub.send(0, "controller", [Holding(mode=mode)])
-        # Wait for two deadlines: after one, the controller fails and its error names the rank.
+        # After one deadline the controller fails and names the silent rank, so wait for two.
         self._thread.join(timeout=2 * self._deadline_s)
         if self._thread.is_alive():
             raise TimeoutError(
@@ -142,8 +142,8 @@ class AsyncRollout:
         self._thread.start()
 
     def _control(self, controller: AsyncController, version: Version) -> None:
-        """Run the controller. If the controller raises an error, fail every rank with the error as
-        the reason."""
+        """Run the controller. If it raises an error, make every rank fail with this error as the
+        reason."""
         try:
             self._serve(controller, version)
         except Exception as e:
@@ -162,7 +162,7 @@ class AsyncRollout:
             events = self._hub.receive("controller", list[AnyEvent], TICK_S)
             now = time.monotonic()
             for event in events or []:
-                if event.round:  # a late event of an evaluation round
+                if event.round:  # nonzero: a late event of an evaluation round
                     continue
                 if isinstance(event, Down):
                     log.warning("rank %d: %s; its requests are re-routed", event.rank, event.reason)
@@ -183,9 +183,9 @@ class AsyncRollout:
     # ---- checkpoints
 
     def save(self, folder: Path) -> None:
-        """Write this rank's part of a checkpoint into `folder`, which must exist: the controller's
-        state, or finished samples. Call this after a hold in mode `release`. A replay writes
-        nothing, because it has no unfinished requests to resume."""
+        """Write this rank's part of a checkpoint into the existing `folder`: the controller's state
+        on rank 0, finished samples on rollout ranks. Call this after a hold in mode `release`. A
+        replay writes nothing, because it has no unfinished requests to resume."""
         if self._replay is not None:
             return
         if self.controller is not None:
@@ -199,7 +199,7 @@ class AsyncRollout:
         """Read this rank's part of a checkpoint. The number of rollout ranks may have changed.
 
         Raises:
-            ConfigError: the buffer was filled under other settings, or by a replay.
+            ConfigError: the checkpoint has other buffer settings, or a replay wrote it.
         """
         if self._replay is not None:
             return
@@ -223,11 +223,11 @@ class AsyncRollout:
                     self._worker.adopt(decode(data, list[Sample]))
 
     def _owner_now(self, folder: Path):
-        """Return a function that maps a rank that wrote samples to the rank that now owns them."""
+        """Return a function from the rank that saved samples to the rank that owns them now."""
         place = {rank: i for i, rank in enumerate(_owners(folder))}
         return lambda rank: self._rollout_ranks[place[rank] % len(self._rollout_ranks)]
 
 
 def _owners(folder: Path) -> list[int]:
-    """Return the ranks that wrote samples to the folder."""
+    """Return the ranks that wrote samples to this checkpoint folder."""
     return sorted(int(p.stem.removeprefix("samples")) for p in folder.glob("samples*.msgpack"))

@@ -1,12 +1,12 @@
-"""An engine in a child process. It decodes without waiting for `poll`. If the child fails, `poll`
-reports this as an event and the run continues.
+"""Engine in a child process, which decodes without waiting for `poll`.
 
-Parent and child exchange the messages of `wire.py` over the channel of `utils/children.py`. The
-child (`process.py`) serves calls between two decode steps, sends events as they occur, and exits
-when its parent exits. It imports only the engine and its dependencies, not the parent's program.
+If the child fails, `poll` reports this as an event and the run continues. Parent and child exchange
+the messages of `wire.py` over the channel of `utils/children.py`. The child (`process.py`) serves
+calls between two decode steps, sends events as they occur, and exits when its parent exits. It
+imports only the engine and its dependencies, not the parent's program.
 
-An error in a call is raised in the parent. Three errors end the child instead and cause a `Down`
-event: an `EngineFailedError`, an engine that does not start, and any error in `poll`.
+If a call raises an error in the child, the parent raises it. Three errors end the child instead and
+cause a `Down` event: an `EngineFailedError`, an engine that does not start, and an error in `poll`.
 """
 
 import time
@@ -47,8 +47,8 @@ class ChildEngine:
 
     The child calls `factory`, "module:function", with `settings` (plain data) as keywords; the
     function returns the engine. If settings such as an address change between starts, pass a
-    function that returns them. The child starts at once; the first call waits up to `start_s` until
-    the child has started.
+    function that returns the settings. The child starts at once; the first call waits up to
+    `start_s` until the child has started.
 
     Every call has a deadline and raises the error that the engine raised. If the child exits,
     `poll` returns one `Down` with the lost requests and their tokens from progress events.
@@ -59,8 +59,8 @@ class ChildEngine:
     The deadline of a call is `deadline_s`. If the settings have a `deadline_s` for the engine's own
     calls, the deadline here is that value plus 10 s.
 
-    The argument `resize` is a function that changes the settings to another tensor-parallel size.
-    If it is given, the method `resize` starts a new child; if not, it calls the engine's `resize`.
+    Argument `resize`: function that changes the settings to another tensor-parallel size. With it,
+    the method `resize` starts a new child; with None, the method calls the engine's `resize`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ChildEngine:
     @property
     def failure(self) -> str:
         """Reason why the child has failed; empty while it works. Also empty after a call has raised
-        that the engine rejects its settings, because a restart would not help."""
+        ConfigError for rejected settings, because a restart would not help."""
         if not self._down and not self._closed:
             self._pump(0.0)
         return f"{self._name} {self._down}" if self._down and not self._told else ""
@@ -129,7 +129,7 @@ class ChildEngine:
         """Queue requests. If the child has failed, its `Down` lists these requests as lost."""
         new = [request.id for request in requests if request.id not in self._live]
         dead = bool(self._down)
-        self._live.update((i, []) for i in new)  # events may arrive before the reply
+        self._live.update((i, []) for i in new)  # events of the call may arrive before its reply
         try:
             self._call("submit", tuple(requests))
         except EngineFailedError:
@@ -358,7 +358,7 @@ class ChildEngine:
 
 
 def joined(pieces: Sequence[Partial]) -> Partial:
-    """Concatenate the pieces of a response."""
+    """Join pieces of one response, in order, to a single `Partial`."""
     drafted = [p.drafted for p in pieces if p.drafted is not None]
     return Partial(
         tokens=np.concatenate([p.tokens for p in pieces]),

@@ -1,13 +1,13 @@
-"""The controller: a deterministic state machine that runs one round. Events in, commands out.
+"""Controller of one sampling round: a deterministic state machine from events to commands.
 
 The controller decides which request starts on which engine, when the round is over and which
 requests are aborted. It does no tensor work and has no clock and no socket. `round.py` feeds events
 to the controller and sends its commands. The simulator uses it with virtual engines. The same
 events in the same order give the same commands.
 
-    start(work) -> [Submit...]
-    handle(event, now) -> [Submit..., Abort..., Repair..., EndRound... | Fail...]
-    tick(now) -> [Alive... | Release... | Fail...]        deadlines and other time-based decisions
+    start(work)         -> nothing; EndRound if there is no work
+    handle(event, now)  -> Submit, Abort, Release, Ship, Train, Repair, DropEngine, EndRound, Fail
+    tick(now)           -> Alive, Release, Fail: deadlines and other time-based decisions
 """
 
 from collections import deque
@@ -59,7 +59,7 @@ from rlcore.sched.roles import Cell, Elastic, GroupState, Live, RequestState, Ro
 
 ALIVE_INTERVAL_S = 20.0
 MAX_REPAIRS = 3
-"""Maximum number of times that a round restarts all engines, once no engine is left."""
+"""Maximum number of repairs per round. A repair restarts all engines when none is left."""
 
 
 @dataclass(slots=True)
@@ -69,11 +69,11 @@ class Trainer:
 
     cell: Cell
     busy: set[int] = field(default_factory=set)
-    """Ranks of the cell that are still training their assigned groups."""
+    """Ranks that are still training their assigned groups."""
     seconds: float = 0.0
 
     def trained(self, rank: int, seconds: float) -> None:
-        """Record that a rank of the cell has finished training its assigned groups."""
+        """Record that a rank has trained its assigned groups in `seconds`."""
         self.busy.discard(rank)
         self.seconds += seconds / len(self.cell.ranks)
 
@@ -100,7 +100,7 @@ class Controller:
     ) -> None:
         """
         Args:
-            by_tokens: count responses in the order of their length, not of their rewards' arrival.
+            by_tokens: if true, count responses in order of length; if false, in order of scoring.
             elastic: policy that moves engines from decoding to training; None moves no engine.
         """
         self._place, self._stop, self._deadline_s = place, stop, deadline_s
@@ -108,7 +108,7 @@ class Controller:
         self._all_ranks = tuple(all_ranks if all_ranks is not None else ranks)
         self._leader = {r: rank for rank, rest in (members or {}).items() for r in rest}
         self._repairs = 0
-        self._up = dict.fromkeys(ranks, 0)  # leading rank of a decoding engine -> live requests
+        self._up = dict.fromkeys(ranks, 0)  # live requests per decoding engine, by leading rank
         self._ready: set[int] = set()
         self._seen: dict[int, float] = {}  # rank -> time of its latest event that shows progress
         self._heard: dict[int, float] = {}  # rank -> time of its latest event of any kind
@@ -121,17 +121,18 @@ class Controller:
         self._leaving: set[int] = set()
         """Engines that must release their requests and have not sent `Released` yet."""
         self._gone: set[int] = set()
-        """Engines of released cells that do not train afterwards."""
+        """Leading ranks of released engines whose ranks do not train in this round."""
         self._trainers: list[Trainer] = []
         self._to_train: deque[GroupState] = deque()
-        """Complete groups that are kept, but not assigned to a training cell yet."""
+        """Complete groups that are kept and wait for a cell (set of ranks) that trains them."""
         self._streamed: list[Streamed] = []
         self._reasons: dict[int, str] = {}
-        # A quarter of the deadline: otherwise a waiting rank would time out before the controller.
+        # At most a quarter of the deadline, so that the controller times out before a waiting rank.
         self._alive_s = min(ALIVE_INTERVAL_S, deadline_s / 4)
         self._last_alive = 0.0
         self._look_at = 0.0
-        """Earliest time at which a rank can exceed the deadline; `tick` skips the check before."""
+        """Earliest time at which a rank can exceed the deadline; earlier calls of `tick` skip the
+        check."""
         self._stats: dict[str, float] = {}
         self._last_finish = 0.0
         self.done = False
@@ -154,7 +155,7 @@ class Controller:
 
     @property
     def groups(self) -> Mapping[GroupId, GroupState]:
-        """All groups that the round has started so far, in this order."""
+        """All groups that the round has started so far, in the order of their start."""
         return self._groups
 
     @property
@@ -165,9 +166,9 @@ class Controller:
     def decide_by(
         self, make: Callable[[Callable[[], Collection[RequestState]]], CompletionOrder]
     ) -> None:
-        """Set the order in which responses count (a `CompletionOrder`; default: order of arrival).
-        `make` is called with a function that returns all requests of the round. Call this before
-        the first event."""
+        """Set the order in which responses count (default: order of arrival). `make` gets a
+        function that returns all requests of the round, and returns a `CompletionOrder`. Call this
+        before the first event."""
         self._race = make(self._requests.values)
 
     # ---- the interface
@@ -258,7 +259,7 @@ class Controller:
         request.end(event.finish, event.num_tokens, event.num_observed)
         if self._elastic is not None:
             self._elastic.finished(event.num_tokens)
-        if event.rank in self._up:  # false while the engine is being released
+        if event.rank in self._up:  # an engine that is being released is not in `_up`
             self._up[event.rank] -= 1
         return self._submit()  # the response counts only after its reward has arrived
 
@@ -274,8 +275,8 @@ class Controller:
         return self._count_in()
 
     def _count_in(self) -> list[AnyCommand]:
-        """Count the responses that the completion order releases, one at a time: each may complete
-        a group, which changes the responses that may still count."""
+        """Count the responses that the completion order releases, one at a time: a counted response
+        may complete its group, after which other responses may no longer count."""
         assert self._race is not None
         commands: list[AnyCommand] = []
         while not self.done and (request := self._race.next(self._is_open)) is not None:
@@ -326,10 +327,10 @@ class Controller:
         """Requeue the unfinished requests of a failed engine. Other engines continue each request
         from its last known token. If no other engine is left, all ranks restart their engines."""
         self._reasons[event.rank] = event.reason
-        if self._repairs and event.rank not in self._ready:  # the repair restarts this engine
+        if self._repairs and event.rank not in self._ready:  # a running repair restarts this engine
             return []
         leader = self._leader.get(event.rank)
-        if leader is not None:  # stop the leader's engine, which then reports Down itself
+        if leader is not None:  # stop the engine on its leading rank, which then sends Down
             decodes = leader in self._up or leader in self._leaving
             return [DropEngine(rank=leader, reason=event.reason)] if decodes else []
         if event.rank in self._leaving:
@@ -342,8 +343,8 @@ class Controller:
         return self._go_on()
 
     def _go_on(self) -> list[AnyCommand]:
-        """Continue after an engine has stopped decoding. If no engine is decoding, restart all
-        engines, once no engine has requests left to release."""
+        """Continue after an engine has stopped decoding. If no engine is decoding any more, restart
+        all engines, but first wait until all released engines have returned their requests."""
         if self._up:
             return [*self._submit(), *self._feed()]
         if self._leaving:
@@ -388,7 +389,7 @@ class Controller:
         self._leaving = {r for cell in chosen for r in cell.leaders if r in self._up}
         for rank in self._leaving:
             del self._up[rank]
-        # Notify failed engines of a released cell too, so that a repair does not restart them.
+        # Notify released engines that have failed too, so that a repair does not restart them.
         told = self._leaving | self._gone
         return [Release(rank=rank) for rank in sorted(told)] + self._feed()
 
@@ -405,7 +406,7 @@ class Controller:
 
     def _released(self, event: Released) -> list[AnyCommand]:
         """Requeue the requests that an engine has released, with their tokens so far."""
-        if event.rank not in self._leaving:  # the engine has failed before and has sent Down
+        if event.rank not in self._leaving:  # the engine has failed and has already sent Down
             return []
         self._has_left(event.rank)
         moved = self._requeue(event.rank, event.partials)
@@ -428,7 +429,7 @@ class Controller:
         return self._feed()
 
     def _feed(self) -> list[AnyCommand]:
-        """Return commands that assign complete groups to idle training cells."""
+        """Return commands that assign complete groups to idle training cells (sets of ranks)."""
         commands: list[AnyCommand] = []
         for trainer in self._trainers:
             cell = trainer.cell
@@ -443,8 +444,7 @@ class Controller:
             ids = tuple(group.id for group in groups)
             self._streamed.append(Streamed(groups=ids, dp_ranks=cell.dp_ranks))
             trainer.busy.update(cell.ranks)
-            # Ship before Train: while a rank trains, it waits for its model-parallel group and
-            # cannot send samples.
+            # Send Ship before Train, because a rank cannot send samples while it trains.
             owners: dict[int, list[str]] = {}
             for ref in (ref for group in groups for ref in group.refs):
                 owners.setdefault(ref.owner, []).append(ref.id)
@@ -453,8 +453,8 @@ class Controller:
         return commands
 
     def _forget_training(self) -> None:
-        """Queue all streamed groups for training again, because all engines restart. The learner
-        then discards its accumulated gradient."""
+        """Put the groups that were already assigned for training back into the training queue,
+        because all engines restart. The learner then discards its accumulated gradient."""
         streamed = [g for s in self._streamed for g in s.groups]
         self._to_train.extendleft(self._groups[g] for g in reversed(streamed))
         self._streamed.clear()
@@ -482,7 +482,7 @@ class Controller:
         chosen: dict[int, list[RequestState]] = {}
         while self._waiting:
             request = self._waiting[0]
-            if request.finish:  # aborted: the group was closed while the request waited
+            if request.finish:  # the request was aborted, as its group was closed
                 self._waiting.popleft()
                 continue
             rank = self._place.choose(request.id, self._up)
@@ -521,8 +521,8 @@ class Controller:
         return [*aborts, *(structs.replace(end, rank=r) for r in self._all_ranks)]
 
     def _reference_latency(self, groups: Iterable[GroupId]) -> dict[str, float]:
-        """Return, by prompt, the longest time in seconds that scoring a right answer took. Adaptive
-        reward deadlines use it."""
+        """Return the longest time in seconds to score a right answer, by prompt. Adaptive reward
+        deadlines use these times."""
         found: dict[str, float] = {}
         for state in (self._groups[g] for g in groups):
             for r in state.requests.values():
@@ -534,8 +534,8 @@ class Controller:
     def _surplus_stats(self, kept: Sequence[GroupId]) -> dict[str, float]:
         """Return metrics of responses that were started but not kept.
 
-        `sched/length_shift` is a / b - 1. a: mean length of kept responses. b: mean length of all
-        started responses of the kept groups; an unfinished response enters with its length so far.
+        `sched/length_shift`: mean length of kept responses / mean of all started ones - 1, over
+        the kept groups. Unfinished responses enter with their length so far.
         """
         counted = [r.num_tokens for g in kept for r in self._groups[g].counted]
         every = sum(r.num_tokens for r in self._requests.values())
@@ -549,7 +549,7 @@ class Controller:
         return out
 
     def _reward_stats(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return scoring times, and the mean of every other number that the reward returned."""
+        """Return metrics of scoring times, and means of the other numbers from the reward."""
         trained = [g for g in groups if not is_baseline(g.id)]
         kept = [self._requests[ref.id].result for g in trained for ref in g.refs]
         results = [r for r in kept if r is not None]
@@ -593,7 +593,7 @@ class Controller:
     # ---- deadlines
 
     def _moves(self, event: AnyEvent) -> bool:
-        """Return whether the event shows progress: periodic reports of a stuck engine do not."""
+        """Return whether the event shows progress. Periodic reports of a stuck engine show none."""
         if isinstance(event, LengthReport):
             lengths = zip(event.ids, event.lengths, strict=True)
             return any(n > self._requests[i].num_tokens for i, n in lengths)
@@ -612,7 +612,7 @@ class Controller:
         parts = []
         for rank in silent[:4]:
             quiet = f"rank {rank}: no message for {now - self._heard[rank]:.0f} s"
-            if now - self._heard[rank] <= self._deadline_s:  # its periodic reports still arrive
+            if now - self._heard[rank] <= self._deadline_s:  # the rank still sends reports
                 quiet = f"rank {rank}: no new token for {now - self._seen[rank]:.0f} s"
             if rank not in self._ready:
                 parts.append(f"{quiet}, it never entered phase gen")

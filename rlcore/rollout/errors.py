@@ -1,5 +1,4 @@
-"""The error of an engine that has failed. The module imports nothing, so that child processes start
-fast."""
+"""Error of a failed engine, in a module without imports so that child processes start fast."""
 
 
 class EngineFailedError(RuntimeError):

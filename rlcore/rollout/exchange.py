@@ -5,7 +5,7 @@
 
 The rank whose engine produced a sample owns the sample and sends it. After a synchronous round,
 every rank knows the destinations (`Rollout.route`). In `--mode stream` and `--mode async`, the
-command `Ship` orders a transfer. Early samples are stored until their rank calls `collect`.
+command `Ship` makes a rank send samples. Samples that arrive early are stored until `collect`.
 """
 
 import time
@@ -20,7 +20,7 @@ class SampleExchange:
     """One rank's samples, and the transfer of samples to and from other ranks."""
 
     def __init__(self, hub: Hub, timeout_s: float) -> None:
-        """`timeout_s`: longest wait for samples of other ranks."""
+        """`timeout_s`: longest wait in seconds for samples of other ranks."""
         self._hub, self._timeout_s = hub, timeout_s
         self.own: dict[RequestId, Sample] = {}
         """Finished samples that this rank's engine produced, by id."""
@@ -32,14 +32,14 @@ class SampleExchange:
         self._arrived.clear()
 
     def send(self, ids: Iterable[RequestId], to: Iterable[int]) -> None:
-        """Send samples of this rank to the ranks in `to`, skipping this rank."""
+        """Send the samples `ids` of this rank to the ranks in `to`, except to this rank itself."""
         samples = [self.own[i] for i in ids]
         for rank in to:
             if rank != self._hub.rank:
                 self._hub.send(rank, "samples", samples)
 
     def here(self) -> Mapping[RequestId, Sample]:
-        """Return all samples on this rank, its own and arrived samples. Do not wait."""
+        """Return all samples that this rank has produced or received so far, without waiting."""
         while (batch := self._hub.receive("samples", list[Sample], 0.0)) is not None:
             self._arrived |= {sample.id: sample for sample in batch}
         return ChainMap(self.own, self._arrived)
@@ -76,7 +76,7 @@ class SampleExchange:
 def by_owner(
     destination: Mapping[RequestId, Sequence[int]], owners: Mapping[RequestId, int]
 ) -> dict[tuple[int, tuple[int, ...]], list[RequestId]]:
-    """Group sample ids by the pair of owner and ranks that train on the sample."""
+    """Group sample ids by the rank that owns the sample and the ranks that train on it."""
     parts: dict[tuple[int, tuple[int, ...]], list[RequestId]] = {}
     for i, ranks in destination.items():
         parts.setdefault((owners[i], tuple(ranks)), []).append(i)

@@ -6,7 +6,7 @@
                    background thread builds a new forest while the engine decodes, then swaps it in
 
 Source: RhymeRL, arXiv:2508.18588. The key of a prompt depends on its tokens only, so the prompt may
-move to another row or file.
+move to another row or file of the data.
 """
 
 import hashlib
@@ -51,8 +51,8 @@ def history_of(id: RequestId, prompt: IntArray, response: IntArray, score: float
 
 
 class HistoryStore:
-    """Histories by prompt, oldest prompts first. The store does not depend on the order in which
-    the records of a round are added."""
+    """Store of earlier responses (histories) by prompt, oldest prompts first. The order in which
+    the records of a round are added does not matter."""
 
     def __init__(self, *, max_tokens: int, epochs: int = 1) -> None:
         """
@@ -75,7 +75,7 @@ class HistoryStore:
         return len(self._prompts)
 
     def add(self, histories: Iterable[History]) -> None:
-        """Add all responses of one round as one epoch of their prompts."""
+        """Add all responses of one round. A prompt's responses in one round form one epoch."""
         found: dict[int, list[History]] = {}
         for history in sorted(histories, key=lambda h: h.id):
             found.setdefault(history.key, []).append(history)
@@ -90,7 +90,7 @@ class HistoryStore:
             self._tokens -= sum(map(_count, oldest))
 
     def of(self, keys: Iterable[int]) -> list[History]:
-        """Return the histories of these prompts."""
+        """Return the histories of the prompts with these keys."""
         return [
             history
             for key in dict.fromkeys(keys)
@@ -146,7 +146,7 @@ def _count(group: Iterable[History]) -> int:
 
 
 class HistorySender:
-    """Sender of histories: every engine gets the histories of its prompts once per round."""
+    """Sender of histories: every engine gets earlier responses to its prompts once per round."""
 
     def __init__(self, library: HistoryStore) -> None:
         self._library = library
@@ -155,9 +155,9 @@ class HistorySender:
     def before(
         self, rank: int, prompts: Mapping[GroupId, Prompt], requests: Sequence[Request] = ()
     ) -> Remember | None:
-        """Return the command to send to a rank before these prompts and requests, or None if there
-        are no new histories. For a moved request send histories again: the engine may have removed
-        the prompt."""
+        """Return the command that sends the histories of these prompts to a rank, or None if there
+        are no new ones. Send it before the requests. For a moved request, send histories again,
+        because the engine may have removed them."""
         if not len(self._library):
             return None
         moved = {group_of(r.id) for r in requests if r.resume is not None}
@@ -214,8 +214,8 @@ class Index:
                 self._lock.wait_for(self._is_through)
 
     def _is_through(self) -> bool:
-        """Return whether nothing is left to build, or the thread has stopped. If the thread has
-        failed, `take_news` raises the reason."""
+        """Return whether the thread has built everything or has stopped. If it has failed,
+        `take_news` raises the reason."""
         is_idle = self._todo is None and not self._building
         return is_idle or self._error is not None or self._is_closed
 

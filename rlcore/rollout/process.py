@@ -28,7 +28,7 @@ from rlcore.utils.net import decode, frame
 if TYPE_CHECKING:  # `protocols` imports torch, which only some engines need
     from rlcore.protocols import Engine
 
-_POLL_S = 0.02  # timeout of `poll` while the engine is idle: the longest delay of a call
+_POLL_S = 0.02  # timeout of `poll` while the engine is idle; a call waits at most this long
 _STEP_S = 0.001  # timeout of `poll` while the engine decodes
 _PARENT_S = 1.0  # interval between checks that the parent is running
 _CLOSE_S = 3.0  # longest time to close the engine
@@ -43,7 +43,7 @@ class EngineServer:
         self._channel, self._parent = channel, parent
         self._calls: queue.SimpleQueue[EngineCall | None] = (
             queue.SimpleQueue()
-        )  # None: no more calls
+        )  # None marks the end of the calls
         self._out: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
         self._live: set[RequestId] = set()
         self._paused = False
@@ -73,8 +73,8 @@ class EngineServer:
         return bool(self._live) and not self._paused
 
     def _serve(self) -> None:
-        """Answer the pending calls; if the engine is idle, wait for a call. Send an error in a call
-        as the reply, unless the engine has failed or has not started."""
+        """Answer the pending calls. If the engine is idle, wait briefly for a call. Reply with the
+        error if a call fails, but raise it if the engine has failed or has not started."""
         wait = not self._busy
         while True:
             try:
@@ -93,7 +93,7 @@ class EngineServer:
                 if self._engine is None:
                     raise
                 reply = structs.replace(reply, error=type(error).__name__, message=str(error))
-            # Send the events before the reply, so that a parent that aborts and polls gets them.
+            # Send events before the reply, so that the parent's next `poll` returns them.
             if call.method in ("abort", "pause"):
                 assert self._engine is not None
                 self._push(self._engine.poll(0.0))
@@ -128,7 +128,7 @@ class EngineServer:
         except ValueError as error:
             log.error("the engine process cannot read its calls: %s", error)
         self._calls.put(None)
-        time.sleep(_CLOSE_S)  # the main thread exits meanwhile, unless it is stuck in a call
+        time.sleep(_CLOSE_S)  # the main thread ends the process first, unless it is stuck in a call
         os._exit(0)
 
     def _leave(self, code: int) -> NoReturn:
@@ -150,12 +150,12 @@ class EngineServer:
         except TimeoutError:
             os._exit(0)
         except OSError:
-            return  # the reader thread gets the same error and exits the process
+            return  # the reader thread sees the closed channel and exits the process
 
 
 def main() -> None:
-    """Serve the parent that started this process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent by Slurm to all; only the parent reacts
+    """Serve calls of the parent process until it exits."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # only the parent reacts to signals from Slurm
         signal.signal(number, signal.SIG_IGN)
     EngineServer(open_channel(LARGEST_FRAME), parent_pid()).run()
 

@@ -52,17 +52,17 @@ class Restored(Struct, frozen=True):
 
 
 class TrainedGroup(Struct, frozen=True, array_like=True):
-    """A group of a recorded batch."""
+    """Group of a recorded batch, to check that a replay has the same batch."""
 
     id: GroupId
     row: int
-    """`Prompt.index` of the group's prompt."""
+    """Row number of the group's prompt in the data set (`Prompt.index`)."""
     checksum: int
     """CRC-32 of the prompt's tokens."""
 
 
 class LoggedStep(Struct, frozen=True, kw_only=True):
-    """Contents of one `events` file."""
+    """Contents of one `events` file: the record of one training step."""
 
     version: Version
     """Version of the policy that is trained on the batch."""
@@ -70,12 +70,12 @@ class LoggedStep(Struct, frozen=True, kw_only=True):
     events: tuple[tuple[float, AnyEvent], ...]
     """Events, each with the time at which the controller handled it, in seconds of its clock."""
     groups: tuple[TrainedGroup, ...]
-    """Groups of the batch."""
+    """Groups of the batch on which the step trained."""
     restored: Restored | None = None
 
 
 class Recorder:
-    """Writes the log of an asynchronous run."""
+    """Writer of the log of an asynchronous run."""
 
     def __init__(self, run_folder: Path, seed: int) -> None:
         self._folder, self._seed = run_folder / FOLDER, seed
@@ -121,7 +121,7 @@ class Recorder:
 
 
 class EventLog:
-    """Reads the log of a recorded run."""
+    """Reader of the log of a recorded run."""
 
     def __init__(self, path: Path, seed: int) -> None:
         """
@@ -146,7 +146,7 @@ class EventLog:
         return sorted(int(f.name[5:11]) for f in self.path.glob("step_*.events.msgpack"))
 
     def begins_at(self, version: Version) -> bool:
-        """Return whether the log begins at `version`, so that no earlier events are needed."""
+        """Return whether the log begins at policy `version`, so no earlier events are missing."""
         return self._have[0] == version + 1
 
     def step(self, version: Version) -> LoggedStep:
@@ -189,16 +189,16 @@ class Replayed(AsyncController):
     submits no requests to the engines."""
 
     def __init__(self, log: EventLog, **controller: Any) -> None:
-        """`controller`: keyword arguments of `AsyncController`."""
+        """Make the controller from a log and the keyword arguments of `AsyncController`."""
         super().__init__(**controller)
         self._log = log
         self._rest: list[tuple[float, AnyEvent]] = []
-        """Logged events of the step, from the hold on."""
+        """Logged events of the step, from its `Holding` event on."""
         self._batch: list[AnyCommand] = []
 
     def go(self, version: Version, now: float) -> list[AnyCommand]:
-        """Replay the events of the step up to the hold. Raise ReplayMismatch if the log does not
-        fit this run or its first events are missing."""
+        """Replay the step's events before `Holding`. Raise ReplayMismatch if the log does not fit
+        this run or if earlier events are missing."""
         step = self._log.step(version)
         if step.restored is not None:
             owners = step.restored.owners
@@ -228,7 +228,7 @@ class Replayed(AsyncController):
         return []
 
     def handle(self, event: AnyEvent, now: float) -> list[AnyCommand]:
-        """Answer `Wanted`, `Holding` and `Held`. Ignore other events of the ranks: the log replaces
+        """Answer `Wanted`, `Holding` and `Held`. Ignore all other events, because the log replaces
         them."""
         if isinstance(event, Wanted):
             return self._batch

@@ -1,5 +1,4 @@
-"""One round of sampling over all ranks. Rank 0 runs the controller in a thread, and every rank
-runs a rollout worker (`RolloutWorker`)."""
+"""One sampling round over all ranks: the controller on rank 0, a rollout worker on every rank."""
 
 import threading
 import time
@@ -70,12 +69,12 @@ class Rollout:
     ) -> None:
         """
         Args:
-            make_controller: called on rank 0, once per round, with the policies of the round.
+            make_controller: called on rank 0 once per round, with its stop and elastic policies.
             on_progress: called in the controller's thread with two numbers: counted responses and
                 needed responses.
             rollout_ranks: the ranks that only sample.
-            rounds: on rank 0, log of the rounds that `run` gets a `stop` policy for.
-            library: on rank 0, earlier responses from which engines draft.
+            rounds: log of all rounds with a `stop` policy; on rank 0 only.
+            library: earlier responses from which engines draft; on rank 0 only.
         """
         self._hub, self.worker, self._timeout_s = hub, worker, timeout_s
         self._rollout_ranks, self._rounds, self.library = rollout_ranks, rounds, library
@@ -133,8 +132,8 @@ class Rollout:
         return self.worker.exchange.collect(mine, owners)
 
     def learn_histories(self) -> None:
-        """Add the scored responses of the finished round to the library on rank 0. If engines draft
-        from histories, call this on every rank: rank 0 waits for all ranks."""
+        """Add the scored responses of the finished round to the histories on rank 0. If engines
+        draft from histories, call this on every rank: rank 0 waits for all ranks."""
         worker, hub = self.worker, self._hub
         mine = [
             history_of(i, worker.samples[i].prompt, worker.samples[i].tokens, score)
@@ -159,7 +158,7 @@ class Rollout:
         self.library.add(mine)
 
     def call(self) -> None:
-        """Tell the ranks that only sample to join the weight update. Only rank 0 does this."""
+        """On rank 0, make the ranks that only sample join the weight update. Else do nothing."""
         if self._hub.rank == 0:
             for rank in self._rollout_ranks:
                 self._hub.send(rank, "worker", JoinSync(rank=rank))
@@ -182,8 +181,8 @@ def _control(
     rounds: Rounds | None,
     teacher: HistorySender | None,
 ) -> None:
-    """Run the controller in its own thread, so that an abort never waits for a decode step. If the
-    controller raises an error, fail the round on every rank with the error as the reason."""
+    """Run the controller in its own thread, so that an abort never waits for a decode step. If it
+    raises an error, make every rank fail with this error as the reason."""
     try:
         _serve(controller, hub, work, round_, gone, on_progress, rounds, teacher)
     except (
@@ -213,8 +212,8 @@ def _serve(
     rounds: Rounds | None,
     teacher: HistorySender | None,
 ) -> None:
-    """Feed events to the controller until the round is over. If rank 0's own worker has failed
-    (`gone`), fail the other ranks at once."""
+    """Feed events to the controller until the round is over. If the worker of rank 0 has failed
+    (`gone`), make the other ranks fail at once."""
     if rounds is not None:
         rounds.begin(controller, work)
     commands = controller.start(work, time.monotonic())

@@ -26,11 +26,11 @@ FILE = "rounds.jsonl"
 
 
 class Started(Struct, frozen=True, array_like=True):
-    """A group that a round started."""
+    """Group that a round has started, as recorded in the log."""
 
     id: GroupId
     row: int
-    """`Prompt.index` of the group's prompt."""
+    """Row number of the group's prompt in the data set (`Prompt.index`)."""
     checksum: int
     """CRC-32 of the prompt's tokens."""
     num_samples: int
@@ -38,7 +38,7 @@ class Started(Struct, frozen=True, array_like=True):
 
 
 class LoggedRound(Struct, frozen=True, kw_only=True):
-    """One line of the log. `started` and `counted` are in the order of time."""
+    """One line of the round log. `started` and `counted` are in chronological order."""
 
     step: int
     seed: int
@@ -63,7 +63,7 @@ class Log:
             )
         self._rounds: dict[GroupId, LoggedRound] = {}
         try:
-            for row in read_lines(self.path):  # a resumed run may repeat a step; keep the last
+            for row in read_lines(self.path):  # if a resumed run repeats a step, keep the last
                 found = msgspec.convert(row, LoggedRound)
                 self._rounds[found.started[0].id] = found
         except (msgspec.ValidationError, UnicodeDecodeError, IndexError) as error:
@@ -124,8 +124,8 @@ class Log:
 
 
 class Rounds:
-    """Writer of this run's log. With `replay`, it also repeats the order in another run's log. It
-    runs on rank 0, in the controller's thread."""
+    """Writer of this run's log of rounds. With `replay`, it also makes responses count in the order
+    of another run's log. It runs on rank 0, in the controller's thread."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Rounds:
             ReplayMismatch: the round and the replayed log differ in groups or responses.
             OSError: the line cannot be written.
         """
-        if controller.kept is None or not controller.groups:  # failed, or had no work
+        if controller.kept is None or not controller.groups:  # the round has failed or had no work
             return
         groups = list(controller.groups.values())
         counted = [

@@ -1,10 +1,10 @@
-"""Messages between ranks, with one inbox per rank and channel: over ZeroMQ, or over queues in a run
-with one rank.
+"""Messages between ranks: over ZeroMQ, or over queues in a run with one rank.
 
-Addresses are in the run's sealed store (`utils/sealed.py`). Sockets listen on the interface that
-reaches the master (the loopback for a job on one node). ZeroMQ's CURVE encrypts connections with a
-key pair derived from the run's secret. A program without the secret cannot complete the handshake,
-so Python reads none of its bytes. Bodies are msgpack (`utils/net.py`).
+Every rank has one inbox per channel. Addresses are in the run's sealed store (`utils/sealed.py`).
+Sockets listen on the interface that reaches the master (the loopback for a job on one node).
+ZeroMQ's CURVE encrypts connections with a key pair derived from the run's secret. A program without
+the secret cannot complete the handshake, so Python reads none of its bytes. Message bodies are
+msgpack (`utils/net.py`).
 """
 
 import queue
@@ -27,7 +27,7 @@ _RELEASE_MS = 10_000  # time after which a released socket drops its unsent mess
 
 
 class LocalHub:
-    """Hub of a run with one rank. The inboxes are queues."""
+    """Message hub of a run with one rank. The inboxes are queues."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
@@ -56,18 +56,18 @@ class LocalHub:
 
 
 class ZmqHub:
-    """Hub over ZeroMQ. The inboxes of a rank are PULL sockets. A PUSH socket to another rank opens
-    on first use.
+    """Message hub over ZeroMQ. The inboxes of a rank are PULL sockets. A PUSH socket to another
+    rank opens on first use.
 
     Only one thread may use a ZeroMQ socket. The controller's thread receives from the inbox
-    "controller", the main thread from the other inboxes. Every thread sends through its own
-    sockets and closes these sockets with `release` before it ends.
+    "controller", the main thread from the other inboxes. Every thread sends through its own sockets
+    and closes these sockets with `release` before it ends.
     """
 
     def __init__(self, rank: int, world_size: int, store: Any, host: str, secret: bytes) -> None:
         """
         Args:
-            store: key-value store like torch's: set(key, str), and a get(key) that waits.
+            store: key-value store with `set(key, str)` and a waiting `get(key)`, such as torch's.
             secret: 32 bytes, the same on every rank.
         """
         import zmq
@@ -112,7 +112,7 @@ class ZmqHub:
 
     def _drop(self, channel: Channel, sender: bytes, error: ValueError) -> None:
         self.malformed += 1
-        if self.malformed & (self.malformed - 1):  # log 1, 2, 4, ... only, to keep the log short
+        if self.malformed & (self.malformed - 1):  # log only the 1st, 2nd, 4th, 8th ... message
             return
         log.warning(
             "a malformed message from rank %s to inbox %s of rank %d was dropped (%d so far): %s",
@@ -130,8 +130,8 @@ class ZmqHub:
             push.close(linger=_RELEASE_MS)
 
     def close(self) -> None:
-        """Close every socket. Unsent messages are dropped after a second, even on released sockets:
-        their receivers may no longer read."""
+        """Close every socket. Wait at most two seconds for unsent messages, because their receivers
+        may no longer read."""
         for s in [*self._pull.values(), *self._push]:
             s.close(linger=1000)
         end = threading.Thread(target=self._context.term, daemon=True)
@@ -186,8 +186,8 @@ def listening_host(master: str, interface: str = "", several_nodes: bool = False
 
 
 def free_port() -> int:
-    """Return a free port outside the system's ephemeral range: such a port stays free until it is
-    bound later. If the ephemeral range covers all ports, return any free port."""
+    """Return a free port outside the system's ephemeral range, from which the system gives ports to
+    other sockets. If this range covers all ports, return any free port."""
     low, high = _system_ports()
     ports = [*range(_FIRST_PORT, low), *range(high + 1, 65536)] or [*range(low, high + 1)]
     start = secrets.randbelow(len(ports))

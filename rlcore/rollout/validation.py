@@ -11,8 +11,8 @@ from rlcore.utils.errors import ConfigError
 
 
 def check_request(request: Request, *, vocab: int, max_tokens: int, cache_tokens: int) -> None:
-    """Raise ValueError or ConfigError if the engine cannot run the request. `max_tokens`: positions
-    of the engine. `cache_tokens`: tokens in its cache; 0 skips this check."""
+    """Raise ValueError or ConfigError if the engine cannot run the request. `max_tokens`: its
+    longest sequence. `cache_tokens`: size of its cache in tokens; 0 skips this check."""
     where, length = f"request {request.id}", len(request.prompt)
     check_sampling(where, request.sampling)
     if length < 1:
@@ -41,7 +41,7 @@ def check_request(request: Request, *, vocab: int, max_tokens: int, cache_tokens
 
 
 def check_sampling(where: str, sampling: Sampling) -> None:
-    """Raise ValueError if the settings define no distribution; `where` begins the message."""
+    """Raise ValueError if a sampling setting is out of range; `where` begins the message."""
     if not 0 <= sampling.temperature < float("inf"):
         raise ValueError(f"{where}: temperature {sampling.temperature}: must be 0 (greedy) or more")
     if sampling.top_k < 0:
@@ -55,14 +55,14 @@ def check_sampling(where: str, sampling: Sampling) -> None:
 
 
 def check_tags(tags: Collection[Tag]) -> None:
-    """Raise ValueError if a tag is unknown."""
+    """Raise ValueError if a memory tag is unknown."""
     for tag in tags:
         if tag not in ("weights", "kv_cache"):
             raise ValueError(f"tag {tag}: must be weights or kv_cache")
 
 
 def damage(bucket: Bucket, flat: Tensor) -> str:
-    """Compare the bytes of a bucket with its checksum. Return the error message, "" if equal."""
+    """Compare a bucket's bytes with its checksum. Return an error message; "" if they match."""
     found = checksum(flat)
     if found == bucket.checksum:
         return ""

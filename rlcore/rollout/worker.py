@@ -77,7 +77,7 @@ ENV_COUNTS = (
 )
 """Fields of `Stats` that are nonzero only with an environment (`--env`)."""
 BATCHES = tuple(2**i for i in range(12))
-"""Smallest batch size of each class in the counters; the last class has no upper bound."""
+"""Smallest batch size of each batch-size class; the last class has no upper bound."""
 BATCH_COUNTS = tuple(f"{what}/{n}" for n in BATCHES for what in ("rows", "tokens", "on"))
 """Names of the counters that come from `Stats.by_batch`."""
 LATE_POLLS = 10
@@ -176,7 +176,7 @@ class RolloutWorker:
         self._live: set[RequestId] = set()
         self._unscored: set[RequestId] = set()
         self._to_score: deque[RequestId] = deque()
-        """Subset of `_unscored` that has not been submitted to the reward service yet."""
+        """Unscored samples that have not been submitted to the reward service yet."""
         self._down = ""
         """Reason why the engine has failed; empty while it works."""
         self._round = self._rounds = 0
@@ -186,7 +186,7 @@ class RolloutWorker:
         self._lost = False
         """Whether the engine has failed while it was paused and has lost its requests."""
         self.exchange = SampleExchange(hub, timeout_s)
-        """Holds the finished samples of the round and transfers samples between ranks."""
+        """Finished samples of the round, and their transfer between ranks."""
         self.texts: dict[RequestId, str] = {}
         self._releasing = False
         self._partials: dict[RequestId, Partial] = {}
@@ -237,8 +237,8 @@ class RolloutWorker:
 
     def go_on(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> Hold:
         """Sample from one weight update to the next (`--mode async`, rollout ranks). Keep finished
-        samples until the controller lists their groups in `Hold.forget`. Raise the errors of
-        `run_round`."""
+        samples until the controller lists their groups in `Hold.forget`. Raise RuntimeError if the
+        controller fails and TimeoutError if it is silent for too long."""
         self._callbacks = callbacks
         self._round = 0
         if self._paused:
@@ -252,11 +252,11 @@ class RolloutWorker:
         return end
 
     def next_batch(self, callbacks: RoundCallbacks = NO_CALLBACKS) -> TrainOrder:
-        """Wait for the groups of the next update (`--mode async`, train ranks). Raise the errors of
-        `run_round`."""
+        """Wait for the groups of the next training step (`--mode async`, train ranks). Raise
+        RuntimeError if the controller fails and TimeoutError if it is silent for too long."""
         self._callbacks = callbacks
         self._round = 0
-        for read in (self.texts, self.prompts, self.samples):  # from the previous update
+        for read in (self.texts, self.prompts, self.samples):  # drop data of the previous update
             read.clear()
         end = self._serve()
         assert isinstance(end, TrainOrder), end
@@ -270,7 +270,7 @@ class RolloutWorker:
         """Execute commands up to `EndRound`, `Hold` or `TrainOrder`; return this last command."""
         heard = time.monotonic()
         while True:
-            # While busy, do not wait for a command: train on, or poll the engine below.
+            # If this rank has work, do not wait for a command: train, or poll the engine below.
             busy = self._train_next() or bool(self._live or self._unscored)
             command = self._hub.receive("worker", AnyCommand, 0.0 if busy else POLL_S)
             while command is not None:
@@ -369,7 +369,7 @@ class RolloutWorker:
             self._moving.clear()
 
     def wait_for_sync(self) -> None:
-        """Wait between rounds until rank 0 sends `JoinSync`, on a rank that only samples. Rank 0
+        """On a rank that only samples, wait between rounds until rank 0 sends `JoinSync`. Rank 0
         sends `Alive` while it trains.
 
         Raises:
@@ -487,7 +487,7 @@ class RolloutWorker:
         return True
 
     def _missing(self, todo: Train, here: Container[RequestId]) -> dict[RequestId, int]:
-        """Return the samples of `todo` that are not in `here`, each with the rank that sends it."""
+        """Return the samples that `todo` needs and `here` lacks, with the rank that sends each."""
         return {
             ref.id: ref.owner for group in todo.groups for ref in group.refs if ref.id not in here
         }

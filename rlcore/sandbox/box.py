@@ -1,5 +1,4 @@
-"""Interface of the sandbox: run an untrusted program, or test its functions, within limits and a
-deadline."""
+"""Interface of the sandbox: run an untrusted program, or test its functions, within limits."""
 
 import contextlib
 import fcntl
@@ -19,7 +18,7 @@ from rlcore.utils.log import log
 
 _GRACE_S = 5.0
 _PAUSES_S = 1.0, 5.0
-"""Pauses before the retries of a sandbox that does not start."""
+"""Seconds before each retry if a sandbox does not start."""
 _LOOK_S, _KILLED_S = 0.1, 0.01
 _REPORT_BYTES = 4096
 _READ_BYTES = 1 << 16
@@ -31,27 +30,26 @@ class ProgramLimits:
     """Resource limits of a program."""
 
     memory_mb: int = 512
-    """Memory limit of each process and of all processes together, in MB. Files in /tmp may take
-    another 128 MB."""
+    """Memory limit of each process and of all together, in MB; files in /tmp may add 128 MB."""
     processes: int = 32
     """Maximum number of processes; threads count too."""
     output_bytes: int = 1 << 20
-    """Maximum size of stdout and stderr together. A program that writes more is killed."""
+    """Maximum size in bytes of stdout and stderr together. A program that writes more is killed."""
     file_mb: int = 16
-    """Largest file that a program may write."""
+    """Maximum size in MB of a file that a program writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramOutcome:
-    """Outcome of a program: exit status, reason, resources and output."""
+    """Outcome of a program: exit status, reason for a kill, resources and output."""
 
     code: int
-    """Exit status; -N: killed by signal N."""
+    """Exit status of the program; -N if signal N killed it."""
     why: str
-    """Why the sandbox killed the program: "timeout", "memory" or "output"; "" if it did not."""
+    """Why the sandbox killed the program: "timeout", "memory" or "output"; "": not killed."""
     seconds: float
     peak_bytes: int
-    """Peak of the resident memory, as sampled."""
+    """Peak resident memory of the program in bytes, measured by sampling."""
     stdout: bytes = b""
     stderr: bytes = b""
 
@@ -61,9 +59,9 @@ class Verdicts:
     """Results of the tests of a program."""
 
     passed: tuple[bool, ...]
-    """One entry per test, in order; tests that were not reached have not passed."""
+    """Whether each test passed, in the tests' order; False for tests that were not reached."""
     outcome: ProgramOutcome
-    """Outcome of the program."""
+    """Outcome of the program that the tests called."""
 
 
 @dataclass
@@ -88,8 +86,8 @@ class Broken(RuntimeError):
 
 
 Deadline = Callable[[], float]
-"""Function that returns the `time.monotonic()` at which a program is killed. The function is called
-repeatedly, so the deadline may become earlier."""
+"""Function that returns the time at which a program is killed, on the clock `time.monotonic()`. The
+function is called repeatedly, so the deadline may become earlier."""
 
 
 class Sandbox:
@@ -97,8 +95,9 @@ class Sandbox:
     created it may use it."""
 
     def __init__(self, isolated: bool, packages: Sequence[str] = ()) -> None:
-        """Start the sandbox. `isolated` comes from `isolation.grade`; programs may import from the
-        folders `packages`. Raises RuntimeError or TimeoutError if the sandbox does not start."""
+        """Start the sandbox, with namespaces if `isolated` (see `isolation.grade`). Programs may
+        import from the folders `packages`. Raises RuntimeError or TimeoutError if the start
+        fails."""
         self._isolated, self._packages = isolated, tuple(packages)
         self._walls: SandboxProcess | None = SandboxProcess(isolated, self._packages)
 
@@ -110,12 +109,12 @@ class Sandbox:
 
     @property
     def pid(self) -> int:
-        """Id of the sandbox's main process. The id changes after `Broken`."""
+        """Process id of the sandbox's main process. The id changes after `Broken`."""
         assert self._walls is not None
         return self._walls.pid
 
     def close(self) -> None:
-        """Kill all processes of the sandbox. Idempotent."""
+        """Stop the sandbox. With namespaces, kill all its processes. Idempotent."""
         if self._walls is not None:
             self._walls.close()
             self._walls = None
@@ -153,8 +152,8 @@ class Sandbox:
         *,
         limits: ProgramLimits | None = None,
     ) -> Verdicts:
-        """Run the source, then each test against the source's definitions (see `judge`). Output of
-        the program is discarded. Raises Broken if the sandbox fails meanwhile."""
+        """Run the source, then run each test, which calls the source's functions (see `judge`).
+        Output of the program is discarded. Raises Broken if the sandbox fails meanwhile."""
         limits = limits or ProgramLimits()
         with _Files() as files:
             verdict = files.pipe()
@@ -191,7 +190,7 @@ class Sandbox:
         passed = [said[i : i + 1] == judge.PASSED for i in range(len(tests))]
         return Verdicts(passed=tuple(passed), outcome=_outcome(runs[_SCRIPT], b"", b""))
 
-    # ---- orders to the sandbox's process
+    # ---- messages to and from the sandbox's process
 
     def _order(
         self, job: int, what: str, limits: ProgramLimits, deadline: Deadline, fds: list[int]
@@ -230,7 +229,7 @@ class Sandbox:
     def _wait(
         self, runs: dict[int, _RunningProgram], main: int, deadline: Deadline, room: int
     ) -> None:
-        """Wait until all jobs have ended. When the job `main` ends, kill the others."""
+        """Wait until all programs in `runs` have ended. When `main` ends, kill the others."""
         assert self._walls is not None
         given_up = float("inf")
         with selectors.DefaultSelector() as selector:
@@ -257,7 +256,7 @@ class Sandbox:
                 for number, run in runs.items():
                     if sum(map(len, run.streams.values())) > room and run.report is None:
                         self._kill({number: run}, "output")
-            for key in list(selector.get_map().values()):  # drain the pipes
+            for key in list(selector.get_map().values()):  # read the remaining output
                 if key.data is not None:
                     _read(key.fd, key.data, room)
         try:
@@ -281,7 +280,7 @@ class Sandbox:
         for number, run in runs.items():
             if not run.kills and run.report is None:
                 run.kill(why)
-                with contextlib.suppress(OSError):  # sandbox failed: `_report` raises Broken
+                with contextlib.suppress(OSError):  # if the sandbox has failed, `_report` raises
                     self._walls.control.send(json.dumps({"kill": number}).encode())
 
     def _broken(self, how: str) -> Broken:
@@ -290,8 +289,8 @@ class Sandbox:
 
 
 def _read(fd: int, run: _RunningProgram, room: int) -> bool:
-    """Read the available output, until slightly more than `room` bytes are stored. Returns False at
-    the end of the stream."""
+    """Read the available output of a program, until slightly more than `room` bytes are stored.
+    Returns False at the end of the stream."""
     try:
         while sum(map(len, run.streams.values())) <= room:
             data = os.read(fd, _READ_BYTES)
@@ -331,7 +330,7 @@ class _Files:
         self.close(*self._open)
 
     def close(self, *fds: int) -> None:
-        """Close these descriptors before the run ends."""
+        """Close these descriptors now; the context no longer closes them."""
         for fd in fds:
             self._open.discard(fd)
             os.close(fd)
@@ -347,7 +346,7 @@ class _Files:
         return fd
 
     def memory(self, text: str) -> int:
-        """Create a sealed, read-only file in memory with this text."""
+        """Create a sealed, read-only file in memory with this text, and return its descriptor."""
         fd = os.memfd_create("given", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._open.add(fd)
         data = memoryview(text.encode("utf-8", "surrogatepass"))

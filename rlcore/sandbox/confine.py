@@ -1,7 +1,7 @@
 """System calls that confine a process before it runs an untrusted program.
 
-Runs inside the sandbox, on the standard library alone. Each function raises OSError if the kernel
-refuses a call.
+This module runs inside the sandbox and imports only the standard library. Each function raises
+OSError if the kernel refuses a call.
 
 Own code instead of libseccomp's bindings: only the standard library exists inside the sandbox.
 """
@@ -18,7 +18,7 @@ NOBODY = 65534
 """Id of user and group `nobody`. Programs run as this user if the sandbox can change users."""
 
 CLONE_NEWPID = 0x20000000
-_NEW_NAMESPACES = 0x7E020080  # CLONE_NEW*: ns, cgroup, uts, ipc, user, pid, net, time
+_NEW_NAMESPACES = 0x7E020080  # flags CLONE_NEW*: ns, cgroup, uts, ipc, user, pid, net, time
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MNT_DETACH = 2
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 4, 22
@@ -27,7 +27,7 @@ _SECCOMP_MODE_FILTER = 2
 _EPERM, _ENOSYS = 1, 38
 _CAPSET_VERSION = 0x20080522
 
-# Numbers from 424 on are the same on all architectures.
+# System-call numbers from 424 on are the same on all architectures.
 _SHARED_CALLS = {
     "io_uring_setup": 425,
     "io_uring_enter": 426,
@@ -104,7 +104,7 @@ _LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_READ_ONLY = 0b1101  # execute, read files, read folders
+_READ_ONLY = 0b1101  # rights: execute, read files, read folders
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -124,25 +124,25 @@ def _prctl(option: int, value: int) -> None:
 
 
 def set_dumpable(is_dumpable: bool) -> None:
-    """Set whether other processes of the same user may inspect this one."""
+    """Set whether other processes of the same user may inspect this process."""
     _prctl(_PR_SET_DUMPABLE, is_dumpable)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of orphaned descendants."""
+    """Make this process the parent of its orphaned descendants."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 class PidNamespaces:
-    """Handle that gives the next child its own pid namespace. The child is process 1 there: when it
-    exits, its descendants are killed. Needs CAP_SYS_ADMIN, and a process with one thread."""
+    """Handle that gives the next child its own pid namespace. When this child exits, the kernel
+    kills its descendants. Needs CAP_SYS_ADMIN, and a process with one thread."""
 
     def __init__(self) -> None:
         self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
 
     def for_next_child(self) -> None:
         """Create a pid namespace for the next fork only."""
-        _call("setns", self._own, CLONE_NEWPID)  # a second unshare needs this reset
+        _call("setns", self._own, CLONE_NEWPID)  # a second unshare fails without this call
         _call("unshare", CLONE_NEWPID)
 
 
@@ -169,7 +169,7 @@ def close_from(first: int) -> None:
 
 
 def drop_privileges(to_nobody: bool) -> None:
-    """Drop all capabilities, now and after any exec. `to_nobody` also changes user and group."""
+    """Drop all capabilities, now and after any exec. `to_nobody`: also become user `nobody`."""
     if to_nobody:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -180,8 +180,7 @@ def drop_privileges(to_nobody: bool) -> None:
 
 
 def limit(seconds: float, memory: int, processes: int, file_bytes: int, files: int) -> None:
-    """Set the rlimits of this process and its children. `memory` limits the address space of each
-    process."""
+    """Set the rlimits of this process and its children. `memory`: address space per process."""
     cpu = int(seconds) + 2
     for what, most in (
         (resource.RLIMIT_CPU, cpu),
@@ -212,14 +211,14 @@ def seccomp_program() -> bytes:
     for number in denied:
         lines += [(_JEQ, 0, 1, number), (_RET, 0, 0, _ERRNO | _EPERM)]
     lines += [(_JEQ, 0, 1, _CLONE3), (_RET, 0, 0, _ERRNO | _ENOSYS)]
-    lines += [(_JEQ, 0, 3, _CLONE[column]), (_LD, 0, 0, 16)]  # the low half of the flags
+    lines += [(_JEQ, 0, 3, _CLONE[column]), (_LD, 0, 0, 16)]  # load the low half of clone's flags
     lines += [(_JSET, 0, 1, _NEW_NAMESPACES), (_RET, 0, 0, _ERRNO | _EPERM)]
     lines += [(_RET, 0, 0, _ALLOW)]
     return b"".join(struct.pack("HBBI", *line) for line in lines)
 
 
 def filter_calls(program: bytes) -> None:
-    """Install the filter of `seccomp_program` permanently."""
+    """Install the seccomp filter `program` in this process, permanently."""
     text = ctypes.create_string_buffer(program)
     head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(text))
     mode = ctypes.c_ulong(_SECCOMP_MODE_FILTER)
@@ -230,14 +229,14 @@ def filter_calls(program: bytes) -> None:
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock; 0 without it."""
+    """Return the version of the kernel's Landlock; 0 if the kernel has no Landlock."""
     found = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     return max(0, found)
 
 
 def landlock(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Deny files outside of these folders and, if the kernel's Landlock is new enough, TCP and
-    signals to other programs. https://docs.kernel.org/userspace-api/landlock.html"""
+    """Deny access to files outside of these folders. If the kernel's Landlock is new enough, also
+    deny TCP and signals to other programs. https://docs.kernel.org/userspace-api/landlock.html"""
     version = landlock_version()
     every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     network = 3 if version >= 4 else 0
@@ -258,7 +257,7 @@ def _allow(ruleset: int, allowed: int, path: str) -> None:
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not os.path.isdir(path):
-            allowed &= 0b110 | 1 << 14 | 1 << 15  # rights of files: write, read, truncate, ioctl
+            allowed &= 0b110 | 1 << 14 | 1 << 15  # rights for files: write, read, truncate, ioctl
         rule = struct.pack("=Qi", allowed, fd)
         _call("syscall", _LANDLOCK_ADD, ruleset, 1, rule, ctypes.c_uint32(0))
     finally:

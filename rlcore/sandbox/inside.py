@@ -2,9 +2,10 @@
 
     python -m rlcore.sandbox.inside CONTROL SETTINGS
 
-CONTROL is a socket, SETTINGS is JSON (`SandboxSettings`). An order is JSON with file descriptors
-attached. A program's source and tests come through these descriptors and are read after the fork.
-This process never reads them, so a program cannot find another program's tests in inherited memory.
+CONTROL is a socket, SETTINGS is JSON (`SandboxSettings`). The socket receives requests (`Order`):
+JSON with file descriptors attached. A program's source and tests come through these descriptors and
+are read after the fork. This process never reads them, so a program cannot find another program's
+tests in inherited memory.
 
 The channel of `utils/children.py` is not used: this module imports only the standard library, and
 it receives descriptors.
@@ -52,22 +53,21 @@ class SandboxSettings(NamedTuple):
     readable: list[str]
     """Paths that Landlock lets programs read; empty: Landlock is not used."""
     tmp: str
-    """Working folder of programs without namespaces; `SandboxProcess` empties it."""
+    """Working folder of programs without namespaces; `SandboxProcess` empties the folder."""
     spare_processes: int
-    """Number of other processes that count towards the process limit of the programs' user."""
+    """Number of other processes that the kernel counts towards a program's process limit."""
 
 
 class Order(NamedTuple):
-    """Order to run one program. Its descriptors are source, stdin, stdout, stderr, and optionally a
-    channel."""
+    """Request to run one program. The attached descriptors are source, stdin, stdout, stderr, and
+    optionally a channel."""
 
     job: int
     what: str
     """Kind of program: script, functions or tests."""
     seconds: float
     memory: int
-    """Limit in bytes of each process's address space, and of the memory of all processes
-    together."""
+    """Limit in bytes of each process's address space and of all processes' memory together."""
     processes: int
     file_bytes: int
 
@@ -80,7 +80,7 @@ class ProgramJob(NamedTuple):
     pidfd: int
     start: float
     tasks: dict[str, Any]
-    """State of the job: `peak` memory in bytes, and `why` it was killed."""
+    """State of the program: `peak` memory in bytes, and `why` the sandbox killed it."""
 
 
 class Zygote:
@@ -99,7 +99,7 @@ class Zygote:
             confine.mount_tmp(_TMP_BYTES, _TMP_FILES)
 
     def serve(self) -> None:
-        """Process orders until the client closes the socket."""
+        """Process requests until the client closes the socket."""
         while True:
             wait_s = _WATCH_S if self._jobs else None
             ready = self._poll.poll(None if wait_s is None else wait_s * 1000)
@@ -140,7 +140,7 @@ class Zygote:
 
     def _kill(self, number: int, why: str) -> None:
         job = self._jobs.get(number)
-        if job is not None:  # else the program has ended and its report is sent
+        if job is not None:  # None: the program has ended, and its report is sent
             job.tasks["why"] = job.tasks["why"] or why
             signal.pidfd_send_signal(job.pidfd, signal.SIGKILL)
 
@@ -168,7 +168,7 @@ class Zygote:
         """Measure each program's memory over all its processes, and kill programs above the limit.
         Rlimits bound each process, but not the sum."""
         tree = self._processes()
-        inherited = tree[os.getpid()][1]  # shared with this process after a fork
+        inherited = tree[os.getpid()][1]  # memory that programs share with this process
         for number, job in list(self._jobs.items()):
             used = sum(max(0, tree[pid][1] - inherited) for pid in _family(job.pid, tree))
             job.tasks["peak"] = max(job.tasks["peak"], used)
@@ -176,9 +176,9 @@ class Zygote:
                 self._kill(number, "memory")
 
     def _sweep(self) -> None:
-        """Kill the processes that ended programs left behind. Without pid namespaces they become
-        children of this process. All are stopped before the first is killed, because a fork bomb
-        replaces each killed process."""
+        """Kill the processes that ended programs left behind. Without pid namespaces, such
+        processes become children of this process. Stop all of them before killing the first,
+        because a fork bomb replaces each killed process."""
         end = time.monotonic() + _KILL_S
         stopped: set[int] = set()
         while self._has_strays() and time.monotonic() < end:
@@ -196,13 +196,13 @@ class Zygote:
             stopped |= fresh
 
     def _has_strays(self) -> bool:
-        """Return whether this process has children that are not jobs."""
+        """Return whether this process has children that are not running programs."""
         path = f"{os.getpid()}/task/{os.getpid()}/children"
         with open(path, opener=lambda p, flags: os.open(p, flags, dir_fd=self._proc)) as file:
             return bool(set(map(int, file.read().split())) - {j.pid for j in self._jobs.values()})
 
     def _processes(self) -> dict[int, tuple[int, int]]:
-        """Return the parent's id and the resident bytes of every visible process, by its id."""
+        """Return the parent's id and the resident bytes of every visible process, by process id."""
         found = {}
         page = os.sysconf("SC_PAGE_SIZE")
         for name in os.listdir(self._proc):
@@ -222,8 +222,8 @@ class Zygote:
 
 
 def _family(root: int, tree: dict[int, tuple[int, int]]) -> set[int]:
-    """Return the ids of a process and its descendants. Orphans in a pid namespace are children of
-    the namespace's first process."""
+    """Return the process ids of `root` and its descendants. Orphans in a pid namespace are children
+    of the namespace's first process."""
     family = {root} & tree.keys()
     size = 0
     while len(family) != size:
@@ -241,22 +241,23 @@ def _child(settings: SandboxSettings, order: Order, fds: list[int], filter: byte
         status = _run(order.what, source)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
-    except BaseException as error:  # an early limit, or a call that the kernel refused
+    except BaseException as error:  # a limit was reached early, or the kernel refused a call
         os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
     finally:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except (OSError, ValueError):  # closed by the program or by the reader
+            except (OSError, ValueError):  # the program or the reader closed the stream
                 continue
         os._exit(status & 0xFF)
 
 
 def _arrange(fds: list[int]) -> str:
-    """Read the source, move the other descriptors to 0, 1, 2, ..., and close the rest."""
+    """Read the source from the first descriptor, renumber the other given descriptors 0, 1, 2, ...,
+    and close all remaining descriptors."""
     with open(fds[0], "rb", closefd=False) as file:
         source = file.read().decode("utf-8", "surrogatepass")
-    spare = [os.dup(fd) for fd in fds[1:]]  # new numbers, so that dup2 overwrites none
+    spare = [os.dup(fd) for fd in fds[1:]]  # new numbers, so that dup2 overwrites no descriptor
     for place, fd in enumerate(spare):
         os.dup2(fd, place)
     confine.close_from(len(spare))
@@ -281,7 +282,7 @@ def _confine(settings: SandboxSettings, order: Order, filter: bytes) -> None:
 
 
 def _run(what: str, source: str) -> int:
-    random.seed(0)  # because Python reseeds `random` after a fork
+    random.seed(0)  # Python reseeds `random` after a fork
     if what == "script":
         return program.run_script(source)
     channel = socket.socket(fileno=_CHANNEL).makefile("rwb")
@@ -292,18 +293,18 @@ def _run(what: str, source: str) -> int:
 
 
 def main() -> None:
-    """Serve programs; see the module docstring."""
+    """Run programs until the client closes the socket; see the module docstring."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     settings = SandboxSettings(**json.loads(sys.argv[2]))
     zygote = Zygote(control, settings)
-    confine.set_dumpable(False)  # programs may run as the same user
+    confine.set_dumpable(False)  # programs of the same user must not inspect this process
     if not settings.has_namespaces:
         confine.adopt_orphans()
     for name in _PRELOADED.split():
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # so that garbage collection in a fork does not copy shared pages
+    gc.freeze()  # garbage collection in a fork must not copy shared pages
     control.send(b"{}")
     zygote.serve()
 

@@ -1,9 +1,9 @@
-"""Isolation of programs on this machine, and the command that starts it.
+"""Isolation of untrusted programs on this machine, and the command that starts the sandbox.
 
 There are two grades. With bubblewrap and user namespaces, programs see a read-only root with the
-interpreter, no network, and their own process ids. Otherwise the same limits and system-call
-filter apply, and Landlock if the kernel has it, but programs see the machine's files and processes.
-The grade is found by trying, because containers forbid namespaces in many ways.
+interpreter, no network, and their own process ids. Otherwise the same limits and system-call filter
+apply, and Landlock if the kernel has it, but programs see the machine's files and processes. The
+grade is found by starting a sandbox, because containers forbid namespaces in many ways.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ class Grade(NamedTuple):
     """Grade of isolation on this machine."""
 
     isolated: bool
-    """Whether programs run in namespaces. False is the weaker fallback."""
+    """Whether programs run in namespaces. False: the weaker fallback is used."""
     sentence: str
-    """Description for the log: the mechanisms in use, and which is missing and why."""
+    """Description for the log: the mechanisms in use, and which one is missing and why."""
 
 
 class SandboxProcess:
-    """Running `inside` process with its control socket. Only the thread that created it may use it,
-    and the process is killed when that thread exits."""
+    """Process that runs `sandbox.inside`, with its control socket. Only the thread that created
+    this object may use it. With namespaces, the process is killed when that thread exits."""
 
     def __init__(self, isolated: bool, packages: tuple[str, ...] = ()) -> None:
         """Start the process; programs may import from the folders `packages`. Raises RuntimeError
@@ -75,25 +75,25 @@ class SandboxProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process that starts all others of the sandbox."""
+        """Process id of the sandbox's first process, which starts all others."""
         assert self._process is not None
         return self._process.pid
 
     def empty_tmp(self) -> None:
-        """Remove a program's temporary files. For isolated programs, `inside` replaces /tmp."""
+        """Remove a program's temporary files. With namespaces, `inside` replaces /tmp instead."""
         if self.tmp and any(os.scandir(self.tmp)):
             _remove(self.tmp)
             os.mkdir(self.tmp)
             os.chmod(self.tmp, 0o1777)
 
     def close(self) -> None:
-        """Kill the process and all programs in it. Idempotent."""
+        """Stop the process. With namespaces, kill all programs in the sandbox. Idempotent."""
         self.control.close()
         if self._process is not None:
             if self.isolated:
                 self._process.kill()
             try:
-                self._process.wait(_END_S)  # without namespaces, programs are killed first
+                self._process.wait(_END_S)  # without namespaces, it exits when its socket closes
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -115,8 +115,7 @@ class SandboxProcess:
 
 def _remove(folder: str) -> None:
     """Remove a folder, even if a program without namespaces ran as this user and changed the
-    permissions. Uses `rm`, because shutil.rmtree raises RecursionError on a thousand nested
-    folders."""
+    permissions. Uses `rm`, because shutil.rmtree raises RecursionError on 1,000 nested folders."""
     remove = ["rm", "-rf", "--one-file-system", "--", folder]
     if subprocess.run(remove, timeout=_START_S, capture_output=True).returncode:
         subprocess.run(
@@ -126,8 +125,8 @@ def _remove(folder: str) -> None:
 
 
 def grade(require_isolation: bool = False, packages: tuple[str, ...] = ()) -> Grade:
-    """Find this machine's grade by starting a sandbox. Raises RuntimeError if `require_isolation`
-    is set and namespaces are missing, or if no program can run at all."""
+    """Find this machine's grade of isolation by starting a sandbox. Raises RuntimeError if
+    `require_isolation` is set and namespaces are missing, or if no program can run at all."""
     if sys.platform != "linux":
         raise RuntimeError("the sandbox runs only on Linux")
     try:
@@ -157,8 +156,8 @@ def _filters() -> list[str]:
 
 
 def interpreters() -> list[str]:
-    """List this interpreter, outside of any virtual environment, and the system's interpreter of
-    the same version. With either, programs see only the standard library."""
+    """Return the paths of this interpreter, without its virtual environment, and of the system's
+    interpreter of the same version. With either, programs see only the standard library."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     own = os.path.join(sys.base_prefix, "bin", name)
     return [own, *(p for p in (f"/usr/bin/{name}",) if os.path.exists(p) and p != own)]
@@ -170,7 +169,7 @@ def _environment(path: str, packages: tuple[str, ...]) -> dict[str, str]:
         "LANG": "C.UTF-8",
         "PYTHONPATH": os.pathsep.join([path, *packages]),
         "PYTHONHASHSEED": "0",
-        "MALLOC_ARENA_MAX": "1",  # one arena per thread would exhaust the address space
+        "MALLOC_ARENA_MAX": "1",  # one malloc arena per thread would exhaust the address space
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
@@ -208,14 +207,14 @@ def _start_plain(
 
 
 def _anyone_reads(file: str) -> bool:
-    """Return whether any user can run the file and read its folders."""
+    """Return whether any user can run the file and read its parent folders."""
     path = Path(file).resolve()
     return all(p.stat().st_mode & 0o005 == 0o005 for p in (path, *path.parents))
 
 
 def _others(user: int) -> int:
-    """Return the user's current number of threads plus a reserve, by which the process limit is
-    raised: the kernel also counts the user's threads outside of the sandbox."""
+    """Return by how much to raise a program's process limit: the user's current number of threads
+    plus a reserve. The kernel counts these threads, too, towards the limit."""
     found = 0
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError):  # the process has just exited
@@ -230,7 +229,7 @@ def _start_isolated(
     is_root = os.geteuid() == 0
     settings = SandboxSettings(
         True, is_root, True, [], tmp, 3
-    )  # 3: this process, init and the judge
+    )  # 3 other processes: `inside`, init and the judge
     ready, go = os.pipe()
     info, told = os.pipe()
     fds = [control.fileno()]
@@ -304,7 +303,7 @@ def _mounts(packages: tuple[str, ...]) -> list[str]:
 
 
 def _map_users(info: int, go: int) -> None:
-    """Write the user map of the namespace: `root` sets it up, programs run as the user `nobody`."""
+    """Map two users into the namespace: `root` sets it up, and programs run as `nobody`."""
     said, deadline = b"", time.monotonic() + _START_S
     os.set_blocking(info, False)
     while b"}" not in said:

@@ -5,7 +5,7 @@ program defines are proxies here: `f(2)` sends 2 to the program's process and re
 (values.py). Expected values never leave this process, and no object of the program enters this
 process. The verdict is written to a descriptor that the program does not have.
 
-Runs inside the sandbox, on the standard library alone.
+This module runs inside the sandbox and imports only the standard library.
 """
 
 import ast
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from rlcore.sandbox import values
 
 PASSED, FAILED = b"+", b"-"
-"""Verdict of a test as a byte. Verdicts are written in order, each right after its test."""
+"""Byte for the verdict of a test. Verdicts are written in order, each right after its test."""
 
 
 class ProgramEnded(BaseException):
@@ -70,8 +70,8 @@ class Link:
             return False
 
     def ask(self, do: str, on: Any, args: tuple = (), by_name: dict[str, Any] | None = None) -> Any:
-        """Send a question and return the program's answer. Raises the program's exception if it
-        raised one."""
+        """Send a question and return the program's answer. If the program raised an exception,
+        raise an exception of the same type."""
         question = {
             "do": do,
             "on": on,
@@ -101,7 +101,7 @@ def _exception(name: str, text: str) -> Exception:
     if isinstance(found, type) and issubclass(found, Exception):
         try:
             return found(text)
-        except TypeError:  # such as UnicodeDecodeError, which needs more arguments
+        except TypeError:  # UnicodeDecodeError and some others need more arguments
             pass
     return RuntimeError(f"{name}: {text}")
 
@@ -122,7 +122,7 @@ def judge(tests: list[str], channel: values.Stream, verdicts: BinaryIO) -> None:
 
 
 def _passes(test: str, link: Link) -> bool:
-    """Return whether the test passes: it raises no exception."""
+    """Return whether a test passes, that is, raises no exception."""
     try:
         tree = ast.parse(test)
         names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
@@ -131,7 +131,7 @@ def _passes(test: str, link: Link) -> bool:
         for name in modules(tree):
             names[name] = importlib.import_module(name)
         exec(compile(tree, "<test>", "exec"), names)
-    except Exception:  # AssertionError, or any other error of the test or the program
+    except Exception:  # AssertionError, or any other error in the test or the program
         return False
     except SystemExit:
         return False
@@ -166,8 +166,8 @@ def free_names(tree: ast.AST) -> list[str]:
 
 
 def modules(tree: ast.AST) -> list[str]:
-    """List the standard-library modules whose attributes a test uses (`math.pi`), imported or
-    not."""
+    """List the standard-library modules whose attributes a test uses (`math.pi`), even if the test
+    does not import them."""
     used = [
         n.value.id
         for n in ast.walk(tree)

@@ -1,7 +1,7 @@
 """Run the untrusted program: as a script, or as functions that the tests (judge.py) call.
 
-Runs inside the sandbox, on the standard library alone, in a separate process that has dropped its
-privileges. The program may do anything to this process.
+This module runs inside the sandbox, in a separate process without privileges, and imports only the
+standard library. The program may do anything to this process.
 """
 
 import atexit
@@ -98,5 +98,5 @@ def _answer(question: dict[str, Any], names: dict[str, Any], kept: list[Any]) ->
 def _text(error: BaseException) -> str:
     try:
         return str(error)[:300]
-    except Exception:  # an exception whose own __str__ fails
+    except Exception:  # the exception's own __str__ may fail
         return ""

@@ -1,8 +1,8 @@
 """Encoding of plain values as JSON lines between a program and its judge (judge.py): no code, no
 classes, no shared objects.
 
-Runs inside the sandbox, on the standard library alone. The judge builds the values to compare from
-JSON, so a program can answer only with numbers, texts and containers.
+This module runs inside the sandbox and imports only the standard library. The judge builds the
+values to compare from JSON, so a program can answer only with numbers, texts and containers.
 """
 
 import json
@@ -20,12 +20,12 @@ Stream = BinaryIO | BufferedRWPair
 LARGEST = 16 << 20
 """Maximum length of a line in bytes."""
 
-sys.set_int_max_str_digits(0)  # integers are sent in base 16, which takes linear time
+sys.set_int_max_str_digits(0)  # no limit is needed: integers are sent in base 16, in linear time
 
 
 def encode(value: Any, refer: Callable[[Any], int]) -> Any:
-    """Encode `value` as JSON. Subclasses become their base type. A value that is not plain is sent
-    as a reference, numbered by `refer`."""
+    """Convert `value` to JSON data. Subclasses become their base type. If a value is not plain, the
+    number from `refer` is sent as a reference to it."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
@@ -49,9 +49,9 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
         return ["range", [value.start, value.stop, value.step]]
     if isinstance(value, type) and value in _TYPES.values():
         return ["type", value.__name__]
-    if hasattr(type(value), "__index__"):  # integers of other libraries
+    if hasattr(type(value), "__index__"):  # an integer type of another library
         return ["i", format(operator.index(value), "x")]
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:  # its scalars
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:  # a numpy scalar
         return encode(value.item(), refer)
     return ["ref", refer(value)]
 
@@ -79,8 +79,8 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 
 
 def decode(data: Any, follow: Callable[[int], Any]) -> Any:
-    """Decode a value; `follow` resolves a reference. Raises ValueError, TypeError or KeyError for
-    data that `encode` does not produce."""
+    """Convert JSON data to a value; `follow` returns the object of a reference. Raises ValueError,
+    TypeError or KeyError for data that `encode` does not produce."""
     if not isinstance(data, list):
         return data
     tag, body = data
@@ -95,7 +95,7 @@ def decode(data: Any, follow: Callable[[int], Any]) -> Any:
 
 
 def send(stream: Stream, message: Any) -> None:
-    """Send one line. Raises ValueError if the line is too long."""
+    """Send a message as one line of JSON. Raises ValueError if the line is too long."""
     line = json.dumps(message, separators=(",", ":")).encode()
     if len(line) >= LARGEST:
         raise ValueError(f"a value of {len(line)} bytes as JSON; at most {LARGEST} are allowed")
@@ -104,7 +104,8 @@ def send(stream: Stream, message: Any) -> None:
 
 
 def receive(stream: Stream) -> Any:
-    """Receive the next line. Raises EOFError at the end, ValueError if the line is not JSON."""
+    """Receive the next message, one line of JSON. Raises EOFError at the end of the stream,
+    ValueError if the line is not JSON."""
     line = stream.readline(LARGEST + 1)
     if not line.endswith(b"\n"):
         raise EOFError("the other process has exited or sent too long a line")

@@ -1,24 +1,25 @@
 """Propose how many ranks should sample and how many should train. ROLL Flash, arXiv:2510.11345,
 Proposition 2.
 
-With r ranks that sample, t ranks that train, and samples at most alpha versions old, a step takes
-at most
+Suppose that r ranks sample, t ranks train, and samples are at most alpha versions old. Then a step
+takes at most
 
     max( T / t,  R(r) + L(r) / (alpha + 1) ) + P        alpha > 0
     T / t + R(r) + L(r) + P                             alpha = 0: sampling and training alternate
 
-without the repeated prefill after a weight update. T: training in GPU-seconds. R(r): time to decode
-a step's tokens on all engines. L(r): time of the longest response. P: time of the weight update,
-during which all ranks wait. The paper's workers are slots in an engine's batch.
+T is the training time in GPU-seconds. R(r) is the time to decode a step's tokens on all engines.
+L(r) is the time of the longest response. P is the time of the weight update, during which all ranks
+wait. The bound leaves out the repeated prefill after a weight update.
 
-With fewer engines, each engine has more requests, up to its slots. Each additional request makes a
-decode step longer by `load`. With (1 + alpha) N requests, divided among the engines,
+In the paper, a worker is one slot in an engine's batch. N is the number of samples in a step. Here
+(1 + alpha) N requests are divided among the engines, up to the slots of each engine. Each
+additional request makes a decode step longer (`Rates.load`). With n requests per engine,
 
-    R(r) = tokens / (engines x requests per engine) x seconds of a decode step with these requests
+    R(r) = tokens / (engines x n) x seconds of a decode step with n requests
 
-If all slots are in use, the share of ranks that train should be beta* = T / (R + T), in
-GPU-seconds. The search covers all splits into whole engines and whole model-parallel groups. This
-module has no I/O: rates come from a run's metrics or from the simulator."""
+The best share of ranks that train is beta* = T / (R + T), with T and R in GPU-seconds. The search
+covers all splits into whole engines and whole model-parallel groups. This module has no I/O: rates
+come from a run's metrics or from the simulator."""
 
 import math
 from collections import deque
@@ -28,7 +29,7 @@ from dataclasses import dataclass, replace
 WINDOW = 10
 """Number of recent steps over which rates are averaged."""
 WORTH = 1.05
-"""Minimum speed-up that another split must have to be proposed."""
+"""Maximum ratio of two step times that count as equally fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,13 +62,13 @@ class Rates:
         return self.step_s * (1 + self.load * running) / (1 + self.load * self.running)
 
     def requests(self, rollout: int, alpha: float) -> float:
-        """Return the number of requests that an engine decodes at a time if as many requests run as
-        alpha allows."""
+        """Return the number of requests that an engine decodes at a time if `rollout` ranks sample
+        and (1 + alpha) x `samples` requests are in flight."""
         return min(self.places, max((1 + alpha) * self.samples * self.tp / rollout, 1.0))
 
     def train_share(self, rollout: int, alpha: float) -> float:
-        """Return beta*, the share of all ranks that should train, if engines have as many requests
-        as with `rollout` sampling ranks."""
+        """Return beta*, the share of all ranks that should train. Engines have as many requests as
+        if `rollout` ranks sampled."""
         running = self.requests(rollout, alpha)
         samples_s = self.tokens / running * self.decode_s(running) * self.tp
         return self.train_s / (samples_s + self.train_s)
@@ -87,7 +88,7 @@ def measured(
     row: Mapping[str, float], *, train: int, tp: int, samples: int, places: float, load: float
 ) -> Rates | None:
     """Compute rates from the metrics of a step in which `train` ranks trained on `samples` samples
-    and engines had `tp` ranks. Return None for a step without such metrics (evaluation, replay)."""
+    and engines had `tp` ranks. Return None if such metrics are missing (evaluation, replay)."""
     names = ("timing_s/step", "sched/trainer_idle", "sched/decode_tokens", "response_length/max")
     if any(name not in row for name in names) or not row["sched/decode_tokens"]:
         return None
@@ -110,7 +111,7 @@ def measured(
 
 
 def mean(rates: Sequence[Rates]) -> Rates:
-    """Average one or more rates of the same run, which differ only in measured fields."""
+    """Return the mean of one or more `Rates` of a run, which differ only in measured fields."""
     names = ("tokens", "longest", "step_s", "running", "train_s", "sync_s")
     means = {name: sum(getattr(r, name) for r in rates) / len(rates) for name in names}
     return replace(rates[-1], **means)
@@ -124,7 +125,7 @@ def best(rates: Rates, ranks: int, alpha: float, possible: Iterable[int]) -> int
 
 
 class Balance:
-    """Proposes a split of a run's ranks, from the rates of its most recent steps."""
+    """Proposer of a split into sampling and training ranks, based on recent steps of the run."""
 
     def __init__(
         self,
@@ -140,9 +141,9 @@ class Balance:
         """
         Args:
             ranks: total ranks of the run; `rollout` of them sample, in engines of `tp` ranks.
-            samples: samples of a step.
+            samples: number of samples in a step.
             places: maximum number of requests that an engine decodes at a time.
-            possible: numbers of ranks that could sample.
+            possible: allowed numbers of sampling ranks.
         """
         assert rollout in possible, (rollout, possible)
         self._ranks, self._rollout, self._tp, self._alpha = ranks, rollout, tp, alpha
@@ -150,15 +151,15 @@ class Balance:
         self._possible = tuple(possible)
         self._rates: deque[Rates] = deque(maxlen=WINDOW)
         self.load = math.inf
-        """Time that one request adds to a decode step, as in `Rates.load`."""
+        """Time that one request adds to a decode step, relative to an empty step; inf: unknown."""
 
     def learn_load(self, load: float) -> None:
         """Set `load`, if it can be computed from a data sheet of the hardware."""
         self.load = load
 
     def metrics(self, row: Mapping[str, float]) -> dict[str, float]:
-        """Return the `balance/*` metrics after a step with the metrics `row`; empty if no step has
-        had rates yet."""
+        """Return the `balance/*` metrics after a step whose metrics are `row`. If no step so far
+        has had rates, return no metrics."""
         found = measured(
             row,
             train=self._ranks - self._rollout,
@@ -181,15 +182,16 @@ class Balance:
         }
 
     def sentence(self, rows: Iterable[Mapping[str, float]], source: str) -> str:
-        """Describe the current split by the metrics of an earlier run's steps; return "" if these
-        have no rates."""
+        """Describe the current and the proposed split, based on the metrics of an earlier run's
+        steps. If these steps have no rates, return an empty string."""
         found: dict[str, float] = {}
         for row in rows:
             found = self.metrics(row) or found
         return self.say(mean(self._rates), source) if found else ""
 
     def say(self, rates: Rates, source: str) -> str:
-        """Describe the current split and its proposal for these rates, which come from `source`."""
+        """Describe the current and the proposed split for `rates`, which were taken from
+        `source`."""
         proposed, now, then = self._compare(rates)
         share = rates.train_share(self._rollout, self._alpha) * self._ranks
         said = (

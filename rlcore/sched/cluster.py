@@ -1,20 +1,21 @@
 """Place jobs on shared nodes: RollMux's inter-group scheduler (arXiv 2512.11306, Algorithm 1).
 
-A job samples on rollout nodes and trains on train nodes, and leaves its other nodes idle meanwhile.
-So the jobs of a group alternate on the group's nodes. Each job is pinned to some of the group's
-rollout nodes, where its state stays in host memory. It trains on all of the group's train nodes. If
-all jobs run in one cyclic order (`phase_mux.py`), an iteration of every job takes
+A job samples on rollout nodes and trains on train nodes. Without sharing, its train nodes idle
+during a rollout, and its rollout nodes during training. So the jobs of a group alternate on the
+group's nodes. Each job is pinned to some rollout nodes of the group, where its state stays in host
+memory. It trains on all train nodes of the group. If all jobs run in one cyclic order
+(`phase_mux.py`), an iteration of every job takes
 
     period = max(T_cycle, T_load)
     T_cycle = max over jobs of rollout + train + sync
     T_load  = max over nodes of the phases that run there
 
-In a group of several jobs, every phase includes the switch to its job. The formula is a lower
-bound. If several nodes and jobs are nearly as busy as the busiest, a job may wait for another job
-in every second round. This occurs in one of a hundred random groups (phases in whole seconds) and
-adds up to a fifth to the period. So offers use the formula, but `_period` checks the full order
-before an offer is taken. Profiles are worst cases, and in a fixed order a shorter phase never makes
-another phase start later. So
+In a group of several jobs, every phase time includes the switch from another job. The formula is a
+lower bound. If several nodes and jobs are nearly as busy as the busiest node, a job may wait for
+another job in every second round. This wait occurs in one of a hundred random groups (phases in
+whole seconds) and adds up to a fifth to the period. So offers use the formula, but `_period` checks
+the full order before an offer is taken. Profiles are worst cases. In a fixed order, a shorter phase
+never makes another phase start later. So
 
     period <= slo x T_solo    for every job of the group
 
@@ -25,20 +26,19 @@ T_cycle) are skipped.
 A colocated job samples and trains on all of its nodes, so no node idles for other jobs. It holds
 its nodes in both pools for a whole iteration. In a group with colocated jobs, a round starts with
 all nodes free. First each other job does one rollout and one training. Then the colocated jobs run,
-one after the other. The period is then at most
+one after the other. With all switches included, the period is then at most
 
     period = makespan(others, in the cyclic order) + sum over colocated jobs of T_solo
 
-with all switches included. This is a guarantee, too: a job that need not wait in this order only
-starts earlier. Colocated jobs fill no idle time, so T_load is the period, and every group with a
-colocated job is saturated. These groups are not skipped; the SLO limits how much time jobs share.
+This is a guarantee, too, because a job that does not have to wait only starts earlier. Colocated
+jobs fill no idle time, so T_load is the period, and every group with a colocated job is saturated.
+Groups with colocated jobs are not skipped; the SLO limits how much time jobs share.
 
-Differences from the paper: it uses the closed form for the period, has no colocated jobs in groups,
-and never moves a job, as `repack` does. Here a group with too few train nodes for a job may rent
-more. Rollout node sets of a group's jobs are nested or disjoint. Otherwise a cyclic order can take
-far longer than the busiest node (examples: `tests/unit/test_sched_phase_mux.py`). More nodes speed
-up a phase only if the profile says so.
-"""
+Differences from the paper: the paper uses the formula as the exact period, has no colocated jobs in
+groups, and never moves a job; here `repack` moves jobs. Here a group with too few train nodes for a
+job may rent more. Rollout node sets of a group's jobs are nested or disjoint. Otherwise a cyclic
+order can take far longer than the busiest node (see `tests/unit/test_sched_phase_mux.py`). More
+nodes speed up a phase only if the profile says so."""
 
 import heapq
 import math
@@ -55,7 +55,7 @@ MOST_PLACEMENTS = 256
 """Maximum number of node sets to try in one group for a job that needs several nodes."""
 ROUNDING = 1 + 1e-12
 TO_BE_TAKEN = 10**9
-"""First placeholder number for nodes that are not chosen yet."""
+"""First of the placeholder numbers that stand for nodes not allocated yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +73,11 @@ class MuxJob:
     slo: float = 2.0
     """Maximum iteration time, as a multiple of the job's iteration time without other jobs."""
     rollout_gb: float = 0.0
-    """Host memory that the job occupies on each of its rollout nodes while it runs."""
+    """Host memory in GB that the job occupies on each of its rollout nodes while it runs."""
     train_gb: float = 0.0
     train_scaling: float = 0.0
-    """Exponent e of the training speed-up: n times as many train nodes take n**-e of the time. 0:
-    no speed-up; 1: linear."""
+    """Exponent e of the training speed-up: with n times as many train nodes, training takes n**-e
+    of the time. 0: no speed-up; 1: linear."""
     colocated: bool = False
     """Whether the job samples and trains on all its nodes and holds them for whole iterations."""
 
@@ -110,7 +110,7 @@ class MuxJob:
 
     @property
     def busy_s(self) -> tuple[float, float]:
-        """Seconds per iteration in which the job holds its rollout nodes, then its train nodes."""
+        """Seconds per iteration in which the job holds its rollout nodes and its train nodes."""
         return (self.solo_s, self.solo_s) if self.colocated else (self.rollout_s, self.train_s)
 
     def train_on(self, nodes: int) -> float:
@@ -129,7 +129,7 @@ class NodePool:
     price: float = 1.0
     """Price of a node per hour."""
     memory_gb: float = math.inf
-    """Host memory of a node, available for the states of the jobs pinned to it."""
+    """Host memory of a node in GB, available for the states of the jobs pinned to the node."""
     switch_s: float = 0.0
     """Seconds to switch a node to the phase of another job whose state is in host memory."""
 
@@ -149,13 +149,13 @@ class Decision:
     job: str
     kind: Kind
     """`packed`: the job uses existing nodes of a group. `scaled`: the group rents more nodes.
-    `isolated`: the job gets a new group. `queued`: no room now. `refused`: never any room."""
+    `isolated`: the job gets a new group. `queued`: the job waits. `refused`: it can never run."""
     group: int | None
     rollout: tuple[int, ...]
     """Rollout nodes to which the job is pinned."""
     train: tuple[int, ...]
     added: float
-    """Additional cost per hour."""
+    """Cost per hour of the nodes that are added for the job."""
     period_s: float
     """Worst-case seconds of an iteration, equal for all jobs of the group."""
     slowdown: float
@@ -192,7 +192,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class JobMove:
-    """Order that moves a job, with its state, to other nodes."""
+    """Instruction to move a job, with its state, to other nodes."""
 
     job: str
     group: int
@@ -205,7 +205,7 @@ def _names(nodes: Sequence[int]) -> str:
 
 
 class _NodeUse(NamedTuple):
-    """Seconds and nodes that a job uses in every round."""
+    """Rollout nodes of a job, and the seconds of its phases, in every round."""
 
     nodes: tuple[int, ...]
     rollout_s: float
@@ -214,12 +214,12 @@ class _NodeUse(NamedTuple):
 
 
 def _repeats(uses: Sequence[_NodeUse], period: float) -> bool:
-    """Return whether a new round can begin every `period` seconds forever. Times are relative to
-    the start of a round. If the period is long enough, the waits soon stop growing."""
+    """Return whether a new round can begin every `period` seconds. Times are relative to the start
+    of a round. If the period is long enough, waiting times stop growing after a few rounds."""
     nodes = {n for use in uses for n in use.nodes}
     free, back, trained = dict.fromkeys(nodes, 0.0), [0.0] * len(uses), 0.0
     tiny = 1e-12 * period
-    for _ in range(2 * len(uses) + len(nodes) + 2):  # no chain of waits spans more rounds
+    for _ in range(2 * len(uses) + len(nodes) + 2):  # more rounds than a delay can propagate
         before = [*free.values(), *back, trained]
         for at, use in enumerate(uses):
             sampled = max(0.0, back[at], *(free[n] for n in use.nodes)) + use.rollout_s
@@ -237,7 +237,7 @@ def _repeats(uses: Sequence[_NodeUse], period: float) -> bool:
 
 def _period(uses: Sequence[_NodeUse], least: float) -> float:
     """Find the shortest sustainable period that is at least `least`, by bisection. The result is
-    never too short, and too long by a factor of at most 1 + 1e-12."""
+    never shorter than this period, and longer by a factor of at most 1 + 1e-12."""
     if _repeats(uses, least):
         return least
     low, high = least, sum(use.rollout_s + use.train_s + use.sync_s for use in uses)
@@ -250,9 +250,9 @@ def _period(uses: Sequence[_NodeUse], least: float) -> float:
 
 
 class JobGroup:
-    """Jobs that alternate on the same nodes."""
+    """Group of jobs that alternate on the same nodes."""
 
-    __slots__ = (  # a cluster visits thousands of groups
+    __slots__ = (  # `__slots__` saves time when thousands of groups are built
         "_chain",
         "_period_s",
         "_train_gb",
@@ -277,15 +277,15 @@ class JobGroup:
         pinned: Mapping[str, tuple[int, ...]] | None = None,
         train: tuple[int, ...] = (),
     ) -> None:
-        """Make a group. `id` is negative if the group does not exist yet. `pinned`: rollout nodes
-        by job, in ascending order. `train`: train nodes, used by all jobs."""
+        """Make a group. `id`: number of the group; negative for a candidate group. `pinned`:
+        rollout nodes by job, in ascending order. `train`: train nodes, used by all jobs."""
         self.id = id
         self.pools = pools
         self.jobs = dict(jobs or {})
         self.pinned = dict(pinned or {})
         """Rollout nodes of each job."""
         self.load: dict[int, tuple[float, int, float]] = {}
-        """Seconds of rollouts per round, number of jobs and host memory (GB), by rollout node."""
+        """Seconds of rollouts per round, number of jobs and host memory in GB, by rollout node."""
         self.train = train
         self._refresh()
 
@@ -331,8 +331,8 @@ class JobGroup:
         return ended + shared
 
     def training(self, nodes: int) -> tuple[float, float]:
-        """Compute two times for `nodes` train nodes: the sum of all jobs' trainings, and the
-        longest iteration of a job. In seconds, without switches."""
+        """Return the sum of all jobs' training times on `nodes` train nodes, and the longest
+        iteration of a job with these nodes. Times are in seconds, without switches."""
         total = chain = 0.0
         for job in self.jobs.values():
             took = job.train_on(nodes)
@@ -341,13 +341,14 @@ class JobGroup:
         return total, chain
 
     def switches(self, jobs: int) -> tuple[float, float]:
-        """Return the seconds to switch a rollout and a train node in a group of `jobs` jobs."""
+        """Return the seconds to switch a rollout and a train node to another job; 0 with one
+        job."""
         return (self.pools[0].switch_s, self.pools[1].switch_s) if jobs > 1 else (0.0, 0.0)
 
     @property
     def period_s(self) -> float:
-        """Seconds of an iteration of every job: usually the larger of `cycle_s` and `load_s`. The
-        period is longer if jobs have to wait for each other in every second round (see module)."""
+        """Seconds of an iteration of every job: usually the larger of `cycle_s` and `load_s`, but
+        more if jobs have to wait for each other in every second round."""
         if not self._period_s:
             least = max(self.cycle_s, self.load_s)
             is_simple = len(self.jobs) < 3 or self.has_colocated
@@ -375,7 +376,7 @@ class JobGroup:
 
     @property
     def host_gb(self) -> tuple[float, float]:
-        """Host memory (GB) used by jobs on the fullest rollout node and on every train node."""
+        """Host memory in GB that jobs use on the fullest rollout node, and on every train node."""
         return max((gb for _, _, gb in self.load.values()), default=0.0), self._train_gb
 
     @property
@@ -385,7 +386,7 @@ class JobGroup:
 
     def order(self) -> list[str]:
         """Return the jobs in the cyclic order: jobs on more rollout nodes first, ties by admission,
-        colocated jobs last. For nested node sets the closed form then gives the period."""
+        colocated jobs last. With nested node sets, this order usually gives the shortest period."""
         return sorted(self.jobs, key=lambda n: (self.jobs[n].colocated, -len(self.pinned[n])))
 
     def with_one(self, job: MuxJob, rollout: Collection[int], train: tuple[int, ...]) -> "JobGroup":
@@ -395,7 +396,7 @@ class JobGroup:
         return JobGroup(self.id, self.pools, jobs, pinned, train)
 
     def add(self, job: MuxJob, rollout: Collection[int], train: tuple[int, ...]) -> None:
-        """Pin a job to `rollout`, and make `train` the train nodes of the group."""
+        """Add a job, pinned to the nodes `rollout`, and set the group's train nodes to `train`."""
         self.jobs[job.id] = job
         self.pinned[job.id] = tuple(sorted(rollout))
         self.train = train
@@ -422,14 +423,14 @@ class _Offer:
 
     group: JobGroup | None
     keep: tuple[int, ...]
-    """Rollout nodes that the group already has and to which the job would be pinned."""
+    """Existing rollout nodes of the group to which the job would be pinned."""
     more_rollout: int
     more_train: int
     added: float
     period_s: float
     utilization: float
     on: Nodes | None = None
-    """For a job that already runs: all rollout nodes of the job, all train nodes of the group."""
+    """All rollout nodes of the job and all train nodes of the group, if the job already runs."""
 
 
 class _Nodes:
@@ -499,8 +500,8 @@ class Cluster:
         return self._rollout.used, self._train.used
 
     def free(self, is_rollout: bool) -> list[int]:
-        """Return the unused nodes of the rollout pool (`is_rollout`) or of the train pool. The pool
-        must not be unlimited."""
+        """Return the unused nodes of the rollout pool if `is_rollout`, else of the train pool. The
+        pool must not be unlimited."""
         nodes = self._rollout if is_rollout else self._train
         assert nodes.limit is not None
         used = {n for g in self for n in (g.load if is_rollout else g.train)}
@@ -514,9 +515,9 @@ class Cluster:
         return iter(self.groups.values())
 
     def admit(self, job: MuxJob, on: Nodes | None = None) -> Decision:
-        """Place a job where it adds least to the cost and no job misses its SLO. Among equal costs,
-        prefer the highest utilization, then the oldest group. If the job already runs `on` some
-        nodes, place it there or not at all. `queued` and `refused` decisions change nothing.
+        """Place a job where it adds least to the cost and no job misses its SLO. Among equally
+        cheap places, prefer the highest utilization, then the oldest group. If the job already runs
+        `on` some nodes, use these nodes only. `queued` and `refused` decisions change nothing.
 
         Raises:
             ValueError: a job with this name exists.
@@ -582,17 +583,17 @@ class Cluster:
         return rollout_gb <= self.pools[0].memory_gb and train_gb <= self.pools[1].memory_gb
 
     def repack(self, name: str, fixed: Collection[str] = ()) -> list[JobMove]:
-        """Regroup the jobs around the job `name` to reduce the cost; return the moves.
+        """Regroup the job `name` with jobs of other groups to reduce the cost; return the moves.
 
-        Candidates are the job's group and the groups that cost most per job, up to 12 jobs in all.
-        Each must have a job that could share nodes with one of the job's group. Their jobs are
-        regrouped by the cheapest partition. The caller must notify the jobs that move. Groups with
-        a job in `fixed` do not change. Not in the paper. If the job is unknown, raise KeyError."""
+        The job's group and the groups with the highest cost per job are regrouped, up to 12 jobs in
+        all. Another group takes part only if one of its jobs could share nodes with a job of the
+        job's group. The new groups are the cheapest partition. Groups with a job in `fixed` do not
+        change. The caller must notify the jobs that move. If the job is unknown, raise KeyError."""
         before = self._around(self._group_of[name], set(fixed))
         jobs = [j for g in before for j in g.jobs.values()]
         if not before:
             return []
-        jobs.sort(key=lambda j: (-j.rollout_nodes, -j.rollout_s))  # the order of pinning
+        jobs.sort(key=lambda j: (-j.rollout_nodes, -j.rollout_s))  # large jobs are pinned first
         builder = _Builder(self)
 
         def cost_of(members: tuple[int, ...]) -> float | None:
@@ -606,7 +607,7 @@ class Cluster:
         return self._exchange(before, after)
 
     def _around(self, group: JobGroup, fixed: Collection[str]) -> list[JobGroup]:
-        """Return `group` and the groups to regroup with it; empty if `group` must not change."""
+        """Return `group` and the groups to regroup with it; none if `group` must not change."""
         mine = list(group.jobs.values())
         if group.jobs.keys() & fixed or len(mine) > MOST_JOBS:
             return []
@@ -638,8 +639,8 @@ class Cluster:
         return max(a.solo_s + switches, b.solo_s + switches, train) <= min(a.limit_s, b.limit_s)
 
     def _exchange(self, before: Sequence[JobGroup], after: Sequence[JobGroup]) -> list[JobMove]:
-        """Replace the groups `before` by `after` and return the moves; none if nodes are lacking.
-        Real nodes replace the placeholder numbers (from `TO_BE_TAKEN`)."""
+        """Replace the groups `before` by `after` and return the moves; none if the pools lack
+        nodes. Real nodes replace the placeholders (numbers from `TO_BE_TAKEN`)."""
         nodes = [n for g in after for n in g.load], [n for g in after for n in g.train]
         old = sum(len(g.load) for g in before), sum(len(g.train) for g in before)
         pools = self._rollout, self._train
@@ -674,7 +675,7 @@ class Cluster:
         return moves
 
     def state(self) -> dict[str, Any]:
-        """Return the whole state as plain values, for `restore`."""
+        """Return the whole state of the cluster as plain values, for `restore`."""
         return {
             "next": self._next_group,
             "groups": [
@@ -688,7 +689,7 @@ class Cluster:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Replace the current state by a state that `state` returned."""
+        """Replace the current state by a saved result of the method `state`."""
         self.groups.clear()
         self._group_of.clear()
         self._next_group = state["next"]
@@ -704,8 +705,8 @@ class Cluster:
     # ---- offers
 
     def never(self, job: MuxJob, runs_on: tuple[int, int] | None = None) -> str:
-        """Return why the cluster can never run a job, or "" if it might. `runs_on`: numbers of
-        rollout and train nodes on which the job already runs."""
+        """If the cluster can never run a job, return the reason, else an empty string. `runs_on`:
+        numbers of rollout and train nodes on which the job already runs."""
         for pool, what, nodes, gb in (
             (self.pools[0], "rollout", job.rollout_nodes, job.rollout_gb),
             (self.pools[1], "train", job.train_nodes, job.train_gb),
@@ -726,7 +727,7 @@ class Cluster:
 
     def _keeps(self, offer: _Offer, job: MuxJob) -> bool:
         """Return whether all jobs meet their SLOs if the job takes the offer. The offer's period is
-        a lower bound; this checks the full order."""
+        only a lower bound, so compute the period of the full cyclic order."""
         group = offer.group
         assert group is not None
         rollout = (*offer.keep, *range(-offer.more_rollout, 0))
@@ -741,8 +742,8 @@ class Cluster:
         return _Offer(None, (), job.rollout_nodes, job.train_nodes, added, job.solo_s, busiest)
 
     def _offers(self, job: MuxJob, passed: Counter[str]) -> Iterator[_Offer]:
-        """Yield the offers of all groups, oldest group first. `passed` counts the other groups by
-        reason."""
+        """Yield the offers of all groups, oldest group first. Count the groups without an offer in
+        `passed`, by reason."""
         for group in self.groups.values():
             offer = self._ask(group, job)
             if isinstance(offer, str):
@@ -751,14 +752,14 @@ class Cluster:
                 yield offer
 
     def _limit(self, group: JobGroup, job: MuxJob) -> float:
-        """Return the maximum seconds of an iteration if this job joins the group; 0: skip the
-        group."""
+        """Return the maximum seconds of an iteration if this job joins the group. 0: the job must
+        not join the group."""
         if group.is_saturated and not (group.has_colocated or job.colocated):
             return 0.0
         return min(group.limit_s, job.limit_s) * ROUNDING
 
     def _ask(self, group: JobGroup, job: MuxJob) -> _Offer | str:
-        """Return the cheapest offer of a group, or the reason why the group has no offer."""
+        """Return the cheapest offer of a group for a job, or the reason why there is no offer."""
         limit = self._limit(group, job)
         if limit == 0.0:
             return "saturated"
@@ -802,8 +803,9 @@ class Cluster:
         return _Offer(group, keep, more, more_train, added, max(cycle, load), load / cycle)
 
     def _ask_round(self, group: JobGroup, job: MuxJob, limit: float) -> _Offer | str:
-        """Return the offer, like `_ask`, if the group or the job is colocated. Compute the full
-        round with the job on existing nodes of the group, or else on new nodes."""
+        """Return the group's offer, or the reason why there is none, for a colocated job or a group
+        with colocated jobs. Try nodes of the group first, then new nodes. Compute the full
+        round."""
         more_train = max(0, job.train_nodes - len(group.train))
         if not self._train.has(more_train):
             return "without free nodes"
@@ -827,8 +829,8 @@ class Cluster:
         return why
 
     def _offer_on(self, job: MuxJob, on: Nodes) -> _Offer | str:
-        """Return the offer for a job that already runs, or the reason why it has to wait. The job
-        joins the group that uses some of its nodes, or a new group if none does."""
+        """Return the offer for a job that already runs, or the reason why the job has to wait. If a
+        group uses some of the job's nodes, the job joins this group, else a new group."""
         here = f"it runs on rollout {_names(on.rollout)} and train {_names(on.train)}"
         later = "it is tried again when a job leaves"
         mine = set(on.rollout), set(on.train)
@@ -869,7 +871,7 @@ class Cluster:
         found = group.with_one(job, on.rollout, train)
         if not self._has_memory(found):
             return f"{here}, but these hosts lack memory for another job; {later}"
-        if found.period_s > found.limit_s * ROUNDING:  # saturated groups are not skipped here
+        if found.period_s > found.limit_s * ROUNDING:  # saturation is no reason to wait
             return f"{here}, but a job of group {who} would miss its SLO; {later}"
         keep = tuple(n for n in on.rollout if n in group.load)
         more, more_train = len(on.rollout) - len(keep), len(train) - len(group.train)
@@ -881,8 +883,9 @@ class Cluster:
     def _placement(
         self, group: JobGroup, nodes: int, fits: Sequence[tuple[float, int]]
     ) -> tuple[int, ...] | None:
-        """Choose as many of the group's least loaded nodes as possible. The job's node set must be
-        nested with or disjoint from every other job's. If the pool lacks new nodes, return None."""
+        """Choose rollout nodes of the group for a job: as many as possible, least loaded nodes
+        first. The job's node set must be nested with or disjoint from every other job's node set.
+        If the pool lacks the remaining nodes, return None."""
         names = [node for _, node in fits]
         sets = {frozenset(p) for p in group.pinned.values()}
         for more in range(nodes + 1):
@@ -935,7 +938,8 @@ class Cluster:
 
 
 def _is_nested(other: frozenset[int], chosen: Collection[int], more: int) -> bool:
-    """Return whether `other` is nested with or disjoint from `chosen` plus `more` new nodes."""
+    """Return whether the node set `other` is nested with or disjoint from the set of `chosen` and
+    `more` new nodes."""
     common = len(other.intersection(chosen))
     return common in (0, len(other)) or (not more and common == len(chosen))
 
@@ -971,8 +975,8 @@ class _Builder(Cluster):
         return min(group.limit_s, job.limit_s) * ROUNDING
 
     def build(self, jobs: Sequence[MuxJob], start: JobGroup | None = None) -> JobGroup | None:
-        """Build one group of `jobs`, added to those in `start`. Return None if SLOs, memory or the
-        limit of jobs make the group impossible."""
+        """Build one group of `jobs` and the jobs already in `start`. If SLOs, memory or the maximum
+        number of jobs make the group impossible, return None."""
         self._group_of.clear()
         group = start
         for job in jobs:
@@ -990,7 +994,8 @@ class _Builder(Cluster):
     def settle(
         self, parts: Sequence[Sequence[MuxJob]], before: Sequence[JobGroup]
     ) -> list[JobGroup]:
-        """Build a group for every part; jobs stay on their nodes if that costs no more."""
+        """Build a group for every part of the jobs. If it costs no more, jobs stay on their
+        nodes."""
         left = list(before)
         out = []
         for jobs in sorted(parts, key=len, reverse=True):

@@ -19,17 +19,17 @@ class CompletionOrder(Protocol):
         """Add a finished and rewarded response."""
 
     def next(self, is_open: Callable[[RequestState], bool]) -> RequestState | None:
-        """Return the next response to count, each only once; None while an earlier response may
-        still arrive. Do not wait for responses of closed groups."""
+        """Return the next response to count; each response is returned once. While an earlier
+        response may still arrive, return None. Do not wait for responses of closed groups."""
 
 
 class ByTokens:
-    """Order by response length, as if all requests started together and decoded at equal speed. On
-    a tie the earlier request is first.
+    """Completion order by response length, as if all requests started together and decoded at equal
+    speed. On a tie the earlier request is first. Used by `--debug.deterministic_order`.
 
-    No response counts before every started request of an open group has its reward, so no request
-    is aborted earlier. Then neither the order nor the batch composition (which changes the last
-    bits of log-probs) depends on timing, and runs are repeatable: `--debug.deterministic_order`.
+    No response counts, and no request is aborted, until all started requests of open groups have
+    their rewards. So neither the order nor the batch composition (which changes the last bits of
+    log-probs) depends on timing, and runs are repeatable.
     """
 
     def __init__(self, requests: Callable[[], Iterable[RequestState]]) -> None:
@@ -53,19 +53,19 @@ class Counted(Struct, frozen=True, array_like=True):
     num_tokens: int
     score: float
     error: str = ""
-    """Error of the reward, as in `RewardResult`."""
+    """Reason why `score` is a substitute, such as `timeout`; empty for a normal score."""
 
 
 class ReplayMismatch(ValueError):
-    """The log does not match this run."""
+    """The log of the replayed run does not match this run."""
 
 
 class ByLog:
-    """Order of a logged round, independent of timing: `--debug.replay`. Responses that are not in
-    the log never count, because they were late in the logged round.
+    """Completion order of a logged round, independent of timing, for `--debug.replay`. Responses
+    that are not in the log never count, because they were late in the logged round.
 
-    No response counts before every started request in the log has its reward. No request is aborted
-    earlier, so two replays decode with the same batch composition.
+    No response counts, and no request is aborted, until all started requests in the log have their
+    rewards. So two replays decode with the same batch composition.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class ByLog:
         misfit: Callable[[str], ReplayMismatch] = ReplayMismatch,
     ) -> None:
         """Make the order of a round; `requests` returns all requests of the round. `misfit` makes
-        the error from a clause whose subject is the logged round."""
+        the error from a text that continues "the logged round ..."."""
         self._misfit = misfit
         self._known = {c.id: c for c in counted}
         self._order = deque(counted)
         self._requests = requests
         self._arrived: dict[RequestId, RequestState] = {}
         self.others: list[RequestId] = []
-        """Responses whose length or score differs from the log, because the weights differ or this
-        machine rounds differently."""
+        """Ids of the responses whose length or score differs from the log, because the weights
+        differ or this machine rounds differently."""
 
     def arrive(self, request: RequestState) -> None:
         """Add a rewarded response. If the reward failed now or in the logged round, use the logged
@@ -101,8 +101,9 @@ class ByLog:
             self.others.append(request.id)
 
     def next(self, is_open: Callable[[RequestState], bool]) -> RequestState | None:
-        """Return the next response of the log. Raise ReplayMismatch if this run did not start the
-        response, its group is closed in this run, or the log has no more responses."""
+        """Return the next response of the log; None while a started request in the log has no
+        reward. If this run did not start the response, its group is closed in this run, or the log
+        has no more responses, raise ReplayMismatch."""
         if any(r.result is None and r.id in self._known and is_open(r) for r in self._requests()):
             return None
         if not self._order:

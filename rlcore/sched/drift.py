@@ -9,14 +9,14 @@ from collections.abc import Sequence
 WINDOW = 8
 """Number of most recent phases of each kind that are checked."""
 TOO_MANY = 3
-"""Number of slow phases within the window that is drift; a single slow phase is not."""
+"""Minimum number of slow phases in the window that counts as drift."""
 TOLERANCE = 1.1
-"""Ratio to the profile above which a phase counts as slow."""
+"""Ratio of a phase's duration to the profile above which the phase counts as slow."""
 
 
 def drifted(seconds: Sequence[float], promised_s: float) -> float | None:
-    """Return a new worst case for the profile if several recent phases took too long, else None.
-    The new worst case is the duration of the longest recent phase.
+    """Return the duration of the longest recent phase, the new worst case for the profile. If fewer
+    than `TOO_MANY` recent phases were slow, return None.
 
     Args:
         seconds: durations of a job's phases of one kind, the most recent last.
@@ -29,6 +29,6 @@ def drifted(seconds: Sequence[float], promised_s: float) -> float | None:
 
 
 def grown(gb: float, promised_gb: float) -> float | None:
-    """Return a new profile value if a job uses more host memory than its profile says, else None.
-    The new value is a tenth above the use, so that small growth does not exceed it again."""
+    """If a job uses more host memory than its profile says, return a new profile value, else None.
+    The new value is 10 % above the use, so that small growth does not exceed the new value."""
     return TOLERANCE * gb if gb > promised_gb else None

@@ -1,16 +1,16 @@
 """HistoPipe of RhymeRL (arXiv:2508.18588): each rollout worker alternates between steps of long and
 short responses, so that two steps together take equally long on all workers.
 
-Rollout is one step off-policy. A worker that has finished its share of step k starts its share of
-step k + 1 with the newest weights. It does not wait for other workers.
+Rollout is one step off-policy. A worker that has finished its responses of step k starts step k + 1
+with the newest weights, without waiting for other workers.
 
     rank        The prompts of a step are sorted by predicted length (longest response in the
                 previous epoch) and cut into ranking groups of equal size, shortest first.
-    alternate   Of W workers, worker w has group w in odd steps and group W - 1 - w in even steps.
+    alternate   With W workers, worker w has group w in odd steps and group W - 1 - w in even steps.
                 So the worker with the longest group has the shortest group next.
-    shares      Tier 2: GPUs are divided so that the groups' times t_0, t_1, ... are linear. Then
-                t_w + t_(W-1-w) is equal for all workers and bounds the time of two steps.
-    threshold   A response beyond the P98 of its group's history migrates to another worker.
+    shares      GPUs are divided so that the groups' times t_0, t_1, ... rise linearly (the paper's
+                Tier 2). Then t_w + t_(W-1-w) is equal for all workers and bounds two steps.
+    threshold   A response longer than the P98 of its group's history migrates to another worker.
 
 Workers and groups are numbered from 0, steps from 1."""
 
@@ -26,7 +26,7 @@ from rlcore.sched.reward_timeout import key_of
 Key = TypeVar("Key", bound=Hashable)
 GROUPS = 8
 QUANTILE = 0.98
-"""Quantile of a group's history beyond which a response migrates."""
+"""Quantile of a ranking group's past response lengths; a longer response migrates."""
 
 
 class LengthHistory:
@@ -37,12 +37,13 @@ class LengthHistory:
         self._lengths: dict[Hashable, tuple[int, ...]] = {}
 
     def note(self, prompt: Hashable, lengths: Collection[int]) -> None:
-        """Record the lengths (in tokens) of the responses to a prompt in one epoch; not empty."""
+        """Record the lengths in tokens of one or more responses to a prompt in one epoch."""
         self._longest[prompt] = max(lengths)
         self._lengths[prompt] = tuple(lengths)
 
     def predict(self, prompt: Hashable, otherwise: int) -> int:
-        """Return the predicted length of the longest response; without history, `otherwise`."""
+        """Return the predicted length of the longest response to a prompt. If the prompt has no
+        history, return `otherwise`."""
         return self._longest.get(prompt, otherwise)
 
     def lengths(self, prompts: Collection[Hashable]) -> list[int]:
@@ -50,18 +51,19 @@ class LengthHistory:
         return [n for prompt in prompts for n in self._lengths.get(prompt, ())]
 
     def state(self) -> dict[Any, list[int]]:
-        """Return the state for `restore`; it is plain JSON if prompts are strings."""
+        """Return the history for `restore`; it is plain JSON if prompts are strings."""
         return {prompt: list(lengths) for prompt, lengths in self._lengths.items()}
 
     def restore(self, state: Mapping[Any, Sequence[int]]) -> None:
-        """Continue from `state`."""
+        """Load the history from a saved `state`."""
         for prompt, lengths in state.items():
             self.note(prompt, lengths)
 
 
 def rank(prompts: Sequence[Key], predicted: Mapping[Key, int], groups: int) -> list[list[Key]]:
-    """Divide prompts into ranking groups, shortest first; sizes differ by at most one. Prompts of
-    equal prediction keep their order. Fewer prompts than groups raise ValueError."""
+    """Divide prompts into ranking groups by predicted length, shortest first; sizes differ by at
+    most one. On a tie, prompts keep their order. With fewer prompts than groups, raise
+    ValueError."""
     if not 1 <= groups <= len(prompts):
         raise ValueError(
             f"{groups} ranking groups for {len(prompts)} prompts: must be from 1 to the number of "
@@ -73,20 +75,20 @@ def rank(prompts: Sequence[Key], predicted: Mapping[Key, int], groups: int) -> l
 
 
 def group_of_worker(worker: int, step: int, groups: int) -> int:
-    """Return the ranking group of a worker in a step."""
+    """Return the number of the ranking group that a worker decodes in a step."""
     return worker if step % 2 else groups - 1 - worker
 
 
 def two_steps(seconds: Sequence[float]) -> tuple[float, float]:
-    """Return the total seconds of two steps, given the seconds of each ranking group. The first
-    value is with a barrier between the steps, the second with workers that alternate groups."""
+    """Return two durations of two successive steps, given the seconds of each ranking group. The
+    first duration is with a barrier between the steps; the second is with alternating workers."""
     pairs = [a + b for a, b in zip(seconds, reversed(seconds), strict=True)]
     return 2 * max(seconds), max(pairs)
 
 
 def off_line(seconds: Sequence[float]) -> float:
-    """Return how far the values are from a line: the maximum distance from the line that minimizes
-    the maximum distance (Chebyshev fit)."""
+    """Return the maximum distance of the values from the straight line that minimizes this distance
+    (Chebyshev fit)."""
     count = len(seconds)
     if count < 3:
         return 0.0
@@ -106,7 +108,7 @@ def shares(
 
     `seconds(g, n)` is the time of group g on n units and must not rise with n. The search starts
     from equal shares and moves one unit at a time. A move must shorten the time of two steps, or
-    keep it and bring the groups' times nearer to a line.
+    leave this time equal and make the groups' times more linear.
 
     Raises:
         ValueError: there are too few units.
@@ -138,8 +140,8 @@ def shares(
 
 
 def threshold(lengths: Collection[int], quantile: float = QUANTILE) -> int:
-    """Return the length beyond which a response migrates: this quantile (nearest rank) of the
-    history `lengths`. If the history is empty, raise ValueError."""
+    """Return the length beyond which a response migrates: the `quantile` (nearest rank) of past
+    response lengths, `lengths`. If `lengths` is empty, raise ValueError."""
     if not lengths:
         raise ValueError("threshold needs lengths, which the first epoch does not have")
     order = sorted(lengths)
@@ -147,8 +149,8 @@ def threshold(lengths: Collection[int], quantile: float = QUANTILE) -> int:
 
 
 def jumps(before: Sequence[Sequence[Key]], after: Sequence[Sequence[Key]]) -> tuple[float, float]:
-    """Return the share of prompts that moved to a higher ranking group, and the share that moved
-    up by exactly one group. If the two rankings share no prompt, raise ValueError."""
+    """Return the share of prompts that moved to a higher ranking group between two rankings, and
+    the share that moved up by one group. If the rankings share no prompt, raise ValueError."""
     old = {p: g for g, group in enumerate(before) for p in group}
     steps = [g - old[p] for g, group in enumerate(after) for p in group if p in old]
     if not steps:
@@ -171,16 +173,16 @@ class _Home:
 class HistoPipe:
     """Router and migration policy of HistoPipe in `--mode async`.
 
-    Every `batch` prompts started form a step. The step's ranking groups are assigned to engines
+    Each `batch` of started prompts forms a step. The step's ranking groups are assigned to engines
     according to `shares`, in ascending order in odd steps and descending order in even steps. With
     equal shares, the engine with the longest group has the shortest group next. An engine begins a
     step as soon as it has room, independent of other engines.
 
-    A response beyond its group's threshold continues on an engine of a higher ranking group, from
-    the tokens decoded so far. Responses of the highest group stay on their engine, which has the
-    lowest group next.
+    A response longer than its group's threshold continues on an engine of a higher ranking group,
+    from the tokens decoded so far. Responses of the highest group stay on their engine, which has
+    the lowest group next.
 
-    Estimated decode steps of a group on n engines with `rows` slots each, a lower bound:
+    With n engines of `rows` slots each, the decode steps of a group have the lower bound
     max(longest response, all tokens of the group / (n rows))."""
 
     def __init__(
@@ -198,17 +200,17 @@ class HistoPipe:
             batch: number of prompts in a step.
             longest: maximum response length; also the prediction for prompts without history.
             rows: maximum number of requests that an engine decodes at a time.
-            groups: number of ranking groups; at most the number of engines and of prompts are used.
+            groups: maximum number of ranking groups; there are never more than engines or prompts.
         """
         self._engines, self._batch = tuple(engines), batch
         self._longest, self._rows = longest, rows
         self._groups = min(groups, len(engines), batch)
         self._history = LengthHistory()
         self._ranks: dict[str, int] = {}
-        """Most recent ranking group of each prompt."""
+        """Ranking group of each prompt in the most recent step with this prompt."""
         self._step = 0
         self._homes: dict[GroupId, _Home] = {}
-        self._workers: dict[tuple[int, int], tuple[int, ...]] = {}  # step, rank -> engines
+        self._workers: dict[tuple[int, int], tuple[int, ...]] = {}  # by step and ranking group
         self._away: set[RequestId] = set()
         self._started = self._moved = 0
         self._stats: dict[str, float] = {}
@@ -217,7 +219,7 @@ class HistoPipe:
         """Assign engines to the prompts of `work`, which start now."""
         for at in range(0, len(work), self._batch):
             part = work[at : at + self._batch]
-            if len(part) == self._batch:  # an incomplete step is routed by load
+            if len(part) == self._batch:  # prompts of an incomplete step are routed by load
                 self._begin(part)
 
     def _begin(self, work: Sequence[Work]) -> None:
@@ -251,13 +253,12 @@ class HistoPipe:
         }
 
     def learn(self, prompt: Prompt, lengths: Collection[int]) -> None:
-        """Record the lengths of the finished responses to a prompt, for predictions in the next
-        epoch."""
+        """Record the lengths of the finished responses to a prompt, to predict the next epoch."""
         self._history.note(key_of(prompt), lengths)
 
     def leave(self, lengths: Mapping[RequestId, int]) -> list[RequestId]:
-        """Return the running requests that should migrate now, given the current lengths of
-        responses; each migrates at most once."""
+        """Return the running requests that should migrate now; `lengths` has their current response
+        lengths. Each request migrates at most once."""
         found = []
         for request, length in lengths.items():
             home = self._homes.get(group_of(request))
@@ -270,13 +271,13 @@ class HistoPipe:
         return found
 
     def _higher(self, home: _Home) -> list[int]:
-        """Return the other engines, which serve higher ranking groups of the same step."""
+        """Return all engines of higher ranking groups in this step, except the current engine."""
         ranks = range(home.rank + 1, self._groups)
         return [r for k in ranks for r in self._workers.get((home.step, k), ()) if r != home.engine]
 
     def choose(self, request: RequestId, load: Mapping[int, int]) -> int | None:
-        """Route a request, as `sched.roles.Router`. A request without assigned engine goes to the
-        least loaded engine."""
+        """Return the leader rank of the engine for a request. A request without an assigned engine
+        goes to the least loaded engine."""
         home = self._homes.get(group_of(request))
         if home is not None and request not in self._away and home.engine in load:
             return home.engine
@@ -285,7 +286,7 @@ class HistoPipe:
         return min(there, key=lambda r: (load[r], r), default=None)
 
     def forget(self, group: GroupId) -> None:
-        """Forget a group that has no more requests."""
+        """Forget the engine of a group that has no more requests."""
         self._homes.pop(group, None)
         self._away = {i for i in self._away if group_of(i) != group}
         steps = {home.step for home in self._homes.values()}
@@ -296,17 +297,18 @@ class HistoPipe:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step that began most recently, and the share of responses that
-        migrated since the previous call."""
+        have migrated since the previous call."""
         moved = self._moved / self._started if self._started else 0.0
         self._started = self._moved = 0
         return self._stats | {"pipe/moved": moved}
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, as plain JSON, without requests in flight."""
+        """Return the state for `restore`, as plain JSON. The state leaves out requests in
+        flight."""
         return {"step": self._step, "history": self._history.state(), "ranks": self._ranks}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; the number of engines may have changed."""
+        """Load a saved `state`. The number of engines may differ from the saved run's."""
         self._step = state["step"]
         self._history.restore(state["history"])
         self._ranks = dict(state["ranks"])

@@ -1,49 +1,50 @@
-"""Decide whether and how long to draft: cap and gate of HistoSpec, from measured decode steps.
+"""Decide from measured decode steps whether to draft, and how many tokens: HistoSpec.
 
-A decode step over n tokens takes about a + b n seconds, plus c if drafts are made and verified: `a`
-to read the weights, `b` for the arithmetic of a token. These are fitted to an engine's steps, with
-decaying weight. At the knee, n = a / b tokens, a step takes twice as long as an empty step.
+A decode step over n tokens takes about a + b n seconds, plus c if drafts are made and verified. The
+time `a` is for reading the weights, `b` for the arithmetic of a token. The times are fitted to an
+engine's steps; older steps have less weight. At the knee, a step of n = a / b tokens takes twice as
+long as an empty step.
 
     cap     Drafts in a batch of `running` requests have at most knee // running - 1 tokens (from 1
-            to the window), so that a forward stays below the knee: RhymeRL, arXiv:2508.18588.
+            to the window), so that a forward stays below the knee (RhymeRL, arXiv:2508.18588).
     gate    Suppose that drafts have d tokens per request and yield e tokens per request and step.
             Drafting is on while it raises the throughput:
 
                 e (a + b running) > a + b running (1 + d) + c
 
-            Batches of 1, 2 to 3, 4 to 7, ... requests have separate d and e. While drafting is off,
-            a few steps retry it after 32 steps; each failed retry doubles the pause, up to 1,024.
+            Batches of 1, 2 to 3, 4 to 7, ... requests have separate d and e. If drafting is off, it
+            is retried after 32 steps. Each failed retry doubles this pause, up to 1,024 steps.
 
 Drafting does not change which tokens are sampled, only how many a forward yields."""
 
 from dataclasses import dataclass, field
 
 _WARM = 6
-"""Minimum number of steps with drafts before drafting may be switched off, also in a retry."""
+"""Minimum number of steps with drafts before drafting may be switched off, also during a retry."""
 _FORGET = 0.1
-"""Minimum weight of a new step in the running means of its batch size."""
+"""Minimum weight of a new step in the running means of draft statistics."""
 _WAIT = 32
 _LONGEST_WAIT = 1024
 _PLAIN_EVERY = 64
-"""While drafting is on, one step in this many runs without drafts, to measure its time."""
+"""Number of steps with drafts after which one step without drafts is run, to time it."""
 _FIT_FORGET = 0.01
 _FIT_STEPS = 24
-"""Minimum number of steps for a fit; it also needs `_WARM` steps each with and without drafts."""
+"""Minimum number of steps for a fit, including `_WARM` with drafts and `_WARM` without drafts."""
 LARGEST_KNEE = 1 << 16
 
 
 class DraftCost:
-    """Cost model: a step takes a + b * tokens seconds, plus c with drafts. The fit minimizes the
-    squares of relative errors."""
+    """Cost model of a decode step: a + b * tokens seconds, plus c with drafts. The fit minimizes
+    the squares of relative errors."""
 
     def __init__(self) -> None:
         self._sums = [[0.0] * 3 for _ in range(3)]
         self._right = [0.0] * 3
-        self._steps = [0, 0]  # without drafts, with drafts
+        self._steps = [0, 0]  # numbers of steps without drafts and with drafts
 
     def note(self, tokens: int, drafts: bool, seconds: float) -> None:
-        """Add one step to the fit. Errors are relative to the measured time, so a slow outlier has
-        little weight."""
+        """Add one decode step to the fit. Errors are relative to the measured time, so a slow
+        outlier has little weight."""
         self._steps[drafts] += 1
         weight, x = 1 / max(seconds, 1e-9) ** 2, (1.0, float(tokens), float(drafts))
         for i in range(3):
@@ -52,8 +53,8 @@ class DraftCost:
                 self._sums[i][j] = (1 - _FIT_FORGET) * self._sums[i][j] + weight * x[i] * x[j]
 
     def fit(self) -> tuple[float, float, float] | None:
-        """Return (a, b, c), each at least 0, or None while the steps are too few or too similar to
-        fit."""
+        """Return the fitted (a, b, c), each at least 0. While the steps are too few or too similar
+        for a fit, return None."""
         if sum(self._steps) < _FIT_STEPS or min(self._steps) < _WARM:
             return None
         s, r = self._sums, self._right
@@ -61,12 +62,11 @@ class DraftCost:
         variance = s[1][1] / s[0][0] - mean * mean
         if variance < (0.2 * mean) ** 2:
             return None
-        # If token counts hardly vary among steps with drafts and among steps without drafts, b and
-        # c are not identifiable, so c is 0.
+        # If token counts hardly vary within each kind of step, b and c are ambiguous, so c is 0.
         along = (s[1][2] / s[0][0] - mean * share) ** 2 / max(share * (1 - share), 1e-9)
         is_told = variance - along > (0.05 * mean) ** 2
         found = _solve(s, r, (0, 1, 2) if is_told else (0, 1))
-        if found[2] < 0:  # drafts have no measurable cost
+        if found[2] < 0:  # drafts have no measurable cost: c is 0
             found = _solve(s, r, (0, 1))
         if found[1] < 0:
             found = _solve(s, r, (0,))
@@ -77,7 +77,7 @@ class DraftCost:
 
 
 def _solve(sums: list[list[float]], right: list[float], used: tuple[int, ...]) -> list[float]:
-    """Solve the normal equations for the columns `used` by elimination; other columns get 0."""
+    """Solve the normal equations by elimination for the coefficients `used`; the others are 0."""
     rows = [[sums[i][j] for j in used] + [right[i]] for i in used]
     for k in range(len(rows)):
         pivot = max(range(k, len(rows)), key=lambda i: abs(rows[i][k]))
@@ -105,9 +105,10 @@ class _BatchStats:
     """Mean number of drafted tokens per request in a step with drafts."""
     is_on: bool = True
     wait: int = _WAIT
-    """Number of steps without drafts before a retry."""
+    """Number of steps without drafts before drafting is retried."""
     since: int = 0
-    """Number of steps towards the next switch between steps with and without drafts."""
+    """Steps with drafts since the last step without; if drafting is off: steps since the last
+    retry."""
 
     def note(self, drafted: float, gained: float) -> None:
         self.steps += 1
@@ -116,8 +117,8 @@ class _BatchStats:
         self.gained += weight * (gained - self.gained)
 
     def judge(self, drafts: bool, gain: float | None) -> bool:
-        """Decide after a step whether drafting is on, and return whether the decision has changed.
-        `gain`: throughput with drafts relative to without; None while unknown."""
+        """Decide after a step whether drafting is on; return whether the decision has changed.
+        `gain`: ratio of the throughputs with and without drafts; None while unknown."""
         if gain is None:
             self.since = 0 if self.since >= 2 * _WARM else self.since + (not drafts)
             return False
@@ -143,8 +144,8 @@ class _BatchStats:
 
 @dataclass(slots=True)
 class DraftGate:
-    """Gate and cap of drafts for one engine. Without `switches`, drafting is always on and only the
-    window limits drafts, so that nothing depends on timing."""
+    """Switch and length limit of drafts for one engine. If `switches` is False, drafting is always
+    on and only the window limits drafts, so that nothing depends on timing."""
 
     window: int
     """Maximum number of tokens in a draft."""
@@ -158,7 +159,7 @@ class DraftGate:
     _batches: dict[int, _BatchStats] = field(default_factory=dict)
 
     def wants(self, running: int) -> bool:
-        """Return whether the next step of `running` requests should verify drafts."""
+        """Return whether the next decode step of `running` requests should use drafts."""
         if not self.switches:
             return True
         batch = self._batch(running)
@@ -190,13 +191,12 @@ class DraftGate:
         self.flips += batch.judge(drafts, self.gain(running))
 
     def renew(self) -> None:
-        """Reset the draft statistics. Call this when histories become available, since drafts are
-        then better."""
+        """Reset the draft statistics, because drafts improve when histories become available."""
         self._batches.clear()
 
     @property
     def knee(self) -> float | None:
-        """Number of tokens at which a forward takes twice as long as an empty forward; None while
+        """Number of tokens at which a step takes twice as long as an empty step; None while
         unknown."""
         if self._fit is None:
             return None
@@ -204,8 +204,7 @@ class DraftGate:
         return min(max(a / b, 1.0), LARGEST_KNEE) if b > 0 else float(LARGEST_KNEE)
 
     def gain(self, running: int) -> float | None:
-        """Return the ratio of tokens per second with drafts to tokens per second without; None
-        while unknown."""
+        """Return the ratio of tokens per second with and without drafts; None while unknown."""
         batch = self._batch(running)
         if self._fit is None or batch.steps < _WARM:
             return None

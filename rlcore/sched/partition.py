@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 MOST_JOBS = 12
-"""Maximum number of jobs. 12 jobs usually take 0.01 s; each job triples the worst-case time."""
+"""Maximum number of jobs. 12 jobs usually take 0.01 s; each further job triples the worst case."""
 
 
 def cheapest_partition(
@@ -12,8 +12,8 @@ def cheapest_partition(
 ) -> tuple[float, list[tuple[int, ...]]]:
     """Return the cost and the parts of the cheapest partition of the numbers 0 to count - 1.
 
-    `cost_of` returns the cost of a part, or None if the part is impossible; then all supersets must
-    be impossible, too. Parts are tried in order of size. A part of one number must be possible.
+    `cost_of` returns the cost of a part, or None if the part is impossible. All supersets of an
+    impossible part must be impossible. A part of one number must be possible.
 
     Raises:
         ValueError: `count` is more than 12.
@@ -34,7 +34,8 @@ def cheapest_partition(
 
     @cache
     def best(mask: int) -> tuple[float, int]:
-        """Return the least cost of the set `mask`, and the part that has its lowest member."""
+        """Return the least cost of splitting the set `mask`, and the part that has its lowest
+        number."""
         if not mask:
             return 0.0, 0
         lowest = (mask & -mask).bit_length() - 1

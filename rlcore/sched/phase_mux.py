@@ -50,7 +50,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Permit to start a phase on `slots`. With `is_more`, the slots are for a running phase."""
+    """Permit to start a phase on `slots`. If `is_more`, the slots are added to a running phase."""
 
     job: str
     slots: tuple[str, ...]
@@ -59,8 +59,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Order to continue a rollout on the slots `keep`, and to call `freed` once it no longer uses
-    the slots `free`."""
+    """Instruction to continue a rollout on the slots `keep`. The caller must call `freed` once the
+    rollout no longer uses the slots `free`."""
 
     job: str
     keep: tuple[str, ...]
@@ -91,7 +91,7 @@ class _State:
     is_tail: bool = False
     """Whether the running rollout has reached its tail, so that it may move to fewer slots."""
     is_moving: bool = False
-    """Whether a `Migrate` was issued for the running rollout."""
+    """Whether the running rollout has been told to free slots (`Migrate`)."""
 
     def take_place(self, order: int) -> None:
         """Set the job's position in the order of permits."""
@@ -118,7 +118,7 @@ class _State:
         self.slots, self.more = free, later
 
     def extend(self, slots: list[str]) -> None:
-        """Give the running phase `slots`, which it has waited for."""
+        """Give the running phase further `slots`, for which the phase has waited."""
         self.more = [s for s in self.more if s not in slots]
         self.slots += slots
 
@@ -127,7 +127,7 @@ class _State:
         self.is_tail = True
 
     def move(self) -> None:
-        """Record that the running phase is freeing slots; it gets no further slots."""
+        """Record that the running rollout has been told to free slots; it gets no further slots."""
         self.is_moving = True
         self.more = []
 
@@ -143,11 +143,11 @@ class PhaseMux:
 
     def __init__(self, *, tail: float = TAIL) -> None:
         """Make a scheduler without jobs. `tail` is the share of finished responses from which a
-        rollout may move; above 1: never."""
+        rollout may move to fewer slots; above 1: never."""
         self._tail = tail
         self._jobs: dict[str, _State] = {}
         self._users: dict[str, list[tuple[str, str]]] = {}
-        """Jobs pinned to each slot, as (pool, job)."""
+        """Jobs pinned to each slot, as pairs (pool, job)."""
         self._holder: dict[str, str] = {}
 
     # ---- membership
@@ -209,7 +209,7 @@ class PhaseMux:
         turn = max(state.turn[p] for p in wants)
         pools = list(state.member.slots)
         first = min(pools.index(p) for p in wants)
-        for at, pool in enumerate(pools):  # give up permits before this phase
+        for at, pool in enumerate(pools):  # the job gives up its earlier permits
             state.turn[pool] = max(state.turn[pool], turn + 1 if at < first else turn)
         state.ask(wants, now)
         return self._go(now)
@@ -232,7 +232,7 @@ class PhaseMux:
         return self._go(now)
 
     def freed(self, job: str, slots: Collection[str], now: float) -> list[Todo]:
-        """Record that a rollout has freed these slots after a `Migrate`."""
+        """Record that a rollout has freed these slots, as its `Migrate` instruction required."""
         state = self._state(job)
         for slot in slots:
             if slot in state.slots:
@@ -254,11 +254,11 @@ class PhaseMux:
     # ---- queries
 
     def holders(self) -> dict[str, str]:
-        """Return the holding job by slot, for all slots in use."""
+        """Return the job that holds each slot, for all slots in use."""
         return dict(self._holder)
 
     def waiting(self) -> dict[str, float]:
-        """Return the time of the request by job, for all jobs that wait for a phase."""
+        """Return the request time of each job that waits for a phase."""
         return {name: s.since for name, s in self._jobs.items() if s.wants}
 
     def held(self, job: str) -> tuple[str, ...]:
@@ -277,11 +277,11 @@ class PhaseMux:
         return list(found)
 
     def state(self) -> list[dict[str, Any]]:
-        """Return the whole state as plain values, for `restore`."""
+        """Return the whole state of the scheduler as plain values, for `restore`."""
         return [asdict(s) for s in self._jobs.values()]
 
     def restore(self, saved: Iterable[Mapping[str, Any]], now: float) -> None:
-        """Replace the current state by a state that `state` returned."""
+        """Replace the current state by a saved result of the method `state`."""
         self._jobs.clear()
         self._users.clear()
         self._holder.clear()
@@ -295,7 +295,7 @@ class PhaseMux:
             self._jobs[member.job] = _State(member, **rest)
             self._holder |= dict.fromkeys(rest["slots"], member.job)
 
-    # ---- the order
+    # ---- the cyclic order
 
     def _state(self, job: str) -> _State:
         if job not in self._jobs:
@@ -304,7 +304,7 @@ class PhaseMux:
         return self._jobs[job]
 
     def _enter(self, state: _State) -> None:
-        """Let a job enter the other jobs' current round, or the next if its position has passed."""
+        """Let a job enter the current round, or the next round if its position has passed."""
         state.enter()
         for pool in state.member.slots:
             others = [
@@ -322,7 +322,7 @@ class PhaseMux:
         return state.is_here and not state.wants and not state.holds
 
     def _first(self, slot: str) -> str | None:
-        """Return the job with the next permit on a slot, or None."""
+        """Return the job that has the next permit on a slot; None if no job is in the order."""
         best, first = None, None
         for pool, job in self._users[slot]:
             state = self._jobs[job]
@@ -368,7 +368,7 @@ class PhaseMux:
         return Grant(name, tuple(here), is_more=True)
 
     def _moves(self) -> list[Todo]:
-        """Order rollouts in their tail to free slots that another job could use at once."""
+        """Tell rollouts in their tail to free slots that another job could use at once."""
         out: list[Todo] = []
         for name, state in self._jobs.items():
             keep = state.member.keep
@@ -383,7 +383,7 @@ class PhaseMux:
         return out
 
     def _could_use(self, state: _State, free: Collection[str]) -> bool:
-        """Return whether a waiting job could start on some of these slots if they were free."""
+        """Return whether a waiting job could start at once if the slots `free` were free."""
         for pool in state.wants:
             mine = state.member.slots[pool]
             if any(self._first(s) != state.member.job for s in mine):

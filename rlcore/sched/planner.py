@@ -1,13 +1,12 @@
 """Choose the tensor-parallel size of the rollout engines for each round. RollPacker, arXiv
 2509.21009.
 
-If a round has more preemptions than the previous round, the KV caches are too small: the ranks per
-engine are doubled, up to one node. After four rounds without preemption, the ranks per engine are
-halved, so that twice as many engines decode more requests in parallel.
+If a round has over 5 % more preemptions than the previous round, the KV caches are too small: the
+ranks per engine are doubled, up to one node. After four rounds without preemption, the ranks per
+engine are halved, so that twice as many engines decode more requests in parallel.
 
 Differences from the paper: short and long rounds have separate sizes and histories, because a
-change between them would look like a sudden rise. Engines with nearly full KV caches are not
-halved.
+change between the kinds would look like a rise. Engines with nearly full KV caches are not halved.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 from rlcore.utils.errors import ConfigError
 
 RISE = 1.05
-"""Ratio to the previous round's preemptions above which the engine size is doubled."""
+"""Ratio of a round's preemptions to the previous round's above which the engine size is doubled."""
 CALM_ROUNDS = 4
 """Number of rounds without preemption after which the engine size is halved."""
 FULL = 0.9
@@ -26,7 +25,7 @@ FULL = 0.9
 
 @dataclass(slots=True)
 class _RoundKind:
-    """State for one kind of rounds."""
+    """State for one kind of round, such as short or long."""
 
     tp: int
     before: int | None = None
@@ -41,12 +40,12 @@ class _RoundKind:
         return before
 
     def resize(self, tp: int) -> None:
-        """Change the size and restart the count of calm rounds."""
+        """Set the engine size and reset the count of rounds without preemption."""
         self.tp, self.calm = tp, 0
 
 
 class TPPlanner:
-    """Policy that doubles or halves the tensor-parallel size between rounds."""
+    """Policy that doubles or halves the tensor-parallel size of the engines between rounds."""
 
     def __init__(
         self, tp: int, max_tp: int, sizes: Mapping[str, int] | None = None, *, min_tp: int = 1
@@ -55,7 +54,7 @@ class TPPlanner:
         Args:
             tp: initial size, such as the best of `python -m rlcore profile`.
             max_tp: ranks of a node, or fewer if the model's heads cannot be divided further.
-            sizes: initial sizes by kind of round, where they differ from `tp`.
+            sizes: initial sizes by kind of round, if different from `tp`.
             min_tp: smallest size with enough memory for weights and KV cache.
 
         Raises:
@@ -68,7 +67,7 @@ class TPPlanner:
         self._kinds = {kind: _RoundKind(size) for kind, size in (sizes or {}).items()}
 
     def size(self, kind: str) -> int:
-        """Return the size for the next round of this kind."""
+        """Return the tensor-parallel size for the next round of this kind."""
         return self._of(kind).tp
 
     def after(self, kind: str, preemptions: int, cache_used: float = 0.0) -> int:
@@ -94,7 +93,7 @@ class TPPlanner:
         return {kind: asdict(known) for kind, known in self._kinds.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. If this run does not allow a size in it, raise ValueError."""
+        """Load a saved `state`. If this run does not allow one of its sizes, raise ConfigError."""
         found = {kind: _RoundKind(**known) for kind, known in state.items()}
         for kind, known in found.items():
             if not self._min <= known.tp <= self._max:
@@ -107,23 +106,20 @@ class TPPlanner:
 
 
 class FixedSizes:
-    """Fixed list of sizes by round, for tests; later rounds have the last size."""
+    """Policy that takes each round's tensor-parallel size from a fixed list, for tests. All rounds
+    after the end of the list have the last size."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes, self._rounds = tuple(sizes), 0
 
     def size(self, kind: str) -> int:
-        """Return the size for the next round."""
         return self._sizes[min(self._rounds, len(self._sizes) - 1)]
 
     def after(self, kind: str, preemptions: int, cache_used: float = 0.0) -> None:
-        """Record the end of a round."""
         self._rounds += 1
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, as plain JSON."""
         return {"rounds": self._rounds}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`."""
         self._rounds = state["rounds"]

@@ -11,8 +11,8 @@ from rlcore.sched.stop import StopAtAll, StopAtFirst
 
 
 class EpochPrompts:
-    """Prompt source that follows a resumable data order. Each issued prompt gets the next issue
-    number, so ids never repeat within a run."""
+    """Prompt source that follows a resumable data order. Each prompt gets the next issue number, so
+    group ids never repeat within a run."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class EpochPrompts:
 
         Redundancy (ROLL Flash's `num_env_groups x group_size`): `num_started` prompts start with
         `group_size` responses each. The round uses the first `num_prompts` complete prompts and the
-        first `num_samples` responses of each. It drops late responses; late prompts are not sampled
-        again in this epoch."""
+        first `num_samples` responses of each. Late responses are dropped. Late prompts are not
+        sampled again in this epoch."""
         self._next_prompts = next_prompts
         self._num_prompts, self._num_samples = num_prompts, num_samples
         self._greedy_baseline = greedy_baseline
@@ -87,5 +87,5 @@ class EpochPrompts:
         return {"issued": self.issued}
 
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
-        """Continue from `state`."""
+        """Continue issue numbers from a saved `state`; the data order is resumed separately."""
         self.issued = state["issued"]

@@ -1,11 +1,10 @@
 """Protocols and state of the controller's policies. Policies decide only from the controller's
 events, without torch, I/O or clock.
 
-Implementations: which prompts come next (`PromptSource`) in `prompt_source.py` and
-`tail_batching.py`; routing of requests (`Router`) in `router.py`; the end of a round (`Stop`) in
-`stop.py`; completion order in `completion_order.py`; role changes from decoding to training
-(`Elastic`) in `stream.py`. There is no admission policy: every request is admitted.
-"""
+Implementations: next prompts (`PromptSource`) in `prompt_source.py` and `tail_batching.py`; routing
+of requests (`Router`) in `router.py`; end of a round (`Stop`) in `stop.py`; completion order in
+`completion_order.py`; role changes from decoding to training (`Elastic`) in `stream.py`. There is
+no admission policy: every request is admitted."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ class RequestState:
         self.num_tokens = num_tokens
 
     def requeue(self, partial: Partial | None) -> None:
-        """Return the request to the queue; `partial` has the tokens known so far."""
+        """Return the request to the queue; `partial` has the tokens generated so far."""
         self.rank, self.resume = -1, partial
         self.num_tokens = len(partial.tokens) if partial else 0
 
@@ -103,9 +102,9 @@ class Verdict:
     closed: Sequence[GroupId] = ()
     """Groups that are too late for this round; their further responses are ignored."""
     dropped: Mapping[GroupId, str] = field(default_factory=dict)
-    """Reasons by group, for complete groups that do not count."""
+    """Reasons why complete groups do not count, by group."""
     more: Sequence[Work] = ()
-    """Additional work to start."""
+    """Additional prompts to start, as work for the engines."""
     is_short: bool = False
     """Whether the round ends with too few groups."""
 
@@ -116,7 +115,7 @@ class Router(Protocol):
         waiting. `load`: number of unfinished requests of every working engine, by leader rank."""
 
     def forget(self, group: GroupId) -> None:
-        """Forget a group that has no more requests. Called only in endless rounds."""
+        """Forget the engine of a group that has no more requests. Called only in endless rounds."""
 
     def clear(self) -> None:
         """Reset the routing after all engines have restarted with no requests."""
@@ -131,12 +130,11 @@ class Cell:
     leaders: tuple[int, ...]
     """Leader rank of each engine in the cell."""
     dp_ranks: tuple[int, ...]
-    """Data-parallel ranks of the learner in the cell; empty if the cell does not train after its
-    release."""
+    """Data-parallel ranks of the learner in the cell; empty if a released cell does not train."""
 
 
 class Live(NamedTuple):
-    """Unfinished request; all fields are in tokens."""
+    """Lengths of an unfinished request, in tokens."""
 
     prompt: int
     length: int
@@ -146,36 +144,37 @@ class Live(NamedTuple):
 
 
 class Elastic(Protocol):
-    """Policy for role changes within a round and for what released cells (`Cell`) train on next.
-    One object is used for the whole run."""
+    """Policy for role changes within a round, and for the groups on which released cells (`Cell`)
+    train. One object is used for the whole run."""
 
     def start(self) -> None:
         """Begin a round, in which all engines decode."""
 
     def finished(self, num_tokens: int) -> None:
-        """Record the length of a response that ended without being aborted."""
+        """Record the length in tokens of a response that ended without an abort."""
 
     def release(
         self, done: int, wanted: int, live: Callable[[], Iterable[Live]], up: Collection[int]
     ) -> Sequence[Cell]:
-        """Return the cells that stop decoding now: usually none, and at most once per round some.
-        `done` of the `wanted` responses have a score, without dropped groups. `live` returns all
-        unfinished requests. `up` has the leader ranks of the decoding engines."""
+        """Return the cells that stop decoding now, usually none; a policy releases cells at most
+        once per round. `done` of the `wanted` responses have a score; dropped groups are not
+        counted. `live` returns all unfinished requests. `up` has the leader ranks of the decoding
+        engines."""
 
     def take(self, ready: Sequence[GroupState], cell: Cell) -> int:
-        """Return how many of the `ready` groups, counted from the first, form the cell's next
+        """Return the number of `ready` groups, from the first on, that form the cell's next
         batch."""
 
     def left(self, rank: int) -> None:
-        """Record that the engine of leader rank `rank`, whose cell was released but does not train,
-        has no requests any more."""
+        """Record that an engine (leader rank `rank`) of a released cell that does not train has no
+        more unfinished requests."""
 
 
 class Stop(Protocol):
-    """Policy that decides when a round ends. One object per round, which may have state."""
+    """Policy that decides when a round ends. Each round has its own object with its own state."""
 
     def judge(self, groups: Mapping[GroupId, GroupState], group: GroupState) -> Verdict:
-        """Decide about `group`, one of `groups`, which has just become complete."""
+        """Decide whether the round ends, now that `group`, one of `groups`, has become complete."""
 
     def num_wanted(self, groups: Mapping[GroupId, GroupState]) -> int:
         """Return the number of responses needed to end the round."""
@@ -191,7 +190,7 @@ class Round:
 
 
 class PromptSource(Protocol):
-    """Policy for which prompts come next. One object is used for the whole run."""
+    """Policy that chooses the next prompts. One object is used for the whole run."""
 
     def next_round(self, sampling: Sampling) -> Round:
         """Return the work of the next round and its stop policy."""
@@ -200,8 +199,8 @@ class PromptSource(Protocol):
         """Return the kind of the next round. Call it between rounds."""
 
     def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
-        """Record the end of the round: `kept` groups are trained on; `dropped` has the reasons of
-        complete groups that are not. All other groups were late."""
+        """Record the end of the round. `kept` groups are trained on. `dropped` has the reason for
+        each complete group that is not trained on. All other groups were late."""
 
     def metrics(self) -> dict[str, float]:
         """Return the `sched/*` metrics after the most recent `settle`."""
@@ -210,8 +209,8 @@ class PromptSource(Protocol):
         """Return the state for `restore`, as plain JSON. Call it between rounds."""
 
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
-        """Continue from `state`. If it names rows that the data lack, raise ValueError and change
-        nothing. `num_rows`: number of rows of the data; None if unlimited."""
+        """Load a saved `state`. If the state names rows that are not in the data, raise ValueError
+        and change nothing. `num_rows`: number of rows of the data; None if unlimited."""
 
 
 class EngineSizePolicy(Protocol):
@@ -219,7 +218,7 @@ class EngineSizePolicy(Protocol):
     run."""
 
     def size(self, kind: Kind) -> int:
-        """Return the tensor-parallel size for the next round, whose kind is `kind`."""
+        """Return the tensor-parallel size for the next round, which is of this kind."""
 
     def after(self, kind: Kind, preemptions: int, cache_used: float) -> object:
         """Record the end of a round. `preemptions`: sum over all engines. `cache_used`: peak share
@@ -229,4 +228,4 @@ class EngineSizePolicy(Protocol):
         """Return the state for `restore`, as plain JSON."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. If this run cannot use a size in it, raise ValueError."""
+        """Load a saved `state`. If this run cannot use one of its sizes, raise ValueError."""

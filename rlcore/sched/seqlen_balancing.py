@@ -1,15 +1,13 @@
 """Split sequence lengths into parts of nearly equal sums, one for each data-parallel rank.
 
-Method: largest differencing (Karmarkar and Karp). It repeatedly joins the two partial solutions of
-largest spread, the heaviest part of one with the lightest part of the other. The largest sum is at
-most 4/3 of the optimum. 8,192 lengths take a tenth of a second.
-"""
+Method: largest differencing (Karmarkar and Karp). The two partial solutions with the largest
+spread are joined repeatedly, the heaviest part of one solution with the lightest part of the other.
+The largest sum is at most 4/3 of the optimum. 8,192 lengths take a tenth of a second."""
 
 import heapq
 from collections.abc import Sequence
 
-# (-sum, -count, smallest index, indices): sorting tuples puts the heaviest part first, and the
-# smallest index is unique, so there are no ties.
+# (-sum, -count, smallest index, indices): sorted with the heaviest part first, without ties.
 Part = tuple[int, int, int, list[int]]
 
 
@@ -42,7 +40,7 @@ def balanced_partitions(lengths: Sequence[int], num_parts: int) -> list[list[int
 
 
 def _join(a: list[Part], b: list[Part], num_parts: int) -> list[Part]:
-    """Join two solutions: the heaviest part of `a` with the lightest part of `b`, and so on."""
+    """Join two partial solutions: the heaviest part of `a` with the lightest of `b`, and so on."""
     a, filled = list(a), len(a)
     for j, light in enumerate(b):
         partner = num_parts - 1 - j

@@ -1,8 +1,8 @@
 """Sample buffer of `--mode async`: limit how many groups are in flight and how old they are, and
 choose which groups are trained next. ROLL Flash, arXiv:2510.11345.
 
-A version is a number of policy updates. The age of a group is counted in versions, from the oldest
-first token of its responses. Policy version n trains B groups that are at most alpha versions old:
+A version is the number of policy updates so far. The age of a group is counted in versions, from
+the oldest first token of its responses. Per version, B groups of at most age alpha are trained:
 
     room      (1 + alpha) B groups start at the first version, and B groups at each later version.
               Each dropped group makes room for another. So at most (1 + alpha) B groups are running
@@ -12,12 +12,11 @@ first token of its responses. Policy version n trains B groups that are at most 
     drop      When the version changes, running and finished groups older than alpha are dropped.
 
 If alpha has a fractional part f, alpha B and the maximum age are rounded up. Then at most f B
-groups of a batch have the maximum age. With `extra`, that many additional groups run, and as many
-older groups may still run while younger groups are trained. With alpha 0 and no extra, the batch is
-synchronous: B groups start with a version, and all must finish.
+groups of a batch have the maximum age. With `extra` > 0, `extra` additional groups run, and at most
+`extra` older groups may still run while younger groups are trained. With alpha 0 and no extra, the
+batch is synchronous: B groups start with a version, and all must finish.
 
-This module has no clock and no I/O, so the controller uses it in runs and in the simulator.
-"""
+This module has no clock and no I/O, so the controller uses it in runs and in the simulator."""
 
 import math
 from collections import Counter
@@ -31,7 +30,7 @@ from rlcore.sched.stop import EQUAL_REWARDS
 from rlcore.utils.errors import ConfigError
 
 STALE = "older than async.alpha"
-"""Reason given for dropping a group that is too old."""
+"""Reason given when a group is dropped because the group is too old."""
 
 
 @dataclass(slots=True)
@@ -44,8 +43,8 @@ class BufferedGroup:
     """Position of the group in the order in which groups complete; None while the group runs."""
 
     def decoded(self, version: Version) -> None:
-        """Record the version of a response's first token. The group's version is the oldest of
-        these."""
+        """Record the policy version that generated a response's first token. The group keeps the
+        oldest of these versions."""
         self.version = version if self.version is None else min(self.version, version)
 
     def complete(self, place: int) -> None:
@@ -59,7 +58,7 @@ class SampleBuffer:
     def __init__(self, batch: int, alpha: float, extra: int = 0) -> None:
         """
         Args:
-            batch: number of groups that each version trains (B in the module text).
+            batch: number of groups trained per version (B in the module text).
             alpha: maximum number of policy versions between first token and training of a group.
             extra: number of additional groups in flight; the slowest groups are dropped.
         """
@@ -84,7 +83,7 @@ class SampleBuffer:
 
     @property
     def batch(self) -> int:
-        """Number of groups that each version trains."""
+        """Number of groups trained per version."""
         return self._batch
 
     @property
@@ -108,7 +107,7 @@ class SampleBuffer:
         return late
 
     def start(self, group: GroupId) -> None:
-        """Add a group that starts now; it uses one unit of `room`."""
+        """Add a group that starts now; `room` decreases by one."""
         assert self.room > 0, group
         self.room -= 1
         self._entries[group] = BufferedGroup()
@@ -141,8 +140,8 @@ class SampleBuffer:
         self._has_news = True
 
     def take(self) -> list[GroupId] | None:
-        """Remove and return the groups that the current version trains, or None if some of these
-        groups are not complete yet."""
+        """Remove and return the groups to train on at the current version. If too few of these
+        groups are complete, return None."""
         if not self._has_news or self._num_finished < self._batch:
             return None
         self._has_news = False
@@ -189,7 +188,7 @@ class SampleBuffer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. If the settings differ from the saved run's, raise ConfigError,
+        """Load a saved `state`. If the settings differ from the saved run's, raise ConfigError,
         since groups might be too many or too old."""
         was, now = list(state["settings"]), [self._batch, self._alpha, self._extra]
         names = "data.prompts_per_step", "async.alpha", "async.extra_prompts"
@@ -207,8 +206,8 @@ class SampleBuffer:
 
 
 MOST_EQUAL = 4
-"""Maximum number of replaced groups of equal rewards, as a multiple of the batch. Further groups
-are trained on, because a solved or too hard task would be sampled forever."""
+"""Maximum number of replaced groups of equal rewards, as a multiple of the batch. More such groups
+are trained on, because solved or too hard tasks would be replaced forever."""
 
 
 class Refill:
@@ -218,8 +217,9 @@ class Refill:
     def __init__(
         self, buffer: SampleBuffer, issue: Callable[[int], list[Work]], dynamic: bool = False
     ) -> None:
-        """Make the policy. `issue(n)` returns the work of the next n prompts. With `dynamic`, other
-        prompts replace groups of equal rewards, at most `MOST_EQUAL` x batch per version."""
+        """Make the policy. `issue(n)` returns the work of the next n prompts. With `dynamic`, at
+        most `MOST_EQUAL` x batch groups of equal rewards per version are replaced by other
+        prompts."""
         self._buffer, self._issue, self._dynamic = buffer, issue, dynamic
         self._version, self._num_equal = buffer.version, 0
 

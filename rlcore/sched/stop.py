@@ -6,7 +6,7 @@ from rlcore.records import GroupId, Work
 from rlcore.sched.roles import GroupState, Verdict
 
 EQUAL_REWARDS = "equal rewards"
-"""Reason given when dynamic sampling drops a group."""
+"""Reason given when dynamic sampling drops a group whose responses have equal rewards."""
 
 
 class StopAtAll:
@@ -27,9 +27,8 @@ class StopAtFirst:
     """`Stop` policy: end the round once every domain has its quota of complete groups. All other
     started groups are late.
 
-    With `more`, another prompt of the same domain replaces each group of equal rewards. If `more`
-    returns none and no open group can fill a quota, the round ends with fewer groups.
-    """
+    With `more`, each group of equal rewards is replaced by another prompt of the same domain. If
+    `more` returns None and no open group can fill a quota, the round ends with fewer groups."""
 
     def __init__(
         self,
@@ -75,6 +74,6 @@ class StopAtFirst:
         return [g for g in groups if g not in self._kept and g not in self._dropped]
 
     def _end(self, groups: Mapping[GroupId, GroupState]) -> Verdict:
-        """End the round. The kept groups are in submission order, so that the batch does not depend
-        on the order of completion."""
+        """Return the verdict that ends the round. Kept groups are in submission order, so that the
+        batch does not depend on the order of completion."""
         return Verdict(kept=[g for g in groups if g in self._kept])

@@ -40,8 +40,8 @@ class LengthDistribution:
         self._history = history
 
     def add(self, length: int) -> None:
-        """Add the length of a response that has ended; drop the oldest length if there are too
-        many."""
+        """Add the length of a response that has ended; beyond the maximum number, drop the
+        oldest."""
         self._recent.append(length)
         insort(self._sorted, length)
         if len(self._recent) > self._history:
@@ -81,7 +81,7 @@ class StreamWindow:
             max_running: maximum number of requests that one engine decodes at a time.
             batch_tokens: approximate number of tokens per micro-batch of a model-parallel group.
             earliest, latest: range of the share of finished responses in which release is allowed.
-            check_every: increase in that share between two checks.
+            check_every: increase of the share of finished responses between two checks.
             lengths: lengths of responses from earlier rounds.
 
         Raises:
@@ -127,8 +127,8 @@ class StreamWindow:
         return self._half
 
     def take(self, ready: Sequence[GroupState], cell: Cell) -> int:
-        """Return how many groups fill one micro-batch of every model-parallel group; at least one
-        group for each of these, if there are enough."""
+        """Return how many `ready` groups fill one micro-batch of every model-parallel group in the
+        cell: at least one `ready` group for each model-parallel group, if there are enough."""
         room, least, tokens = self._batch_tokens * len(cell.dp_ranks), len(cell.dp_ranks), 0
         for n, group in enumerate(ready):
             prompt = len(group.work.prompt.tokens)

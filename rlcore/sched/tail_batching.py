@@ -10,8 +10,8 @@ When the queue holds P prompts, a *long* round starts exactly P of them with R r
 waits for all. So a share of (eta_prompts - 1) / eta_prompts of all rounds is long.
 
 Differences from the paper: without `dynamic`, groups of equal rewards count; otherwise a round of
-exactly P prompts could not end. Extra responses bias a group to short responses (the paper only
-mentions reordering); eta_samples = 1 avoids the bias."""
+exactly P prompts could not end. Extra responses bias a group towards short responses (the paper
+mentions only reordered prompts); eta_samples = 1 avoids the bias."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +24,7 @@ from rlcore.sched.stop import StopAtFirst
 from rlcore.utils.errors import ConfigError
 
 Key = tuple[int, int]
-"""(epoch, row of the data set); a prompt is trained on at most once per epoch."""
+"""Key of a prompt: (epoch, row of the data set). A prompt is trained on at most once per epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +104,14 @@ class TailBatching:
         return Round(work=work, stop=stop, kind="long" if self._is_long else "short")
 
     def next_kind(self) -> Kind:
-        """Return the kind of the next round: long if the queue holds enough prompts for one
-        step."""
+        """Return the kind of the next round: long if the queue has enough prompts, else short."""
         enough = all(len(self._queue[d]) >= n for d, n in self._quotas.items())
         return "long" if enough else "short"
 
     def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
-        """Record the end of the round: `kept` groups are trained on; `dropped` has the reasons of
-        complete groups that are not. All other groups were late: queue them in starting order."""
+        """Record the end of the round. `kept` groups are trained on. `dropped` has the reason for
+        each complete group that is not trained on. Queue the late prompts, all others, in starting
+        order."""
         trained = set(kept)
         for group, issued in self._round.items():
             row = self._ledger[issued.key[0]]
@@ -163,8 +163,8 @@ class TailBatching:
         }
 
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
-        """Continue from `state`. If it names rows or domains that this run lacks, raise ValueError
-        and change nothing. `num_rows`: number of rows of the data; None if unlimited."""
+        """Load a saved `state`. If the state names rows or domains that this run lacks, raise
+        ValueError and change nothing. `num_rows`: number of rows of the data; None if unlimited."""
         for part in ("queue", "ahead"):
             if unknown := sorted(set(state[part]) - set(self._quotas)):
                 raise ConfigError(
@@ -187,8 +187,8 @@ class TailBatching:
     # ---- prompts
 
     def _fresh(self, domain: str, n: int) -> list[Key]:
-        """Return the next n prompts of a domain. Keep prompts of other domains drawn meanwhile for
-        later."""
+        """Return the next n prompts of a domain. Prompts of other domains that are drawn meanwhile
+        are kept for later."""
         ahead = self._ahead[domain]
         drawn = 0
         while len(ahead) < n:
@@ -223,8 +223,8 @@ class TailBatching:
         return work
 
     def _count_started(self, keys: Iterable[Key]) -> None:
-        """Count prompts that start for the first time. Queued prompts were counted in their short
-        round."""
+        """Count prompts that start for the first time; queued prompts were counted in short
+        rounds."""
         for epoch, _ in keys:
             self._ledger.setdefault(epoch, Counter())["started"] += 1
 
@@ -244,7 +244,7 @@ def check(
     eta_samples: float,
     quotas: Mapping[str, int] | None = None,
 ) -> None:
-    """Check the settings of a round. If one is out of range, raise ConfigError."""
+    """Check the settings of a round. If a setting is out of range, raise ConfigError."""
     for name, value in (("eta_prompts", eta_prompts), ("eta_samples", eta_samples)):
         if not value >= 1:
             raise ConfigError(f"{name} {value:g}: must be at least 1; 1 starts no extra work")

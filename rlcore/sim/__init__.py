@@ -1,2 +1,2 @@
-"""Simulation of a cluster: the shipped controller and policies with virtual engines and a virtual
+"""Simulation of a cluster: the shipped controller and policies run on virtual engines and a virtual
 clock."""

@@ -1,8 +1,8 @@
 """Simulate asynchronous training on virtual engines, with the shipped controller and sample buffer
 and a simulated learner.
 
-Messages take no time. When the learner has trained a batch, all engines pause for `sync_s`, get the
-new weights, and continue. Running requests are prefilled again unless the KV cache is kept.
+Messages take no time. When the learner has trained a batch, all engines pause for `sync_s` seconds,
+get the new weights, and continue. Unless `mode` is `in_place`, requests are prefilled again.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,21 +46,21 @@ from rlcore.sim.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Timing and samples of one training batch."""
+    """Timing of one training batch, with the lengths and ages of its responses."""
 
     seconds: float
-    """Seconds from the previous batch to this batch."""
+    """Seconds between the start of training on the previous batch and on this batch."""
     waited: float
     """Part of `seconds` in which the learner waited for samples."""
     trained: float
     """Part of `seconds` in which the learner trained the previous batch."""
     lengths: tuple[int, ...]
     ages: tuple[int, ...]
-    """Age of each response: policy versions between its first token and this batch."""
+    """Age of each response: number of policy versions from its first token to this batch."""
 
 
 class PromptLengths:
-    """Response length by request; the lengths of all responses of a prompt are drawn together."""
+    """Response length by request. The lengths of all responses to a prompt are drawn together."""
 
     def __init__(self, generator: Workload, samples: int, seed: int) -> None:
         self.generator, self.samples, self.seed = generator, samples, seed
@@ -95,7 +95,7 @@ class EndlessPrompts:
 
 
 class SimAsyncRollout(Engines):
-    """Asynchronous rollout that simulates updates as in `trainer/async_loop.py`."""
+    """Simulation of asynchronous rollout and training steps as in `trainer/async_loop.py`."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class SimAsyncRollout(Engines):
         Args:
             lengths: returns the response length of a request.
             issue: returns the work of the next n prompts.
-            batch, alpha, extra: settings of the sample buffer.
-            train_s: seconds in which the learner trains samples of these lengths (with prompt).
+            batch, alpha, extra: batch size, maximum staleness and extra groups in the buffer.
+            train_s: returns the learner's seconds to train samples of these lengths (with prompt).
             sync_s: seconds of a weight update.
         """
         world = SimSettings(costs, lengths, rewards=rewards, max_running=max_running)
@@ -136,14 +136,14 @@ class SimAsyncRollout(Engines):
         self._flow, self._train_s, self._sync_s, self._mode = controller, train_s, sync_s, mode
         self._born: dict[str, int] = {}
         self._late: list[AnyEvent] = []
-        """Events that occurred while all engines were paused."""
+        """Events that occurred while all engines were paused; delivered after the pause."""
         self._version = 0
         self._asked = self._last = self._training = 0.0
         self._steps = 0
         self.updates: list[Update] = []
 
     def run(self, steps: int) -> list[Update]:
-        """Simulate and return `steps` more updates."""
+        """Simulate `steps` more training batches, and return an `Update` for each of them."""
         self._steps += steps
         self.is_over = False
         if not self.updates and self._version == 0:
@@ -154,7 +154,7 @@ class SimAsyncRollout(Engines):
 
     @property
     def busy(self) -> float:
-        """Mean share of the time in which an engine was busy."""
+        """Share of the time in which an engine was busy, averaged over the engines."""
         for engine in self._engines:
             engine.advance(self._now)
         return sum(r.busy_s for r in self._engines) / (self._now * len(self._engines))
@@ -188,7 +188,7 @@ class SimAsyncRollout(Engines):
         self._tell(Wanted(rank=0))
 
     def _tell(self, event: Any) -> None:
-        if self._flow.done:  # delivered after the pause
+        if self._flow.done:  # all engines are paused: deliver the event later
             self._late.append(event)
             return
         if isinstance(event, Finished):
@@ -220,7 +220,7 @@ class SimAsyncRollout(Engines):
         engine.advance(self._now)
         for id in engine.begun:
             self._born.setdefault(id, self._version)
-        self._planned[rank - 1] += 1  # no event until the engine continues
+        self._planned[rank - 1] += 1  # cancel the engine's next event during the pause
         self._tell(Held(rank=rank))
         if self._flow.done:
             self._push(self._now + self._sync_s, ("go", 0, self._version + 1))

@@ -26,34 +26,34 @@ from rlcore.utils.seed import derive
 
 RowOf = Callable[[Request], int]
 PHASES = ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "resize_engines")
-"""Phases in the order of a step. `gen` lasts until the end of the round, so it includes the scoring
-during the round; `reward` is the scoring after the round."""
+"""Phases of a step in order, except that `resize_engines` comes first. `gen` lasts until the end of
+the round and includes scoring during the round; `reward` is the scoring after the round."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamRule:
-    """Rule for when half of the engines switch to training; `earliest` and `latest` are shares of
-    finished responses."""
+    """Rule for when half of the engines switch from decoding to training. `earliest` and `latest`
+    limit the share of finished responses at which these engines may switch."""
 
     earliest: float = StreamConfig.earliest
     latest: float = StreamConfig.latest
     checks_cache: bool = True
-    """Whether the remaining engines' KV caches must have room for all unfinished requests."""
+    """Whether to switch only if the decoding engines' KV caches hold all unfinished requests."""
     once: bool = False
-    """Whether engines train only the groups that are complete when these engines switch."""
+    """Whether engines train only the groups that are complete at the switch to training."""
     batch_tokens: int = 16_384
-    """Approximate number of tokens that an engine trains at a time."""
+    """Approximate number of tokens per training micro-batch of an engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """Virtual cluster and its workload."""
+    """Settings of a simulated run: virtual cluster, workload and policies."""
 
     name: str
     gpus: int
     tp: int
     costs: Callable[[int], EngineCost]
-    """Returns the costs of an engine over the given number of GPUs."""
+    """Function that returns the costs of an engine with the given number of GPUs."""
     training: TrainingCost
     workload: Workload
     num_prompts: int
@@ -62,19 +62,19 @@ class ClusterPlan:
     eta_prompts: float = TailConfig.eta_prompts
     eta_samples: float = TailConfig.eta_samples
     rewards: Callable[[RowOf], Rewards] = lambda row_of: Rewards()
-    """Makes the rewards of a run, which may adapt during the run. `row_of` returns the data set row
-    of a request's prompt."""
+    """Function that makes the reward scorers of a run, which may adapt during the run. Its argument
+    returns the data set row of a request's prompt."""
     max_tp: int = 0
-    """Maximum `tp` if the planner changes it between rounds; 0: `tp` is fixed."""
+    """Maximum `tp` that the planner may choose between rounds; 0: `tp` is fixed."""
     min_tp: int = 1
-    """Minimum `tp` for the planner: the smallest with enough memory for the weights and a KV
-    cache."""
+    """Minimum `tp` that the planner may choose. The weights and a KV cache must fit into memory at
+    this `tp`."""
     reshard_s: Callable[[int], float] = lambda tp: 0.0
-    """Returns the seconds to change to engines of the given number of GPUs."""
+    """Function that returns the seconds to change to engines of the given number of GPUs."""
     overlap_logprobs: bool = False
-    """Whether GPUs with nothing to decode compute the log-probs of finished responses (RLHFuse)."""
+    """Whether idle GPUs compute log-probs of finished responses during rollout (RLHFuse)."""
     stream: StreamRule | None = None
-    """Rule under which half of the engines train while the others decode; None: never."""
+    """Rule for when half of the engines train while the others decode; None: never."""
     max_running: int = 1 << 30
     """Maximum number of requests that an engine decodes at a time."""
     seed: int = 0
@@ -101,7 +101,7 @@ class SimStep:
 
 
 class SimRun:
-    """Simulation of a plan."""
+    """Simulation of a run with the settings of a `ClusterPlan`."""
 
     def __init__(self, plan: ClusterPlan) -> None:
         self._plan = plan
@@ -204,7 +204,7 @@ class SimRun:
             rewards=self._rewards,
             max_running=plan.max_running,
             elastic=elastic,
-            # `training` is for all GPUs, of which an engine has 1/engines
+            # `training` is the cost on all GPUs; one engine has 1/engines of them
             train_s=lambda n: engines * (training.update_s(n) + training.logprobs_s(n)),
             trains_once=rule is not None and rule.once,
         )
@@ -222,7 +222,7 @@ class SimRun:
 
 
 def rows_in_order() -> Callable[[int], list[tuple[int, int]]]:
-    """Return a function that returns the next (epoch, row) of an endless data set."""
+    """Return a function from n to the next n (epoch, row) pairs of an endless data set."""
     at = 0
 
     def next_rows(n: int) -> list[tuple[int, int]]:
@@ -235,7 +235,7 @@ def rows_in_order() -> Callable[[int], list[tuple[int, int]]]:
 
 @dataclass(slots=True)
 class Summary:
-    """Means over simulated steps."""
+    """Averages over simulated steps."""
 
     steps: int
     seconds: float
@@ -244,14 +244,14 @@ class Summary:
     trained_share: float
     """Share of the decoded tokens that are trained."""
     idle: float
-    """Share of the rollout time in which an engine was idle, mean over engines."""
+    """Share of the rollout time in which an engine was idle, averaged over the engines."""
     preemptions: float
     tokens: float
     """Mean number of response tokens that are trained in a step."""
     streamed: float = 0.0
-    """Share of the kept groups that are trained while other requests are decoded."""
+    """Share of the kept groups that are trained while other requests are still decoded."""
     by_kind: dict[str, float] = field(default_factory=dict)
-    """Mean seconds of a step, by kind of round."""
+    """Mean seconds of a step, by kind of rollout round (`all`, `short` or `long`)."""
 
 
 def summarize(steps: Sequence[SimStep]) -> Summary:

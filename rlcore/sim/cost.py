@@ -11,13 +11,13 @@ from rlcore.utils.errors import ConfigError
 class EngineCost:
     """Cost of one engine. A decode step of b sequences with c context tokens in total takes
 
-        step_s + sequence_s b + context_s c
+        step_s + sequence_s * b + context_s * c
 
     seconds.
     """
 
     step_s: float
-    """Seconds of a step without sequences, in which all weights are read."""
+    """Seconds of an empty decode step, which reads all weights but decodes no sequence."""
     sequence_s: float = 0.0
     context_s: float = 0.0
     prefill_s: float = 0.0
@@ -25,15 +25,15 @@ class EngineCost:
     cache_tokens: float = math.inf
 
     def decode_s(self, sequences: int, context: float, steps: int) -> float:
-        """Return the seconds of `steps` steps, in each of which every sequence grows by a token.
-        `context`: total context tokens at the first step."""
+        """Return the seconds of `steps` decode steps, each of which adds one token to every
+        sequence. `context`: total context tokens at the first step."""
         grown = sequences * steps * (steps - 1) / 2
         return steps * (self.step_s + self.sequence_s * sequences) + self.context_s * (
             steps * context + grown
         )
 
     def steps_within(self, sequences: int, context: float, seconds: float) -> int:
-        """Return the number of whole steps that fit into `seconds`: the inverse of `decode_s`."""
+        """Return the number of whole decode steps within `seconds`: the inverse of `decode_s`."""
         if seconds <= 0:
             return 0
         a = self.context_s * sequences / 2
@@ -75,10 +75,10 @@ GPUS = {
 """GPUs by name, from NVIDIA's data sheets; H800 is an H100 with slower links."""
 
 EFFICIENCY = 0.6
-"""Share of peak bandwidth and arithmetic that engines reach; assumed, not measured."""
+"""Share of peak bandwidth and peak FLOP/s that engines reach; assumed, not measured."""
 LAYER_OVERHEAD_S = 25e-6
-"""Overhead of one layer's kernels in a decode step with CUDA graphs. With tp > 1, collectives about
-double this overhead."""
+"""Seconds of kernel overhead per layer in a decode step with CUDA graphs. With tp > 1, collectives
+about double this overhead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +102,8 @@ MODELS = {
         ModelSize(name="32B", parameters=32.8e9, layers=64, kv_bytes=262_144, hidden=5120),
     )
 }
-"""Models by name: Qwen2.5 7B, 14B, 32B and Qwen3 8B, from config.json. Weights and KV cache are
-bf16."""
+"""Models by size: Qwen2.5 (7B, 14B, 32B) and Qwen3 (8B). Sizes are from config.json. Weights and KV
+cache are bf16."""
 
 
 def from_data_sheet(
@@ -113,7 +113,7 @@ def from_data_sheet(
 
     Args:
         utilization: share of a GPU's memory that the engine may use.
-        other_bytes: bytes on each GPU, within this share, for other uses such as a judge's weights.
+        other_bytes: part of that memory on each GPU for other uses, such as a judge's weights.
 
     Raises:
         ConfigError: the weights leave no room for a KV cache.
@@ -139,18 +139,18 @@ def from_data_sheet(
 
 
 def least_tp(costs: Callable[[int], EngineCost], tokens: int, tp: int) -> int:
-    """Return the smallest tp, halving from `tp`, whose KV cache holds a request of `tokens`."""
+    """Return the smallest of tp, tp / 2, ... at which the KV cache holds `tokens` tokens."""
     while tp > 1:
         try:
             if costs(tp // 2).cache_tokens < tokens:
                 break
-        except ValueError:  # the weights do not fit
+        except ValueError:  # the weights do not fit into memory
             break
         tp //= 2
     return tp
 
 
 def with_step(cost: EngineCost, measured: EngineCost, step_s: float) -> EngineCost:
-    """Scale the empty step of `cost` by `step_s` / `measured.step_s`, the factor by which another
-    engine's empty step is slower than its cost model predicts."""
+    """Return `cost` with its empty-step time scaled by `step_s` / `measured.step_s`: the true
+    empty-step time of a reference engine relative to its modelled time."""
     return replace(cost, step_s=cost.step_s * step_s / measured.step_s)

@@ -1,9 +1,9 @@
 """A virtual engine: continuous batching over a cost model, in virtual time.
 
 All running requests grow by one token per step, so the state between two events has a closed form.
-Events are: a request ends, the KV cache is full, requests arrive. An event costs O(log(requests)),
-for any number of tokens since the last event. If the KV cache is full, the most recently started
-request is preempted. As in real engines, this request waits and is prefilled again.
+Events are: a request ends, the KV cache is full, requests arrive. The time to process an event is
+O(log(requests)), for any number of tokens since the last event. If the KV cache is full, the most
+recently started request is preempted. As in real engines, it waits and is prefilled again.
 """
 
 import heapq
@@ -17,7 +17,7 @@ from rlcore.sim.cost import EngineCost
 
 @dataclass(slots=True, eq=False)
 class SimRequest:
-    """A request in an engine."""
+    """A request that runs or waits in an engine."""
 
     id: RequestId
     prompt: int
@@ -25,27 +25,27 @@ class SimRequest:
     """Final number of response tokens."""
     have: int = 0
     start: int = 0
-    """Step at which this engine decodes the request's first token."""
+    """Number of decode steps that the engine had done when it started the request."""
     gone: bool = False
 
     def start_at(self, step: int) -> None:
-        """Start decoding, with the first token at `step`."""
+        """Start decoding the request after `step` decode steps of the engine."""
         self.start = step
 
     def leave(self, step: int) -> None:
-        """Stop decoding at `step`, and keep the tokens decoded so far."""
+        """Stop decoding after `step` decode steps of the engine, and keep the decoded tokens."""
         self.have += step - self.start
         self.gone = True
 
 
 class DecodeSpan(NamedTuple):
-    """Interval of uninterrupted work. A new interval begins when the batch size crosses a power of
-    two."""
+    """Interval of uninterrupted decoding or prefill. When the batch size crosses a power of two, a
+    new interval begins."""
 
     start: float
     end: float
     running: int
-    """Number of running requests at the start."""
+    """Number of running requests at the start of the interval."""
 
 
 @dataclass(slots=True)
@@ -56,18 +56,19 @@ class VirtualEngine:
     max_running: int = 1 << 30
     now: float = 0.0
     decoded: int = 0
-    """Number of decoded tokens of all requests."""
+    """Number of tokens decoded so far, over all requests."""
     steps: int = 0
     prefilled: int = 0
     preemptions: int = 0
     busy_s: float = 0.0
     spans: list[DecodeSpan] = field(default_factory=list)
-    """Intervals of work."""
+    """Intervals in which the engine decoded or prefilled."""
     peak_context: float = 0.0
     _step: int = 0
     _context: float = 0.0
     _running: dict[RequestId, SimRequest] = field(default_factory=dict)
-    _ends: list[tuple[int, int, SimRequest]] = field(default_factory=list)  # (last step, tie, job)
+    _ends: list[tuple[int, int, SimRequest]] = field(default_factory=list)
+    """Heap of (last decode step, tie-breaker, request)."""
     _waiting: deque[SimRequest] = field(default_factory=deque)
     _ties: int = 0
 
@@ -77,14 +78,14 @@ class VirtualEngine:
 
     @property
     def begun(self) -> list[RequestId]:
-        """Requests that have at least one token."""
+        """Ids of the running and waiting requests that have at least one response token."""
         ids = [job.id for job in self._running.values() if job.have or job.start < self._step]
         return ids + [job.id for job in self._waiting if job.have]
 
     # ---- requests
 
     def submit(self, jobs: list[SimRequest], time: float) -> None:
-        """Queue requests, and start as many as fit."""
+        """Queue requests, and start as many as fit into the batch and the KV cache."""
         self.advance(time)
         self._waiting.extend(jobs)
         self._admit()
@@ -94,7 +95,7 @@ class VirtualEngine:
         return self.abort([*self._running, *(job.id for job in self._waiting)], time)
 
     def abort(self, ids: list[RequestId], time: float) -> list[SimRequest]:
-        """Stop and return these requests, which keep the tokens decoded so far."""
+        """Stop and return the given requests, which keep the tokens decoded so far."""
         self.advance(time)
         wanted, out = set(ids), []
         for id in ids:
@@ -132,7 +133,7 @@ class VirtualEngine:
             self.now = time
 
     def stand_still(self, time: float) -> None:
-        """Stay idle until `time`, even if there are requests."""
+        """Stay idle until `time`, even if there are requests to decode."""
         self.now = max(self.now, time)
 
     def step_to_event(self) -> list[SimRequest]:
@@ -161,7 +162,7 @@ class VirtualEngine:
 
     @property
     def _next_context(self) -> float:
-        """Context tokens after one more step."""
+        """Total context tokens of the running requests after one more decode step."""
         return self._context + len(self._running)
 
     def _worked(self, seconds: float) -> None:
@@ -212,7 +213,7 @@ class VirtualEngine:
 
     def _admit(self) -> None:
         """Start waiting requests in order, while the KV cache has room for their tokens and one
-        more token of each request."""
+        more token per request. An idle engine starts the first request in any case."""
         prefill = 0
         while self._waiting and len(self._running) < self.max_running:
             job = self._waiting[0]

@@ -16,15 +16,15 @@ from rlcore.sim.workload import GENERATORS, Workload
 
 STEPS = 5
 LEAST_PARAMETERS = 1e8
-"""Minimum number of parameters; the data sheet of a GPU does not predict smaller models."""
+"""Minimum number of model parameters; a GPU's data sheet does not predict smaller models."""
 LEAST_RESPONSES = 64
-"""Minimum number of responses of an earlier run for the estimate to use their lengths."""
+"""Minimum number of recorded responses for use of their lengths; else a generator is used."""
 
 
 def step(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Summary, str]:
-    """Return the mean of `STEPS` simulated steps, and the origin of the lengths. Lengths come from
-    `earlier`, the rollouts.jsonl of a run, or from a generator capped at rollout.max_tokens.
-    Rewards take no time.
+    """Return the mean of `STEPS` simulated steps, and a note on the source of the response lengths.
+    Lengths are those in `earlier`, the rollouts.jsonl of a run, or drawn from a generator capped at
+    rollout.max_tokens. Rewards take no time.
 
     Raises:
         ValueError: no estimate is possible for such a run; the error gives the reason.
@@ -34,14 +34,14 @@ def step(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple
 
 
 def rates(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Rates, str]:
-    """Return rates of a step for the planner of `sched/balance.py`, and where the lengths come
-    from."""
+    """Return the step rates for the planner of `sched/balance.py`, and a note on the source of the
+    response lengths."""
     made, said = plan(cfg, hf, gpus, gpu, earlier)
     return splits.rates(made), said
 
 
 def plan(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[ClusterPlan, str]:
-    """Return the simulation plan for the configuration, and the origin of the lengths."""
+    """Return the simulation plan for `cfg`, and a note on the source of the response lengths."""
     model = model_of(hf)
     workload, said = lengths(cfg, earlier)
     rollout = cfg.rollout
@@ -93,7 +93,7 @@ def model_of(hf: HFConfig) -> ModelSize:
 
 
 def lengths(cfg: Config, earlier: Path) -> tuple[Workload, str]:
-    """Return the response lengths and their origin."""
+    """Return the response lengths, and a note on their source."""
     if earlier.is_file():
         found, said = read_lengths(earlier, {})
         if sum(map(len, getattr(found, "by_prompt", ()))) >= LEAST_RESPONSES:

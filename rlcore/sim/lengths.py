@@ -15,7 +15,7 @@ RESPONSE = ("response_tokens", "num_tokens", "n_tokens", "GeneratedTokens", "out
 PROMPT = ("prompt_tokens", "ContextTokens", "input_length")
 SAME_PROMPT = ("series", "model", "dataset", "source", "idx", "prompt")
 """Columns that together identify a prompt; a file may lack some. If a row has neither `idx` nor
-`prompt`, its prompt is unknown, and its length is pooled with all such rows."""
+`prompt`, its prompt is unknown, and its length is pooled with those of all such rows."""
 MOST = 10_000_000
 ALLOWED = (
     "give a .csv, .jsonl or .jsonl.gz file whose rows have a response's tokens, a whole number "
@@ -24,8 +24,8 @@ ALLOWED = (
 
 
 def read_lengths(path: Path, where: Mapping[str, str] | None = None) -> tuple[Recorded, str]:
-    """Return the lengths of a file, and a note on their origin. Rows whose columns differ from
-    `where` are left out.
+    """Return the response lengths in a file, and a note that describes them. Rows whose columns
+    differ from `where` are left out.
 
     Raises:
         ConfigError: a line is invalid, or no row is left; the error names the line.
@@ -61,7 +61,7 @@ def read_lengths(path: Path, where: Mapping[str, str] | None = None) -> tuple[Re
         if count == len(by_prompt):
             said += "; with one response per prompt, all responses of a group are equally long"
     else:
-        said += "without prompts; lengths are resampled from all responses"
+        said += " without prompts; lengths are resampled from all responses"
     return Recorded(list(by_prompt.values()), prompt_tokens=max(1, mean)), said
 
 

@@ -23,7 +23,7 @@ class Greedy(Careless):
 
 
 class Random(Careless):
-    """Scheduler that picks uniformly among the groups with enough host memory and a new group."""
+    """Scheduler that picks a group at random: a new one, or any with enough host memory."""
 
     def __init__(self, rollout: NodePool, train: NodePool, seed: int) -> None:
         super().__init__(rollout, train)
@@ -39,11 +39,11 @@ class Random(Careless):
 
 
 def optimum(jobs: Sequence[MuxJob], rollout: NodePool, train: NodePool) -> float:
-    """Return the lowest cost per hour of any partition of these jobs into groups that meet all SLOs
-    by the closed form of the period. The search is dynamic programming over subsets.
+    """Return the lowest cost per hour of any partition of these jobs into groups that meet all
+    SLOs. Group periods are computed in closed form; the search is dynamic programming over subsets.
 
-    The result is a lower bound, since node sets may overlap and the closed form is assumed to hold.
-    Under these assumptions, the result is exact.
+    The result is exact if the closed form holds and node sets may overlap arbitrarily. Otherwise it
+    is a lower bound.
 
     Raises:
         ValueError: there are more than 12 jobs.
@@ -57,7 +57,7 @@ def optimum(jobs: Sequence[MuxJob], rollout: NodePool, train: NodePool) -> float
 
 
 def group_cost(jobs: Sequence[MuxJob], pools: tuple[NodePool, NodePool]) -> float | None:
-    """Return the lowest cost of one group; None if no number of nodes meets all SLOs."""
+    """Return the lowest cost per hour of one group; None if no number of nodes meets all SLOs."""
     rollout, train = pools
     if len(jobs) == 1:
         return jobs[0].rollout_nodes * rollout.price + jobs[0].train_nodes * train.price
@@ -79,15 +79,15 @@ def group_cost(jobs: Sequence[MuxJob], pools: tuple[NodePool, NodePool]) -> floa
 
 
 def least_nodes(jobs: Sequence[MuxJob], limit: float, pool: NodePool) -> int:
-    """Return the minimum number of rollout nodes on which all loads stay within `limit`. Each job
-    takes `rollout_nodes` distinct nodes. The search is branch and bound."""
+    """Return the minimum number of rollout nodes with at most `limit` seconds of load on each. Each
+    job takes `rollout_nodes` distinct nodes. The search is branch and bound."""
     order = sorted(jobs, key=lambda j: (-j.rollout_nodes, -j.rollout_s))
     best = sum(j.rollout_nodes for j in jobs)
     loads: list[float] = []
     memory: list[float] = []
 
     def place(at: int, node: int, left: int) -> None:
-        """Place job `order[at]` on `left` more nodes, whose indices are at least `node`."""
+        """Place job `order[at]` on `left` more nodes, from index `node` on, then all later jobs."""
         nonlocal best
         if len(loads) >= best:
             return

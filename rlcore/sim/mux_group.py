@@ -1,5 +1,5 @@
-"""Simulation of the jobs of one group on virtual slots. The shipped `sched/phase_mux.py` orders
-their phases."""
+"""Simulate the jobs of one group on virtual slots; the shipped `sched/phase_mux.py` orders their
+phases."""
 
 import heapq
 import math
@@ -15,15 +15,15 @@ STEPS = {ROLLOUT: TRAIN, TRAIN: "sync", "sync": ROLLOUT}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Iteration:
-    """Durations of one iteration of a job on its own slots."""
+    """Durations of one iteration of a job with all of its slots."""
 
     rollout_s: float
     train_s: float
     sync_s: float = 0.0
     tail_s: float = math.inf
-    """Seconds of the rollout until its tail begins, which may move to other slots."""
+    """Seconds from the start of the rollout to its tail, which may move to fewer slots."""
     moved_s: float = 0.0
-    """Seconds of the tail, including its prefill, after the tail has moved to the kept slots."""
+    """Seconds of the tail, including prefill, if the tail moves to the slots that the job keeps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +33,10 @@ class VirtualJob:
     member: Member
     iteration: Callable[[int], Iteration]
     batch_share: float = 0.0
-    """Share of a decode step's time that grows with the batch; it determines the slowdown of a
-    rollout on fewer slots."""
+    """Share of a decode step's time that grows with batch size; it determines how much slower a
+    rollout is on fewer slots."""
     colocated: bool = False
-    """Whether an iteration is one phase, on the slots of both pools."""
+    """Whether rollout and training are one phase, which holds the slots of both pools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class MuxTimeline:
 
     spans: list[SlotInterval] = field(default_factory=list)
     ends: dict[str, list[float]] = field(default_factory=dict)
-    """End times of each job's iterations."""
+    """End times of the iterations, by job."""
     moves: int = 0
 
     def count_move(self) -> None:
@@ -86,7 +86,7 @@ class _JobProgress:
     step: str = ROLLOUT
     now: Iteration = field(default_factory=lambda: Iteration(rollout_s=1, train_s=1))
     left_s: float = 0.0
-    """Remaining seconds of the current phase at full speed."""
+    """Seconds that the current phase would still take at full speed."""
     rate: float = 1.0
     at: float = 0.0
     version: int = 0
@@ -95,8 +95,8 @@ class _JobProgress:
     opened: dict[str, float] = field(default_factory=dict)
 
     def next_pools(self) -> tuple[str, ...]:
-        """Return the pools that the next phase needs; draw the durations of a new iteration at its
-        start."""
+        """Return the pools that the next phase needs. If an iteration begins, get its durations
+        first."""
         if self.step == ROLLOUT:
             self.now = self.job.iteration(self.number)
         return (ROLLOUT, TRAIN) if self.job.colocated else (self.step,)
@@ -114,7 +114,7 @@ class _JobProgress:
         self.at, self.is_tail, self.has_moved = now, False, False
 
     def advance(self, now: float) -> None:
-        """Continue the phase until `now`."""
+        """Simulate the phase until `now`."""
         self.left_s -= (now - self.at) * self.rate
         self.at = now
 
@@ -123,12 +123,12 @@ class _JobProgress:
         self.is_tail = True
 
     def move_tail(self) -> None:
-        """Continue the tail on the slots that the job keeps."""
+        """Continue the tail of the rollout on the slots that the job keeps."""
         self.left_s *= self.now.moved_s / (self.now.rollout_s - self.now.tail_s)
         self.has_moved = True
 
     def change_speed(self, tail_share: float) -> None:
-        """Set the speed that the current slots allow, and invalidate all planned events."""
+        """Set the speed of the phase from its number of slots, and invalidate planned events."""
         self.rate = 1.0
         if self.step == ROLLOUT and not self.has_moved:
             live = 1 - tail_share if self.is_tail else 1.0
@@ -148,8 +148,8 @@ class _JobProgress:
 
 
 class MuxSimulation:
-    """Event simulation of a group. `switch_s`: seconds of a switch at the start of a phase, by
-    pool; ignored if the group has only one job."""
+    """Event-driven simulation of a group. `switch_s`: seconds to switch a node to another job when
+    a phase begins, by pool; ignored if the group has only one job."""
 
     def __init__(
         self,
@@ -171,12 +171,13 @@ class MuxSimulation:
             self._at(0.0, "ask", job.member.job)
 
     def run(self, iterations: int) -> MuxTimeline:
-        """Simulate until every job has done `iterations` iterations. If no job can continue, raise
-        RuntimeError."""
+        """Simulate until every job has completed `iterations` iterations. If no job can continue,
+        raise RuntimeError."""
         while any(len(e) < iterations for e in self.trace.ends.values()):
             if not self._events:
                 raise RuntimeError(
-                    f"deadlock of all jobs: {self.mux.waiting()} {self.mux.holders()}"
+                    f"deadlock: all jobs wait; request time by job: {self.mux.waiting()}, "
+                    f"holding job by slot: {self.mux.holders()}"
                 )
             now, _, what, name, version = heapq.heappop(self._events)
             run = self._runs[name]
@@ -231,7 +232,7 @@ class MuxSimulation:
         self._do(self.mux.freed(move.job, move.free, now), now)
 
     def _plan(self, name: str, run: _JobProgress, now: float) -> None:
-        """Update the speed of the current phase, and queue the phase's new end."""
+        """Update the speed of a job's current phase, and queue the new end of the phase."""
         run.change_speed(self._tail_share)
         self._at(now + max(0.0, run.left_s) / run.rate, "end", name)
         before_tail = run.left_s - (run.now.rollout_s - run.now.tail_s)

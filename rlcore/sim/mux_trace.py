@@ -1,5 +1,5 @@
-"""Simulation of jobs that arrive at a cluster and leave after their iterations. The shipped
-`sched/cluster.py` places the jobs, and the simulation sums the cost of the nodes."""
+"""Simulate jobs that arrive at a cluster and leave after their iterations, and sum the cost of
+nodes. The shipped `sched/cluster.py` places the jobs."""
 
 import heapq
 import random
@@ -21,21 +21,21 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceResult:
-    """Result of a trace."""
+    """Result of a simulated trace of jobs."""
 
     seconds: float
     """Seconds from the first arrival to the last departure."""
     bill: float
     kept: float
-    """Share of jobs that took at most `slo` times their duration alone."""
+    """Share of jobs whose total duration was at most `slo` times their duration alone."""
     promised: float
-    """Share of jobs whose planned iterations never exceeded the SLO."""
+    """Share of jobs whose planned iteration time never exceeded their SLO."""
     idle: tuple[float, float]
-    """Share of the rented time in which rollout nodes and train nodes were idle."""
+    """Share of the rented time that was idle: of rollout nodes, of train nodes."""
     peak: tuple[int, int]
     moves: int
     points: list[tuple[float, float, int]]
-    """Points of (time, cost per hour, number of jobs), after every change."""
+    """Points of (seconds, cost per hour, number of jobs), after every arrival and departure."""
 
     @property
     def per_hour(self) -> float:
@@ -47,7 +47,7 @@ class _Going:
     job: MuxJob
     came: float
     left: float
-    """Number of remaining iterations."""
+    """Number of remaining iterations at time `at`."""
     iterations: float
     period_s: float
     at: float
@@ -55,15 +55,15 @@ class _Going:
     worst_s: float = 0.0
 
     def may_move(self, now: float, move_s: float) -> bool:
-        """Return whether the job would meet its SLO over its whole duration if it lost `move_s`
-        now, even at the worst period."""
+        """Return whether the job would meet its SLO over its whole duration if a move costs it
+        `move_s` now. All its remaining iterations are assumed to take as long as the SLO allows."""
         left = self.left - (now - self.at) / self.period_s
         budget = self.iterations * self.job.limit_s
         return now - self.came + move_s + left * self.job.limit_s <= budget
 
     def replan(self, now: float, period_s: float, lost_s: float) -> float:
-        """Continue with the period `period_s` after a move that cost `lost_s`. Return the new end
-        time."""
+        """Continue the job with iterations of `period_s` seconds, after a move that cost `lost_s`
+        seconds. Return the new end time of the job."""
         self.left -= (now - self.at) / self.period_s
         self.at, self.period_s = now, period_s
         self.worst_s = max(self.worst_s, period_s)
@@ -74,7 +74,7 @@ class _Going:
 
 
 def draw_job(name: str, dice: random.Random, shapes: Sequence[str], sizes: Sequence[str]) -> MuxJob:
-    """Draw a job with one of the given shapes and sizes; repeated entries are likelier."""
+    """Draw a job at random. Shapes or sizes that are given several times are more likely."""
     share = SHAPES[dice.choice(shapes)]
     size = SIZES[dice.choice(sizes)]
     took, nodes = dice.uniform(*size.seconds), dice.choice(size.nodes)
@@ -91,7 +91,7 @@ def draw_job(name: str, dice: random.Random, shapes: Sequence[str], sizes: Seque
 
 
 def draw_trace(trace: JobTrace, seed: int) -> list[Arrival]:
-    """Draw jobs with Poisson arrivals, log-normal durations and sizes by the trace's weights."""
+    """Draw jobs with Poisson arrivals, log-normal durations and the size frequencies of `trace`."""
     dice = random.Random(seed)
     times = sorted(dice.uniform(0, trace.hours * 3600) for _ in range(trace.jobs))
     hours = [dice.lognormvariate(0, SIGMA) for _ in times]
@@ -109,8 +109,8 @@ def run_trace(
     cluster: Cluster, arrivals: Iterable[Arrival], *, repack: bool = False, move_s: float = 0.0
 ) -> TraceResult:
     """Simulate a trace in which every iteration takes the worst-case period. `move_s`: seconds that
-    a job loses when `repack` moves it; jobs that would then miss their SLO are not moved. If a job
-    gets no nodes, raise RuntimeError."""
+    a job loses when `repack` moves it; jobs that would then miss their SLO stay where they are. If
+    a job gets no nodes, raise RuntimeError."""
     going: dict[str, _Going] = {}
     events: list[tuple[float, int, str, int, Arrival | None]] = []
     todo = sorted(arrivals, key=lambda a: a.at_s)
@@ -154,7 +154,7 @@ def run_trace(
                 moves += move.job != name
         touched = {id(g): g for g in groups if cluster.groups.get(g.id) is g}
         touched |= {id(g): g for g in cluster if moved.keys() & g.jobs.keys()}
-        if moved:  # `repack` also replaces groups that lost a job
+        if moved:  # `repack` also replaces the groups that a job has left
             touched = {id(g): g for g in cluster}
         for group in touched.values():
             count = _replan(group, going, now, events, count, moved, move_s, new=name)
@@ -193,7 +193,7 @@ def _replan(
     move_s: float,
     new: str,
 ) -> int:
-    """Apply the new period to all jobs of a group and queue their new end times."""
+    """Apply the group's new period to all of its jobs, and queue the new end time of each job."""
     for name in group.jobs:
         one = going[name]
         lost_s = move_s if name in moved and name != new else 0.0

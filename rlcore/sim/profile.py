@@ -48,7 +48,7 @@ class Decode:
 
     sequences: int
     context: float
-    """Tokens of each sequence."""
+    """Context tokens of each sequence: prompt and response."""
     step_s: float
 
 
@@ -72,10 +72,10 @@ class EngineMeasurements:
 
 
 def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: float) -> EngineCost:
-    """Fit a cost model to the rows, by least squares of relative errors with no term below 0.
+    """Fit nonnegative costs of an engine to measurements, by least squares of relative errors.
 
     Raises:
-        ConfigError: there is no row to fit.
+        ConfigError: no decode step was measured.
     """
     if not decode:
         raise ConfigError(
@@ -84,7 +84,7 @@ def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: floa
     terms = [[1.0, r.sequences, r.sequences * r.context] for r in decode]
     step, sequence, context = _positive(terms, [r.step_s for r in decode])
     of_prompt = 0.0
-    if prefill:  # fit a constant per call as well, and drop it
+    if prefill:  # also fit a constant time per call, so that tokens do not include it
         ones = [[1.0, r.tokens] for r in prefill]
         of_prompt = _positive(ones, [r.seconds for r in prefill])[-1]
     return EngineCost(
@@ -97,29 +97,29 @@ def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: floa
 
 
 def error(cost: EngineCost, decode: Sequence[Decode]) -> float:
-    """Return the largest relative error among the rows."""
+    """Return the largest relative error of the cost model among the measured decode steps."""
     found = [cost.decode_s(r.sequences, r.sequences * r.context, 1) / r.step_s for r in decode]
     return max(abs(ratio - 1) for ratio in found)
 
 
 def rate(cost: EngineCost, tp: int, sequences: int, context: float) -> float:
-    """Return the tokens per second and rank at a load of `sequences` sequences of `context` tokens
-    per rank. An engine of tp ranks decodes tp times as many, limited by its KV cache."""
+    """Return the tokens per second per rank, at a load of `sequences` sequences of `context` tokens
+    per rank. An engine of `tp` ranks decodes `tp` times as many, limited by its KV cache."""
     most = cost.cache_tokens // max(context, 1)
     n = max(1, min(sequences * tp, int(min(most, 2**31))))
     return n / cost.decode_s(n, n * context, 1) / tp
 
 
 def best(layouts: Sequence[EngineMeasurements], sequences: int, context: float) -> int:
-    """Return the tp with the most tokens per second and rank, at this load per rank. If sizes
-    tie, return the smallest, since its failures affect the fewest ranks."""
+    """Return the `tp` with the most tokens per second per rank at this load. If sizes tie, return
+    the smallest, since its failures affect the fewest ranks."""
     return max(layouts, key=lambda x: (rate(x.cost, x.tp, sequences, context), -x.tp)).tp
 
 
 def to_json(
     layouts: Sequence[EngineMeasurements], *, best_tp: int, head: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the contents of the file. `head`: engine, model, device, dtype and load."""
+    """Return the contents of the profile file. `head`: engine, model, device, dtype and load."""
     return {
         "format": FORMAT,
         **head,
@@ -140,7 +140,7 @@ def to_json(
 
 
 def read(path: Path) -> dict[int, EngineMeasurements]:
-    """Read the layouts, by tensor-parallel size.
+    """Return the measurements in a profile file, by tensor-parallel size.
 
     Raises:
         ConfigError: the file is invalid; the error says why.
@@ -178,8 +178,8 @@ def _layout(row: Mapping[str, Any]) -> EngineMeasurements:
 
 
 def _positive(terms: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
-    """Return x >= 0 with the least sum of squares of (terms x - wanted) / wanted. There are few
-    terms, so every set of terms that may be nonzero is tried."""
+    """Return the x >= 0 that minimizes the sum of squares of (terms @ x - wanted) / wanted. Since x
+    has few entries, every choice of nonzero entries is tried."""
     scale = np.asarray(wanted, np.float64)
     a = np.asarray(terms, np.float64) / scale[:, None]
     count, best_x, least = a.shape[1], np.zeros(a.shape[1]), math.inf

@@ -1,30 +1,30 @@
-"""Published results of RollPacker for comparison with simulations, and the origin of our constants.
+"""Published results of RollPacker for comparison with simulations, and sources of our constants.
 
-Constants are not fitted to a table unless marked as fitted. [paper]: RollPacker, arXiv 2509.21009
-and the paper's submitted version. [code]: the paper's artifact, Farrrrland/RollPacker. [A8]: the
-generator of lengths in workload.py.
+Constants are not fitted to a table unless marked as fitted. The paper is arXiv 2509.21009 and its
+submitted version; the code is the artifact Farrrrland/RollPacker. In notes, [A8] stands for the
+length generator in workload.py.
 """
 
 from dataclasses import dataclass
 
 PROMPTS, SAMPLES = 128, 8
-"""Prompts per step and responses per prompt; [paper] section 6, P0 and R0."""
+"""Prompts per step and responses per prompt (RollPacker's paper, section 6: P0 and R0)."""
 
 # ---- figure 11
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Column of figure 11."""
+    """Column of figure 11 of RollPacker's paper: rollout seconds at one length cap."""
 
     generator: str
     """Name of the generator in `workload.GENERATORS`."""
     step_s: float
-    """Seconds of a decode step at any batch size: the baseline's published mean round divided by
-    the length cap, since the longest responses reach the cap in every round [A8]."""
+    """Seconds of a decode step at any batch size: published mean seconds of a baseline round,
+    divided by the length cap. In every round, the longest generated responses reach the cap."""
     baseline_s: float
     fitted: bool
-    """Whether the generator is fitted on the ratios of this column [A8]. If so, agreement is no
+    """Whether the length generator is fitted on the ratios of this column. If so, agreement is no
     prediction; it only shows that one generator can reproduce all these ratios."""
     note: str = ""
 
@@ -77,17 +77,17 @@ FIGURE_11_SECONDS = {
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Model of [paper] section 6 with the H800 cluster and the lengths used for this model."""
+    """Model in section 6 of RollPacker's paper, with its H800 cluster and response lengths."""
 
     model: str
     gpus: int
     tp: int
     column: str
-    """Column of figure 11 whose generator is used."""
+    """Column of figure 11 whose length generator is used."""
     step_s: float
     """Seconds of an empty decode step, fitted so that the baseline's rollout takes figure 11's 82,
-    277 and 673 s (20 steps, seed 0). The costs of batch and context are the data sheet's, which
-    gives 8.3, 9.7 and 19.5 ms for an empty step."""
+    277 and 673 s (20 steps, seed 0). The other costs are from the data sheet, which gives 8.3, 9.7
+    and 19.5 ms for an empty step."""
 
 
 SYSTEMS = {
@@ -97,24 +97,24 @@ SYSTEMS = {
 }
 
 TRAINING_S = 277 / 0.72 * 0.23
-"""Training seconds of a step of 14B/16k on 32 GPUs with 1,024 samples: 88 s. Training takes 23 % of
-the step, and rollout 72 % ([paper] table 1, math) or 277 s ([paper] figure 11). Table 1's rows for
-code and judge give 88 and 86 s.
+"""Training seconds of a step of 14B/16k on 32 GPUs with 1,024 samples: 88 s. In RollPacker's paper,
+training takes 23 % of a step and rollout 72 % (table 1, math); a rollout takes 277 s (figure 11).
+Table 1's rows for code and judge give 88 and 86 s.
 
 For other models and clusters, we scale with parameters, samples and length cap, and inversely with
-GPUs; nothing is fitted on 7B and 32B. We do not scale with tokens, since short rounds have half the
-tokens but take 93 s besides the rollout ([paper] figures 10c, 11).
+GPUs; nothing is fitted on 7B and 32B. We do not scale with tokens: short rounds have half the
+tokens but still spend 93 s outside of rollout (figures 10c, 11).
 """
 FORWARD_SHARE = 2 / 3
-"""Time of log-probs relative to forward and backward: a third each for the actor and for a
-reference model of the same size ([paper] section 6)."""
+"""Time of log-probs relative to forward and backward: 1/3 each for the actor and for a reference
+model of the same size (RollPacker's paper, section 6)."""
 
 # ---- rewards
 
 MATH_WORKERS = 32
-"""Number of workers of the math reward; [code] `world_size`."""
+"""Number of workers of the math reward (`world_size` in RollPacker's code)."""
 MATH_S = 277 / 0.72 * 0.05 * MATH_WORKERS / (PROMPTS * SAMPLES)
-"""Seconds per response, 0.6: fitted on the reward's 5 % of a step in table 1 (math)."""
+"""Seconds to score a math response (0.6), fitted on the reward's 5 % of a step in table 1."""
 SANDBOX_QUANTILES = (
     (0.0, 0.026),
     (0.01, 0.027),
@@ -126,16 +126,16 @@ SANDBOX_QUANTILES = (
     (0.99, 9.14),
     (1.0, 21.05),
 )
-"""Quantiles of the seconds of 2,001 prompts' reference programs; [code] `data/time_list.json`."""
+"""Run time quantiles of 2,001 prompts' reference programs, in s (code: `data/time_list.json`)."""
 LOOPING = 0.05
-"""Share of programs that loop; [paper] section 4.3: about 5 % reach the timeout of 30 s."""
+"""Share of programs that loop: about 5 % reach the timeout (RollPacker's paper, section 4.3)."""
 SANDBOX_WORKERS = MATH_WORKERS
 SANDBOX_TIMEOUT_S = 30.0
-"""Timeout in seconds; [paper] section 4.3."""
+"""Timeout of a program in seconds (RollPacker's paper, section 4.3)."""
 JUDGE_GPUS = 0.25
-"""Share of all GPUs that a dedicated judge has; [paper] section 4.3."""
+"""Share of all GPUs that a dedicated judge has (RollPacker's paper, section 4.3)."""
 JUDGE_UTILIZATION = 0.226
-"""Share of the GPU's peak arithmetic that a judge reaches; [paper] figure 7b."""
+"""Share of a GPU's peak FLOP/s that a judge reaches (RollPacker's paper, figure 7b)."""
 
 TABLE_1 = {
     # shares of a step of veRL, 14B/16k: rollout, reward, training
@@ -145,7 +145,7 @@ TABLE_1 = {
 }
 
 TABLE_2: dict[str, dict[str, tuple[float, ...]]] = {
-    # [paper]: the submitted version, then arXiv v1 if its value differs
+    # values of the submitted version, then of arXiv v1 if different
     "7B/8k": {"tail": (1.30,), "reward": (2.01,), "planner": (2.01, 2.02), "trainer": (2.03,)},
     "14B/16k": {
         "tail": (1.48,),
@@ -155,11 +155,11 @@ TABLE_2: dict[str, dict[str, tuple[float, ...]]] = {
     },
     "32B/32k": {"tail": (2.21,), "reward": (2.48,), "planner": (2.52,), "trainer": (2.56,)},
 }
-"""Speed-ups over veRL; each entry includes the techniques before it."""
+"""Published speed-ups over veRL; each entry includes the techniques of the entries before it."""
 OVER_RLHFUSE = {"7B/8k": 1.14, "14B/16k": 1.68, "32B/32k": 2.24}
 
 FIGURE_10C = {"7B/8k": (106, 129), "14B/16k": (134, 302), "32B/32k": (261, 771)}
-"""Seconds of a short and of a long step."""
+"""Published seconds of a short and of a long step, by model and length cap."""
 
 # ---- stream trainer, tables 3 and 4: 7B/8k, math, long rounds
 
@@ -177,9 +177,9 @@ FIGURE_6_PREEMPTIONS = {
 }
 FIGURE_6_SECONDS = {("short", 1): 1029, ("long", 1): 1172, ("short", 2): 768, ("long", 2): 1284}
 UTILIZATION = 0.85
-"""Share of GPU memory that an engine may use; [code] `gpu_memory_utilization`."""
+"""Share of GPU memory that an engine may use (`gpu_memory_utilization` in RollPacker's code)."""
 FIGURE_12A_SPEEDUP = 1.9
-"""Speed-up of 14B on 16 GPUs over tp 1, with a length cap rising from 8k to 32k by 2k a step."""
+"""Published planner speed-up over tp 1: 14B, 16 GPUs, length cap 8k to 32k, raised by 2k a step."""
 
 # ---- scaling, figure 14: 14B/16k
 

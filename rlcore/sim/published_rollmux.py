@@ -1,7 +1,7 @@
-"""Published results of RollMux for comparison with simulations, and the origin of our constants.
+"""Published results of RollMux for comparison with simulations, and sources of our constants.
 
-[paper]: arXiv 2512.11306 and its OSDI version (Weave). [ours]: our assumption for a value that is
-not published; not fitted to a table unless marked as fitted.
+The paper is arXiv 2512.11306 and its OSDI version (Weave). An assumption of ours replaces a value
+that is not published; it is not fitted to a table unless marked as fitted.
 """
 
 from dataclasses import dataclass
@@ -9,43 +9,43 @@ from dataclasses import dataclass
 # ---- pools
 
 H20, H800 = 8 * 1.85, 8 * 5.28
-"""Price in $ of a node of eight GPUs for an hour; [paper]."""
+"""Published price of a node with eight GPUs in $ per hour, for H20 and H800."""
 NODE_GB = 1500.0
-"""Host memory of a node in GB; [ours], as [paper] has 1 to 2 TB."""
+"""Host memory of a node in GB (our assumption; the paper has 1 to 2 TB)."""
 WARM_S = {"rollout": 1.9, "train": 5.9}
-"""Seconds of a warm start by pool; [paper] OSDI: 0.9 to 1.9 and 4.1 to 5.9. We use the larger
-values, since admission must hold in the worst case."""
+"""Seconds of a warm start by pool. The OSDI version has 0.9 to 1.9 and 4.1 to 5.9; we use the
+larger values, since admission must hold in the worst case."""
 COLD_S = {"v1": 80.0, "OSDI": 135.8}
-"""Maximum seconds of a cold start, without states in host memory; [paper]."""
+"""Published maximum seconds of a cold start (no states in host memory), by version of the paper."""
 
 # ---- the nine profiles
 
 SHAPES = {"balanced": 1 / 2, "rollout-heavy": 3 / 4, "train-heavy": 1 / 3}
-"""Ratio rollout / (rollout + train) in the worst case; [ours]. The names are [paper]'s, but the
-durations are not published."""
+"""Rollout time as a share of rollout plus training time, in the worst case. The names are from
+RollMux's paper; the values are our assumption, since durations are not published."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size class of a job; [ours]."""
+    """Size class of a job (our assumption)."""
 
     seconds: tuple[float, float]
-    """Range of the seconds of rollout plus train, uniformly distributed."""
+    """Range of the seconds of rollout plus training per iteration, uniformly distributed."""
     nodes: tuple[int, ...]
-    """Choices for the number of nodes in each pool."""
+    """Possible numbers of nodes in each pool."""
     gb: float
-    """Host memory in GB on each node."""
+    """Host memory in GB that the job occupies on each node."""
 
 
 SIZES = {
     "S": Size((100, 250), (1,), 150),
     "M": Size((250, 600), (1, 2), 300),
-    "L": Size((600, 1100), (2,), 490),  # [paper] a phase of 32B takes up to 490 GB
+    "L": Size((600, 1100), (2,), 490),  # paper: a phase of 32B takes up to 490 GB
 }
 SLO = (1.0, 2.0)
-"""Range of the SLO, uniformly distributed; [paper]."""
+"""Published range of a job's SLO (maximum slow-down of an iteration), drawn uniformly."""
 MEAN_HOURS, SIGMA = 27.9, 1.0
-"""Duration of a job alone: the mean is from [paper]; the log-normal form and width are [ours]."""
+"""Duration of a job alone: published mean in hours, and log-normal width (our assumption)."""
 
 # ---- traces
 
@@ -56,17 +56,17 @@ class JobTrace:
 
     jobs: int
     hours: float
-    """Hours in which the jobs arrive (Poisson process); [ours], the traces are not published."""
+    """Hours in which jobs arrive. Poisson arrivals are our assumption; no trace is published."""
     sizes: dict[str, float]
-    """Weights of the size classes."""
+    """Relative frequencies of the size classes."""
 
 
 TRACE_200 = JobTrace(200, 336, {"S": 0.80, "M": 0.17, "L": 0.03})
-"""Trace of two weeks. The sizes are fitted on the cost of all jobs running alone: 940 $/h / (200 x
-27.9 h / 370 h) is 62.3 $/h a job, 1.09 times the cost of 8 H20 and 8 H800."""
+"""Trace of 200 jobs in two weeks. Sizes are fitted on the published cost of all jobs alone: 940 $/h
+/ (200 x 27.9 h / 370 h) is 62.3 $/h per job, 1.09 times the cost of 8 H20 plus 8 H800."""
 TRACE_300 = JobTrace(300, 580, {"S": 1.0, "M": 1.0, "L": 1.0})
 WINDOW_HOURS = 370
-"""Hours of the measured window; from [paper]: 188,800 $ at 510 $/h."""
+"""Hours of the published measurement: 188,800 $ at 510 $/h."""
 TRACE_200_TOLD = {
     "RollMux, $/h": 510,
     "solo, $/h": 940,
@@ -85,50 +85,50 @@ TRACE_200_TOLD = {
 idle time that is removed."""
 
 OVER_OPTIMUM = {"RollMux": (1.01, 1.12), "random": (1.72, 2.00), "greedy": (1.38, 1.89)}
-"""Ratio of the cost to the optimal cost: minimum and maximum over the workloads."""
+"""Published cost relative to the optimal cost: minimum and maximum over the workloads."""
 SLO_KEPT = {"RollMux": (1.0, 1.0), "random": (0.37, 0.58), "greedy": (0.42, 0.61)}
 DECISION_MS = 591
-"""Milliseconds of a placement decision in a cluster with 2,000 jobs."""
+"""Published milliseconds of a placement decision in a cluster with 2,000 jobs."""
 
 # ---- micro-benchmarks
 
 
 @dataclass(frozen=True, slots=True)
 class JobKind:
-    """Kind of job in the micro-benchmarks."""
+    """Kind of job in RollMux's micro-benchmarks."""
 
     rollout_per_train: float
-    """Ratio of rollout to training time. D and E: 2.5 and 6, [paper]. A and C: [ours], balanced and
-    train-heavy as in `SHAPES`, since nothing is published."""
+    """Ratio of rollout to training time. D (2.5) and E (6) are from RollMux's paper. A and C are
+    our assumption, balanced and train-heavy as in `SHAPES`."""
     nodes: int = 1
-    """Number of nodes in each pool; [paper]."""
+    """Number of nodes in each pool, from RollMux's paper."""
     train_scaling: float = 0.0
 
 
 KINDS = {
     "A": JobKind(1.0),
     "C": JobKind(0.5, nodes=2),
-    "D": JobKind(2.5, train_scaling=1.0),  # [ours] in a group with C, D trains on all 16 H800
+    "D": JobKind(2.5, train_scaling=1.0),  # assumed: in a group with C, D trains on all 16 H800
     "E": JobKind(6.0),
 }
 SOLO_S = 300.0
-"""Seconds of an iteration of a job alone; [ours]. [paper]: a phase takes 50 to 900 s."""
+"""Seconds of an iteration of a job alone (assumed; in the paper, a phase takes 50 to 900 s)."""
 MODEL, LENGTHS, PROMPTS, SAMPLES = "7B", "8k", 128, 8
-"""Workload from which iterations vary: the generator of RollPacker's figure 11; [ours]."""
+"""Workload whose lengths make iterations vary (RollPacker's figure 11; our assumption)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """A group of jobs, pinned to nodes as in the paper."""
+    """A group of jobs in the micro-benchmarks, pinned to nodes as in RollMux's paper."""
 
     jobs: str
     pins: tuple[tuple[int, ...], ...]
     train: int
     over_solo: tuple[float, float]
-    """Cost efficiency relative to the jobs running alone, in arXiv v1 and OSDI."""
+    """Published cost efficiency relative to the jobs running alone: arXiv v1, OSDI version."""
     over_colocated: float
     price: float
-    """Cost of the jobs alone over the cost of the group: the maximum possible gain; [ours]."""
+    """Cost of the jobs alone divided by the cost of the group: the maximum possible gain."""
 
 
 MICRO = {
@@ -137,16 +137,16 @@ MICRO = {
     "C+D+D": Micro("CDD", ((0, 1), (0,), (1,)), 2, (2.11, 1.99), 1.661, 2.0),
 }
 OVER_GAVEL = (1.43, 1.78)
-"""Minimum and maximum gain over Gavel+ of the three groups; OSDI."""
+"""Published minimum and maximum gain of the three groups over Gavel+ (OSDI version)."""
 SLOWDOWN = (1.016, 1.098)
-"""Minimum and maximum slowdown of a job; OSDI. v1: 1.05 to 1.09."""
+"""Published minimum and maximum slowdown of a job (OSDI version; arXiv v1: 1.05 to 1.09)."""
 NAIVE_SLOWDOWN = (1.40, 1.64)
-"""Slowdown of two rollout-heavy jobs that share nodes without a fixed order."""
+"""Published slowdown of two rollout-heavy jobs that share nodes without a fixed order of phases."""
 
 MIGRATION = (1.06, 1.28)
-"""Minimum and maximum gain of migration; the maximum is for 14B with 8k lengths."""
+"""Published minimum and maximum gain of tail migration; the maximum is for 14B with 8k lengths."""
 MIGRATION_MODELS = (("7B", "8k"), ("14B", "8k"), ("14B", "16k"), ("32B", "32k"))
-"""Models and lengths of the migration results: the second is [paper], the others are [ours]."""
+"""Models and lengths for migration: 14B with 8k is from RollMux's paper, the others are ours."""
 COLD_LOSS = 0.45
-"""Share of throughput lost if states do not stay in host memory; [paper] OSDI."""
+"""Published share of throughput lost if states do not stay in host memory (OSDI version)."""
 WARM_RATIO = {"v1": 48.0, "OSDI": 71.5}

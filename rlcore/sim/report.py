@@ -1,4 +1,4 @@
-"""Output of a simulated run: a table, a picture of the engines over time, a trace."""
+"""Write the results of a simulated run: a table, a picture of the engines over time, a trace."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,12 +32,12 @@ SAYS = {
 IN_ORDER = ("resize_engines", *PHASES[:-1])
 """Phases of a step in order; a step begins by resizing the engines if necessary."""
 MOST_ROWS = 64
-"""Maximum number of engines in a picture; if there are more, every n-th engine is shown."""
+"""Maximum number of engines in a picture. If there are more, every n-th engine is shown."""
 
 
 def table(arms: Mapping[str, Summary]) -> list[str]:
-    """Return a table of the mean seconds of a step by phase, one line per arm. Speed-ups are
-    relative to the first arm."""
+    """Return a table of the mean seconds of a step by phase, with one line per compared run.
+    Speed-ups are relative to the first run."""
     used = [p for p in PHASES if any(a.phases[p] >= 0.005 for a in arms.values())]
     width = max(12, *(len(name) + 2 for name in arms))
     head = f"{'seconds a step':{width}}" + "".join(f"{p:>{_wide(p)}}" for p in used)
@@ -65,8 +65,8 @@ def _wide(phase: str) -> int:
 
 
 def gantt(arms: Mapping[str, Sequence[SimStep]], path: Path, title: str) -> None:
-    """Write a PNG of the engines' activity over time, with one panel per arm on a common time axis
-    and one row per engine."""
+    """Write a PNG of the engines' activity over time, with one panel per compared run on a common
+    time axis and one row per engine."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -112,8 +112,8 @@ def gantt(arms: Mapping[str, Sequence[SimStep]], path: Path, title: str) -> None
 
 
 def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Write a PNG of published against simulated values, two bars per table cell. Cells to which a
-    constant was fitted are hatched."""
+    """Write a PNG that compares published and simulated values, with two bars per table cell. Bars
+    of cells to which a constant was fitted are hatched."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -138,7 +138,7 @@ def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     handles = [
         Patch(color="#B0B7BF", label="published"),
-        Patch(color="#3B6FA0", label="simulated, with relative error"),
+        Patch(color="#3B6FA0", label="simulated, with difference"),
         Patch(
             facecolor="#3B6FA0",
             hatch="///",
@@ -153,8 +153,8 @@ def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
 
 
 def flash(tables: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Write a PNG of ROLL Flash's tables with one panel for each given table: speed-up by alpha and
-    by GPUs, samples per second by split, and published against simulated."""
+    """Write a PNG of the given ROLL Flash tables. `staleness`, `scaling` and `splits` have one
+    panel each; `queue`, `replication` and `agentic` share a panel."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -198,7 +198,7 @@ def flash(tables: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
 
 def _bars(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw published and simulated ratios; cells to which a constant was fitted are hatched."""
+    """Draw bars of published and simulated ratios; cells with a fitted constant are hatched."""
     rows = [r for r in rows if r["published"] is not None and r["published"] < 20]
     for at, r in enumerate(rows):
         hatch = "///" if r["fitted"] else None
@@ -218,7 +218,7 @@ def curves(
     is_log: bool = False,
     is_step: bool = False,
 ) -> None:
-    """Write a PNG with a curve for each of `lines`; `is_step` holds each value until the next."""
+    """Write a PNG with a curve for each of `lines`. With `is_step`, curves are step functions."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -250,8 +250,8 @@ def curves(
 def timeline(
     happened: Mapping[str, MuxTimeline], path: Path, title: str, iterations: float = 5
 ) -> None:
-    """Write a PNG that shows which job holds each slot over time, with one panel per group, for the
-    first `iterations` iterations."""
+    """Write a PNG that shows which job holds each slot over the first `iterations` iterations, with
+    one panel per group of jobs."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -266,7 +266,7 @@ def timeline(
         end = min(e[-1] / len(e) for e in trace.ends.values()) * iterations
         slots = sorted({s.slot for s in trace.spans}, key=lambda s: (s[0] != "r", s))
         tops, bottom = {}, 0.0
-        for slot in slots:  # a train node is one slot, a rollout node has one per GPU
+        for slot in slots:  # a train node is one slot, a rollout node has one slot per GPU
             tops[slot] = (bottom, 1.0 if slot[0] == "r" else 5.0)
             bottom += tops[slot][1]
         colours = dict(zip(trace.ends, palette, strict=False))
@@ -348,8 +348,8 @@ def _strength(running: int, most: int) -> float:
 
 
 def trace(arms: Mapping[str, Sequence[SimStep]], path: Path) -> None:
-    """Write a file for ui.perfetto.dev or chrome://tracing, with one process per arm, one thread
-    per engine, and one thread for the phases of the steps."""
+    """Write a trace for ui.perfetto.dev or chrome://tracing, with one process per compared run, one
+    thread per engine, and one thread for the phases of the steps."""
     events: list[traces.Event] = []
     for pid, (name, steps) in enumerate(arms.items()):
         engines = max(len(s.outcome.spans) for s in steps)

@@ -1,4 +1,4 @@
-"""Simulated scorers of responses, and the time that they take."""
+"""Simulated reward scorers: the score of a response, and the time that scoring takes."""
 
 import heapq
 import math
@@ -28,12 +28,12 @@ class SimScorer(Protocol):
         """Return whether the response is right."""
 
     def record(self, request: Request, seconds: float, is_right: bool) -> None:
-        """Record a finished scoring."""
+        """Record that a response has been scored."""
 
 
 @dataclass(slots=True)
 class FixedScorer:
-    """Scorer with a constant time."""
+    """Scorer that takes the same time for every response."""
 
     each_s: float = 0.0
     workers: int = UNLIMITED
@@ -45,7 +45,7 @@ class FixedScorer:
         return bool(length % 2)
 
     def record(self, request: Request, seconds: float, is_right: bool) -> None:
-        """Do nothing: the time is constant."""
+        """Do nothing: the scoring time is constant."""
 
 
 @dataclass(slots=True)
@@ -62,13 +62,13 @@ class JudgeScorer:
         return bool(length % 2)
 
     def record(self, request: Request, seconds: float, is_right: bool) -> None:
-        """Do nothing: the time does not adapt."""
+        """Do nothing: the time of a judge does not adapt."""
 
 
 @dataclass(slots=True)
 class SandboxScorer:
-    """Scorer that runs programs. A share `looping` of them uses the whole timeout. The others take
-    their prompt's time, and a share `right` of these others is right."""
+    """Scorer that runs the program in a response. A share `looping` of the programs loops until the
+    timeout. Every other program takes its prompt's time; a share `right` of these is right."""
 
     quantiles: Sequence[tuple[float, float]]
     """Distribution of program times: (share of prompts, maximum seconds), for shares 0 to 1."""
@@ -78,7 +78,7 @@ class SandboxScorer:
     seed: int
     prompt_of: Callable[[Request], str]
     timeout: AdaptiveTimeout | None = None
-    """Adaptive timeout; None: always `most_s`."""
+    """Timeout that adapts to the prompt; None: the timeout is always `most_s`."""
     most_s: float = published.SANDBOX_TIMEOUT_S
     right: float = 0.5
     timed_out_s: float = 0.0
@@ -101,13 +101,12 @@ class SandboxScorer:
             self.timeout.scored(self.prompt_of(request), seconds, is_right)
 
     def _dice(self, request: Request) -> tuple[float, float]:
-        """Return two random numbers in [0, 1), fixed by the request."""
+        """Return two random numbers in [0, 1) that depend only on the request and the seed."""
         bits = derive(self.seed, "program", request.id)
         return (bits >> 32) / 2**31, (bits & 0xFFFFFFFF) / 2**32
 
     def _own(self, prompt: str) -> float:
-        """Return the program time of a prompt, interpolated between the quantiles on a logarithmic
-        scale."""
+        """Return the seconds of a prompt's program: log-scale interpolation between quantiles."""
         at = derive(self.seed, "prompt's program", prompt) / 2**63
         shares = [share for share, _ in self.quantiles]
         logs = [math.log(seconds) for _, seconds in self.quantiles]
@@ -122,8 +121,7 @@ class ScorerPool:
     _free: list[float] = field(default_factory=list)
 
     def done_at(self, now: float, request: Request, length: int) -> tuple[float, float]:
-        """Return the time at which the score is ready, and the seconds of worker time that scoring
-        takes."""
+        """Return when the score is ready, and how many worker seconds the scoring takes."""
         if self.scorer.workers >= UNLIMITED:
             took = self.scorer.seconds(request, length)
             return now + took, took
@@ -135,13 +133,13 @@ class ScorerPool:
         return start + took, took
 
     def clear(self) -> None:
-        """Begin a round, with all workers free."""
+        """Begin a rollout round, with all workers free."""
         self._free.clear()
 
 
 class Rewards:
-    """Scorers by domain. With `after`, all responses are scored after the rollout, as in trainers
-    that run the phases one by one. Otherwise each response is scored as soon as it ends."""
+    """Reward scorers by domain. With `after`, all responses are scored after the rollout, as in
+    trainers that run phases one by one. Otherwise each response is scored as soon as it ends."""
 
     def __init__(
         self,
@@ -165,8 +163,7 @@ class Rewards:
         return Rewards(scorers | fixed, self._domain_of, after=True)
 
     def done_at(self, now: float, request: Request, length: int) -> tuple[float, float]:
-        """Return the time at which the score is ready, and the seconds of worker time that scoring
-        takes."""
+        """Return when the score is ready, and how many worker seconds the scoring takes."""
         if self.after:
             return now, 0.0
         return self._pools[self._domain_of(request)].done_at(now, request, length)
@@ -180,8 +177,7 @@ class Rewards:
         return float(is_right)
 
     def all_at_once(self, responses: Sequence[tuple[Request, int]]) -> float:
-        """Return the seconds until all `responses`, pairs (request, length) started in this order,
-        are scored."""
+        """Return the seconds to score all `responses`: pairs (request, length) in scoring order."""
         ends = [0.0]
         for request, length in responses:
             pool = self._pools[self._domain_of(request)]
@@ -192,6 +188,6 @@ class Rewards:
         return max(ends)
 
     def clear(self) -> None:
-        """Begin a round, with all workers free."""
+        """Begin a rollout round, with all workers free."""
         for pool in self._pools.values():
             pool.clear()

@@ -1,9 +1,9 @@
-"""Simulation of RhymeRL: drafts from history, and workers that alternate between groups
-(arXiv:2508.18588).
+"""Simulation of RhymeRL: drafts from history, and workers that alternate between groups of prompts
+by length (arXiv:2508.18588).
 
 The shipped `sched/histopipe.py` makes the decisions. The draft window is a Markov chain with the
 rule of the suffix forest (the draft source); a test compares this chain with the forest itself.
-Between two finishing responses, the decoding time of a worker has a closed form.
+Between the ends of two responses, the decoding time of a worker has a closed form.
 
 The following are assumptions, since the paper does not state them or we cannot measure them:
 
@@ -18,7 +18,7 @@ The following are assumptions, since the paper does not state them or we cannot 
   - training: .13 of the baseline's step on all GPUs, as published (rollout is 84 to 91 %); the
     pipeline trains on separate GPUs, with the best of several numbers of GPUs;
   - migration: a response that exceeds its group's threshold is prefilled again in one of the higher
-    groups of the same step, in rotation; from the highest group, in the next step.
+    groups of the same step, in rotation. In the highest group, it continues in the next step.
 """
 
 import math
@@ -41,24 +41,24 @@ AIMD_TABLE = (
     (0.95, 5.78, 0.80),
     (0.98, 8.8, 0.87),
 )
-"""Values derived from the paper's AIMD rule: probability that a drafted token is right, tokens per
-forward, share of drafted tokens that are accepted."""
+"""Values derived from the AIMD rule of RhymeRL's paper: probability that a drafted token is right,
+tokens per forward, share of drafted tokens that are accepted."""
 ACCEPT = 0.90
 DRAFTED = 0.75
 ROLLOUT_SHARE = 0.87
 GPU_COUNT, TP, PROMPTS, SAMPLES = 32, 2, 256, 16
-"""Settings of the public recipe: 32 H100, batch 256, 16 responses."""
+"""RhymeRL's public recipe (32 H100, batch 256, 16 responses), with two GPUs per engine."""
 LENGTHS = {
     name: replace(GENERATORS[name], sp=0.9, sr=0.3, b=4.0, s=0.1, a=-9.0) for name in ("8k", "16k")
 }
 PUBLISHED = {"8k": 1.9}
-"""Published speed-up over veRL, mean over models and tasks. The paper's headline, 2.6, is for an
-unspecified setting."""
+"""Published speed-up of RhymeRL over veRL by length cap, mean over models and tasks. The headline
+of the paper, 2.6, is for an unspecified setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Long-run yield of drafts for one request in one forward."""
+    """Long-run averages of drafting, for one request in one forward."""
 
     tokens: float
     """Tokens per forward, including the token sampled after the draft."""
@@ -66,15 +66,16 @@ class Window:
 
     @property
     def accepted(self) -> float:
-        """Share of the drafted tokens that are right."""
+        """Share of the drafted tokens that are accepted."""
         return (self.tokens - 1) / self.drafted if self.drafted else 0.0
 
 
 @lru_cache(maxsize=4096)
 def aimd(accept: float, cap: int = 32, start: int = 2, growth: int = 2, most: int = 32) -> Window:
-    """Return the stationary state of the draft window. The window grows by `growth` up to `most` if
-    the whole draft is right, else resets to `start`. Drafts have at most `cap` tokens. With `start`
-    = `most` the window is fixed. Every token is right with probability `accept`."""
+    """Return the long-run averages of drafting with an adaptive window. If the whole draft is
+    right, the window grows by `growth` up to `most`; else it resets to `start`. With `start` =
+    `most` the window is fixed. Drafts have at most `cap` tokens. Tokens are right with probability
+    `accept`."""
     share, window, states = 1.0, start, []
     while True:
         length = min(window, cap)
@@ -91,18 +92,18 @@ def aimd(accept: float, cap: int = 32, start: int = 2, growth: int = 2, most: in
 
 @dataclass(frozen=True, slots=True)
 class ResponsePart:
-    """A response, or a part of a response that migrates."""
+    """A response, or the part of a migrating response that one worker decodes."""
 
     tokens: int
     context: int
-    """Number of tokens before these: the prompt, and tokens decoded by another worker."""
+    """Number of tokens before this part: prompt, and tokens decoded by other workers."""
     is_prefilled: bool = True
-    """Whether the context is in the KV cache; False if the response migrated."""
+    """Whether the context is already in the worker's KV cache; False if the response migrated."""
 
 
 def decode_s(cost: EngineCost, parts: Sequence[ResponsePart], accept: float) -> tuple[float, float]:
     """Return the seconds in which one engine decodes `parts` in one batch, and the number of tokens
-    from accepted drafts. `accept` 0: no drafts."""
+    from accepted drafts. `accept`: probability that a drafted token is right; 0: no drafts."""
     order = sorted(parts, key=lambda p: p.tokens)
     seconds = cost.prefill_s * sum(p.context for p in order if not p.is_prefilled)
     knee = cost.step_s / cost.sequence_s
@@ -117,7 +118,7 @@ def decode_s(cost: EngineCost, parts: Sequence[ResponsePart], accept: float) -> 
                 gained, drafted = DRAFTED * (window.tokens - 1), DRAFTED * window.drafted
                 plain = cost.step_s + cost.sequence_s * alive
                 with_drafts = plain + cost.sequence_s * alive * drafted
-                if with_drafts > plain * (1 + gained):  # the gate turns drafting off
+                if with_drafts > plain * (1 + gained):  # drafting is slower than plain decoding
                     gained = drafted = 0.0
             steps = tokens / (1 + gained)
             held = context + alive * (done + tokens / 2)
@@ -130,7 +131,7 @@ def decode_s(cost: EngineCost, parts: Sequence[ResponsePart], accept: float) -> 
 
 
 def worker_s(cost: EngineCost, parts: Sequence[ResponsePart], engines: int, accept: float) -> float:
-    """Return the seconds in which a worker's engines, each with a share of `parts`, decode them."""
+    """Return the seconds in which a worker decodes `parts`, divided among its `engines` engines."""
     order = sorted(parts, key=lambda p: -p.tokens)
     return max(decode_s(cost, order[i::engines], accept)[0] for i in range(engines))
 
@@ -139,7 +140,7 @@ def stability(
     workload: Workload, *, prompts: int, samples: int, epochs: int, seed: int
 ) -> dict[str, float]:
     """Return statistics of the changes between epochs. `jump_up`: share of prompts that move to a
-    higher one of 8 ranking groups. `jump_one`: share that moves up by exactly one group.
+    higher one of 8 ranking groups. `jump_one`: share of prompts that move up by exactly one group.
     `migrated`: share of responses that exceed their group's threshold."""
     rows = range(prompts)
     lengths = [
@@ -166,11 +167,11 @@ def stability(
 
 @dataclass(slots=True)
 class SplitCluster:
-    """Rollout workers and a learner on separate GPUs."""
+    """Simulated cluster with rollout workers and a learner on separate GPUs."""
 
     cost: EngineCost
     engines: int
-    """Number of engines of all workers together."""
+    """Total number of engines of all workers."""
     train_s: float
     accept: float
     migrates: bool
@@ -181,7 +182,7 @@ class SplitCluster:
     def seconds(
         self, steps: Sequence[tuple[dict[int, list[int]], dict[int, list[int]]]], prompt: int
     ) -> float:
-        """Return the mean seconds of a step in the long run. Each of `steps` has the response
+        """Return the mean seconds of a step in the long run. Each entry of `steps` has the response
         lengths of the previous and of the current epoch, by prompt."""
         groups = min(histopipe.GROUPS, self.engines)
         free, trained, ends = [0.0] * groups, [0.0, 0.0], []
@@ -210,15 +211,15 @@ class SplitCluster:
         prompt: int,
         groups: int,
     ) -> list[int]:
-        """Return the number of engines of each ranking group (tier 2). A group keeps its number for
-        the run, while its worker changes every step."""
+        """Return the number of engines of each ranking group; equal numbers unless `tiered`. A
+        group keeps its number for the run, while its worker changes every step."""
         equal = [
             self.engines * (g + 1) // groups - self.engines * g // groups for g in range(groups)
         ]
         if not self.tiered:
             return equal
         parts, _ = self._parts(ranked, before, before, prompt, [])
-        self.answers = self.migrated = 0  # reset: `_parts` counted the history
+        self.answers = self.migrated = 0  # remove the previous epoch from the counts
 
         @cache
         def seconds(g: int, n: int) -> float:
@@ -234,7 +235,7 @@ class SplitCluster:
         prompt: int,
         late: list[ResponsePart],
     ) -> tuple[list[list[ResponsePart]], list[ResponsePart]]:
-        """Return the parts that each group decodes in a step, and parts left for the next step."""
+        """Return the response parts by group for a step, and the parts left for the next step."""
         groups = [
             [ResponsePart(n, prompt) for row in group for n in after[row]] for group in ranked
         ]

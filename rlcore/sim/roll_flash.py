@@ -1,7 +1,7 @@
 """ROLL Flash's tables (arXiv:2510.11345), simulated with the shipped controller and sample buffer.
 
-Settings that the paper leaves open are constants here, with their origin. Table cells are marked if
-a constant was fitted to them, or if they differ from the paper.
+Settings that the paper leaves open are constants here, with their source. Table cells are marked if
+a constant was fitted to them, or if their setting differs from the paper's.
 """
 
 import math
@@ -26,7 +26,7 @@ from rlcore.sim.workload import GENERATORS, Generator
 from rlcore.utils.seed import derive
 
 PROMPTS, SAMPLES = 256, 16
-"""Prompts per step (256: the paper's rollout batch) and responses per prompt (our assumption)."""
+"""Prompts per step (256, the paper's rollout batch) and responses per prompt (our assumption)."""
 MODEL, GPU, TP = MODELS["8B"], GPUS["H800"], 1
 
 
@@ -54,23 +54,23 @@ LAWS = {
 }
 """Assumed lengths of at most 32,768 tokens, by name. `3k`: median 3,000, for a base model (the
 paper's Qwen3-8B-Base), fitted on the speed-up of 16 + 24 GPUs. `8k`: median 8,000, for a thinking
-model (the paper's Think), our assumption. In `3k` and `8k`, 1 in 20 responses is in the tail.
-`RollPacker`: its 32k generator (workload.py), median 800. The longest response is more than 20
-times the median, as ROLL Flash reports for its own lengths."""
+model (the paper's Think), our assumption. In `3k` and `8k`, 1 in 20 responses is in the long tail.
+`RollPacker`: RollPacker's 32k generator (workload.py), median 800. The longest response is more
+than 20 times the median, as ROLL Flash reports for its own lengths."""
 
 SIZES = (16, 32, 64, 128)
-"""Numbers of GPUs; only the speed-up of 128 GPUs is published as a number."""
+"""Cluster sizes in GPUs; the paper gives only the speed-up of 128 GPUs as a number."""
 GROWTH = 7.6
 """Published growth of asynchronous throughput with 8 times the GPUs; the model is not stated."""
 SPLIT, SPLIT_SPEED_UP = (16, 24), 2.0
-"""Number of GPUs that train and that sample, and the approximate published speed-up over Sync-Naive
-on 40 GPUs. The model is not stated."""
+"""Numbers of training and rollout GPUs, and the approximate published speed-up over Sync-Naive on
+40 GPUs. The model is not stated."""
 ALPHAS = (0, 1, 2, 4, 8)
 SYNC_STEPS = 3
-"""Number of simulated steps of Sync-Naive."""
+"""Number of steps for which Sync-Naive, the synchronous baseline, is simulated."""
 
 QUEUE_S = {"batch": 125, "queue": 58, "queue, 16 more": 37}
-"""Published seconds for 8 prompts x 8 responses with dynamic filtering."""
+"""Published seconds for 8 prompts x 8 responses with dynamic filtering, by scheduling method."""
 EXTRA = {"queue": 0, "queue, 16 more": 16}
 HARD = 0.05
 MIDDLE = Generator(
@@ -83,60 +83,59 @@ MIDDLE = Generator(
     b=20.0,
     s=0.0,
 )
-"""Lengths for `queue` and `replication`, fitted on the two ratios of `queue`. The median is 2,000
-tokens; for 1 in 20 prompts, all responses reach the limit of 8,192. With this limit, the data sheet
-of an 8B on an H800 also explains the seconds: 8,192 steps of 9 ms take 75 s. Each further response
-of that length on the same worker adds 2.5 s. RollPacker's law, in which only some responses of a
-prompt are long, reproduces none of the five ratios."""
+"""Lengths for the tables `queue` and `replication`, fitted on the two ratios of `queue`. The median
+is 2,000 tokens; for 1 in 20 prompts, all responses reach the limit of 8,192. With this limit, the
+data sheet of an 8B on an H800 also explains the seconds: 8,192 steps of 9 ms take 75 s. Each
+further response of that length on the same worker adds 2.5 s. RollPacker's generator, in which only
+some responses of a prompt are long, reproduces none of the five ratios."""
 KEPT = 0.75
-"""Share of prompts whose rewards differ, so that the filter keeps them; also fitted."""
+"""Share of prompts that dynamic filtering keeps because their rewards differ; also fitted."""
 QUEUE_REPLICAS, QUEUE_ROUNDS = 8, 10
-"""Number of engines (our assumption), and number of simulated batches per round of `--rounds`."""
+"""Number of engines for `queue` (our assumption), and batches simulated per unit of `--rounds`."""
 
 REPLICATION_S = {(32, 16): (116, 89), (64, 16): (149, 81), (16, 32): (162, 83)}
 """Published seconds by (prompts, responses per prompt): with all responses of a prompt on one
 worker, and on any worker. Another source states 16 x 64 instead of 16 x 32, but a worker with 64
 responses at the limit would need 250 s."""
 REPLICATION_REPLICAS = 16
-"""Number of engines (our assumption)."""
+"""Number of engines for the table `replication` (our assumption)."""
 
 EPISODES, TURNS, TURN_TOKENS = 256, 23, 50
 LATENCY_S = 10.0, 10.0
-"""Published mean and standard deviation of an environment step's seconds: a Gaussian, cut at 0.
-`TURNS` is fitted on the 892 s of `ENV_S`."""
+"""Published mean and standard deviation of the seconds of an environment step: a Gaussian, cut at
+0. `TURNS` (turns per episode) is fitted on the 892 s of `ENV_S`."""
 ENV_S = 892, 362
-"""Published seconds of a rollout: with all environments stepping together, and each
-independently."""
+"""Published seconds of an agentic rollout: environments in lockstep, independent environments."""
 AGENTIC = {"ALFWorld": (1.58, 2.72), "SWE": (1.23, 1.81)}
-"""Published speed-ups over the fully sequential version: with independent environments, and with
-training overlapped as well."""
+"""Published speed-ups by task over the fully sequential version: with independent environments, and
+with overlapped training as well."""
 AGENTIC_GPUS, AGENTIC_INFER = 64, 4
-"""GPUs in total, and GPUs that sample if training is separate (our assumptions)."""
+"""Total number of GPUs, and number of rollout GPUs if training is separate (our assumptions)."""
 
 
 def cost() -> EngineCost:
-    """Return the data-sheet costs of one engine."""
+    """Return the data-sheet costs of one engine (8B on one H800)."""
     return from_data_sheet(MODEL, GPU, TP)
 
 
 def learner(gpus: int) -> tuple[Callable[[Sequence[int]], float], float]:
-    """Return a function from sample lengths to the seconds of a training step, and the seconds of
-    a weight update."""
+    """Return the costs of a learner: a function from sample lengths to the seconds of a training
+    step, and the seconds of a weight update."""
     training = training_from_data_sheet(MODEL, GPU, gpus)
     return lambda n: training.update_s(n) + training.logprobs_s(n), training.sync_s
 
 
 @dataclass(frozen=True, slots=True)
 class StepBound:
-    """Simulated seconds of a step, and their upper bound."""
+    """Simulated seconds of a step, and the upper bound on these seconds."""
 
     seconds: float
     bound: float
-    """Upper bound in seconds by Proposition 2."""
+    """Upper bound on `seconds` by Proposition 2 of ROLL Flash."""
 
     @property
     def facts(self) -> dict[str, object]:
-        """Entries for a table row."""
+        """Columns of a table row: simulated seconds, bound, and whether the bound holds."""
         return {
             "seconds": round(self.seconds, 1),
             "bound_s": round(self.bound, 1),
@@ -146,8 +145,8 @@ class StepBound:
 
 def sync_naive(law: Law, gpus: int, steps: int, seed: int) -> float:
     """Return the seconds of a Sync-Naive step: all GPUs sample, then all train. Between the phases,
-    states move to the host. The responses of a prompt share one engine, and all requests start at
-    once. No proposition covers this case."""
+    learner states move from and to the host. The responses of a prompt share one engine, and all
+    requests start at once. ROLL Flash's propositions do not cover this case."""
     lengths, source = PromptLengths(law.generator, SAMPLES, seed), EndlessPrompts(SAMPLES)
     train_s, sync_s = learner(gpus)
     moved = training_from_data_sheet(MODEL, GPU, gpus).step_s
@@ -162,7 +161,7 @@ def sync_naive(law: Law, gpus: int, steps: int, seed: int) -> float:
 
 def flow(law: Law, train: int, infer: int, alpha: float, seed: int) -> SimAsyncRollout:
     """Return a simulation of asynchronous training on `train` + `infer` GPUs. Each request waits at
-    the controller for the first engine with room (queue scheduling, prompt replication)."""
+    the controller until an engine has room (queue scheduling, prompt replication)."""
     train_s, sync_s = learner(train)
     return SimAsyncRollout(
         [cost()] * infer,
@@ -178,7 +177,7 @@ def flow(law: Law, train: int, infer: int, alpha: float, seed: int) -> SimAsyncR
 
 
 def measured(law: Law, train: int, infer: int, alpha: float, steps: int, seed: int) -> StepBound:
-    """Return the mean seconds of an update and their bound, after the buffer has been filled."""
+    """Return the mean seconds of a step and their upper bound, once the sample buffer is full."""
     made = flow(law, train, infer, alpha, seed)
     made.run(math.ceil(alpha) + 1)
     updates = made.run(steps)
@@ -189,8 +188,8 @@ def measured(law: Law, train: int, infer: int, alpha: float, steps: int, seed: i
 
 
 def best_share(law: Law, gpus: int, seed: int) -> int:
-    """Return the number of GPUs that train by Proposition 2, in sixteenths of all GPUs. Their share
-    is beta* = E mu_t / (mu_g + E mu_t): one GPU needs mu_g s to sample, E mu_t to train."""
+    """Return the number of training GPUs by Proposition 2, in sixteenths of all GPUs. Their share
+    is beta* = E mu_t / (mu_g + E mu_t): a sample takes mu_g s to generate and E mu_t s to train."""
     source, lengths = EndlessPrompts(SAMPLES), PromptLengths(law.generator, SAMPLES, seed)
     out = SimSettings([cost()] * gpus, lengths, max_running=law.max_running).run(
         Round(work=source(law.prompts), stop=StopAtAll())
@@ -206,32 +205,33 @@ def best_share(law: Law, gpus: int, seed: int) -> int:
 
 
 def bound_1(lengths: Sequence[int], workers: int, alpha: float) -> float:
-    """Return Proposition 1's bound for the seconds of N samples on K workers: N mu_g / K + L_g /
-    (alpha + 1). mu_g, L_g: mean and maximum seconds of a sample; a token takes a second."""
+    """Return Proposition 1's bound on the seconds to generate N samples on K workers: N mu_g / K +
+    L_g / (alpha + 1). mu_g, L_g: mean and maximum seconds of a sample; a token takes a second."""
     batches = len(lengths) / (4 * workers)
     return sum(lengths) / batches / workers + max(lengths) / (alpha + 1)
 
 
 def bound_2(law: Law, lengths: Sequence[int], infer: int, alpha: float, trained: float) -> float:
-    """Return the bound of Proposition 2, plus a weight update: max(N E mu_t / (beta K), N mu_g /
-    ((1 - beta) K) + L_g / (alpha + 1)). With alpha 0, phases alternate, so the terms are added. The
-    share beta of K workers trains (E passes). The other workers are slots of engines' full batches,
-    and mu_g is the time of a sample in a slot. `trained`: the first term, in seconds."""
+    """Return Proposition 2's bound on the seconds of a step, plus a weight update: max(N E mu_t /
+    (beta K), N mu_g / ((1 - beta) K) + L_g / (alpha + 1)). With alpha 0, training and generation
+    alternate, so the terms are added. The share beta of K workers trains N samples E times, each
+    for mu_t seconds. The other workers are slots of engines' full batches. mu_g, L_g: mean and
+    maximum seconds of a sample in a slot. `trained`: the first term, in seconds."""
     work, longest = _generation(law, lengths, infer)
     samples, mean = law.prompts * SAMPLES, sum(lengths) / len(lengths)
-    again = (1 + alpha) * samples * mean * cost().prefill_s / infer  # rebuild KV caches
+    again = (1 + alpha) * samples * mean * cost().prefill_s / infer  # prefill again after updates
     generated = work + again + longest / (alpha + 1)
     sync_s = learner(1)[1]
     return (max(trained, generated) if alpha else trained + generated) + sync_s
 
 
 def _generation(law: Law, lengths: Sequence[int], infer: int) -> tuple[float, float]:
-    """Return the seconds of a step's samples over all slots, and of the longest sample in its slot.
-    On average, a running request has decoded half its length; longer requests weigh more."""
+    """Return the seconds to generate a step's samples on all slots, and the longest sample in one
+    slot. Running requests are assumed to be half decoded, in a mean weighted by length."""
     c, full = cost(), law.max_running
     total, samples = sum(lengths), law.prompts * SAMPLES
     behind = sum(n * n for n in lengths) / (2 * total)
-    each = c.decode_s(full, full * (300 + behind), 1)  # a step of a full batch
+    each = c.decode_s(full, full * (300 + behind), 1)  # seconds of a decode step with a full batch
     prefill = samples * 300 * c.prefill_s / infer
     return samples * total / len(lengths) * each / (infer * full) + prefill, max(lengths) * each
 
@@ -245,8 +245,8 @@ def _holds(seconds: float, bound: float) -> bool:
 
 
 def broken(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """Return the table cells that break a proposition's bound, so that the simulation or the bound
-    is wrong."""
+    """Return the table cells that exceed a proposition's bound. Any such cell shows that the
+    simulation or the bound is wrong."""
     return [str(r["cell"]) for r in rows if r.get("holds") is False]
 
 
@@ -254,7 +254,7 @@ def broken(rows: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def scaling(steps: int, seed: int) -> TableResult:
-    """Return the speed-up over Sync-Naive by number of GPUs, with alpha 2."""
+    """Return the speed-up of asynchronous training over Sync-Naive by number of GPUs (alpha 2)."""
     rows: list[Row] = []
     for name, law in list(LAWS.items())[:2]:
         speed = {}
@@ -293,8 +293,8 @@ def staleness(steps: int, seed: int) -> TableResult:
 
 
 def splits(steps: int, seed: int) -> TableResult:
-    """Return the samples per second for every split of 40 GPUs with alpha 2, and the split that
-    Proposition 2 gives."""
+    """Return the samples per second for every split of 40 GPUs with alpha 2, and mark the split
+    that Proposition 2 gives."""
     rows: list[Row] = []
     notes = []
     for name, law in list(LAWS.items())[:1]:
@@ -310,8 +310,8 @@ def splits(steps: int, seed: int) -> TableResult:
 
 
 def propositions(steps: int, seed: int) -> TableResult:
-    """Return simulated seconds of a batch and the bounds of Propositions 1 and 2, which they must
-    not exceed. For Proposition 1, 64 workers have one slot each and training takes no time."""
+    """Return simulated seconds of a batch and the bounds of Propositions 1 and 2, which the seconds
+    must not exceed. For Proposition 1, 64 workers have one slot each and training takes no time."""
     rows: list[Row] = []
     for alpha in ALPHAS:
         found, bound = list_scheduling(64, alpha, 4 * steps, seed)
@@ -331,8 +331,8 @@ def propositions(steps: int, seed: int) -> TableResult:
 
 
 def list_scheduling(workers: int, alpha: float, steps: int, seed: int) -> tuple[float, float]:
-    """Return the seconds of a batch of four samples per worker, and Proposition 1's bound. Only
-    generation takes time, one second per token."""
+    """Return the seconds of a batch of four samples per worker, and Proposition 1's bound. Training
+    takes no time, and a token takes one second."""
     made = SimAsyncRollout(
         [EngineCost(step_s=1.0)] * workers,
         PromptLengths(GENERATORS["16k"], 1, seed),
@@ -351,8 +351,8 @@ def list_scheduling(workers: int, alpha: float, steps: int, seed: int) -> tuple[
 
 
 def queue(steps: int, seed: int) -> TableResult:
-    """Return the seconds until dynamic filtering has kept 8 groups of 8 responses, with queue
-    scheduling relative to whole batches."""
+    """Return the seconds until dynamic filtering has kept 8 groups of 8 responses: with queue
+    scheduling, relative to running prompts in whole batches."""
     arms = {
         "queue": (MIDDLE, Running),
         "a prompt only for one that is dropped": (MIDDLE, StopAtFirst),
@@ -407,7 +407,7 @@ def _keeps(group: str, seed: int, round_: int) -> bool:
 
 
 class _Filter(Rewards):
-    """Scores that are equal within each group that the filter is to drop."""
+    """Rewards that are equal within a group if dynamic filtering is to drop the group."""
 
     def __init__(self, seed: int, round_: int) -> None:
         super().__init__()
@@ -419,8 +419,8 @@ class _Filter(Rewards):
 
 
 def _in_batches(lengths: PromptLengths, seed: int, round_: int) -> float:
-    """Return the seconds of whole batches until 8 groups are kept; each batch waits for all
-    responses."""
+    """Return the seconds until 8 groups are kept, if prompts run in whole batches of 8 and each
+    batch waits for all its responses."""
     source, kept, seconds = EndlessPrompts(8, first=1000 * round_), 0, 0.0
     while kept < 8:
         work = source(8)
@@ -435,7 +435,7 @@ def _in_batches(lengths: PromptLengths, seed: int, round_: int) -> float:
 def _in_a_queue(
     lengths: PromptLengths, seed: int, round_: int, more: int, stop: type[StopAtFirst]
 ) -> float:
-    """Return the seconds of a round in which `more` prompts run in addition to the first 8."""
+    """Return the seconds until 8 groups are kept, if 8 + `more` prompts run at the beginning."""
     source = EndlessPrompts(8, first=1000 * round_)
     work = source(8 + more)
     policy = stop({"s": 8}, {w.id: "s" for w in work}, lambda domain: _another(source))
@@ -448,7 +448,7 @@ def _another(source: EndlessPrompts) -> Work:
 
 
 def replication(steps: int, seed: int) -> TableResult:
-    """Compare running all responses of a prompt on one engine with running them on any engine."""
+    """Compare two placements of a prompt's responses: all on one engine, and each on any engine."""
     rows: list[Row] = []
     for name, generator in (("", MIDDLE), ("; RollPacker's 16k lengths", GENERATORS["16k"])):
         for (prompts, samples), (one, anywhere) in REPLICATION_S.items():
@@ -478,9 +478,9 @@ def replication(steps: int, seed: int) -> TableResult:
 
 
 class Turns(Rewards):
-    """Environment seconds of an episode over all its turns, added after its last token. A request
-    that waits for its environment holds no engine slot, so the order of tokens and waits does not
-    matter."""
+    """Rewards that add the environment seconds of all turns of an episode after its last token. A
+    request that waits for its environment holds no engine slot, so the order of tokens and waits
+    does not matter."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -493,7 +493,7 @@ class Turns(Rewards):
 
 
 def agentic(steps: int, seed: int) -> TableResult:
-    """Compare environments that step together, independently, and beside overlapped training."""
+    """Compare environments in lockstep, independent ones, and these with overlapped training."""
     together = sum(_together(derive(seed, "together", k)) for k in range(steps)) / steps
     engines, tokens = [cost()] * AGENTIC_GPUS, _fixed(TURNS * TURN_TOKENS)
     apart = 0.0
@@ -510,7 +510,7 @@ def agentic(steps: int, seed: int) -> TableResult:
     ]
     share = (AGENTIC_GPUS - AGENTIC_INFER) / AGENTIC_GPUS
     for name, (by_itself, beside) in AGENTIC.items():
-        # from the published ratio: (together + train) / (apart + train)
+        # solve the published ratio (together + train) / (apart + train) for `train`
         train = (together - by_itself * apart) / (by_itself - 1)
         made = SimAsyncRollout(
             [cost()] * AGENTIC_INFER,
@@ -542,8 +542,8 @@ def agentic(steps: int, seed: int) -> TableResult:
 
 
 def _together(seed: int) -> float:
-    """Return the seconds of episodes that step together: each turn decodes, then waits for the
-    slowest environment."""
+    """Return the seconds of a rollout in lockstep: in each turn, all episodes decode, then wait for
+    the slowest environment."""
     dice = np.random.default_rng(seed)
     latency = np.maximum(dice.normal(*LATENCY_S, (TURNS, EPISODES)), 0).max(axis=1).sum()
     running = EPISODES // AGENTIC_GPUS

@@ -49,14 +49,14 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLengths:
-    """Duration of one rollout until its last response, start of its tail (the longest fifth of
-    the responses), and number of tokens."""
+    """Timing of one rollout: seconds until its last response, start of its tail (the longest fifth
+    of the responses), and number of tokens."""
 
     seconds: float
     tail_s: float
     tokens: int
     moved_s: Mapping[int, float]
-    """Seconds of a moved tail, including its prefill, by number of kept engines."""
+    """Seconds of the tail if it moves, including prefill, by number of kept engines."""
 
 
 def finish_times(lengths: Sequence[int], prompt: int, cost: EngineCost) -> list[float]:
@@ -75,7 +75,7 @@ def finish_times(lengths: Sequence[int], prompt: int, cost: EngineCost) -> list[
 def rounds(
     model: ModelSize, column: str, gpu: Gpu, tp: int, count: int, seed: int
 ) -> list[RolloutLengths]:
-    """Return `count` rollouts on a node of eight GPUs, with prompts in epoch order."""
+    """Return the timing of `count` rollouts on a node of eight GPUs, in data set order."""
     cost = from_data_sheet(model, gpu, tp)
     generator = GENERATORS[column]
     engines = SLOTS // tp
@@ -113,7 +113,7 @@ def _moved_s(
 
 
 def batch_share(model: ModelSize, column: str, gpu: Gpu, tp: int) -> float:
-    """Return the share of a decode step's time that grows with the batch, at the start of a
+    """Return the share of a decode step's time that grows with batch size, at the start of a
     rollout."""
     cost = from_data_sheet(model, gpu, tp)
     size = told.PROMPTS * told.SAMPLES * tp // SLOTS
@@ -127,8 +127,8 @@ def batch_share(model: ModelSize, column: str, gpu: Gpu, tp: int) -> float:
 def iterations_of(
     kind: told.JobKind, shapes: Sequence[RolloutLengths], train: int
 ) -> list[Iteration]:
-    """Return iterations that vary like the rollouts `shapes`, scaled to the mean durations of a
-    job kind and trained on `train` nodes."""
+    """Return iterations of a job kind on `train` train nodes. They vary like the rollouts `shapes`,
+    scaled to the kind's mean durations."""
     mean_s = statistics.fmean(r.seconds for r in shapes)
     mean_tokens = statistics.fmean(r.tokens for r in shapes)
     train_s = told.SOLO_S / (1 + kind.rollout_per_train)
@@ -244,7 +244,7 @@ def colocated_gain(one: told.Micro, where: str) -> float:
 
 @cache
 def colocated_rollout(where: str) -> float:
-    """Return the rollout time on GPU `where` relative to H20, from the data sheets."""
+    """Return the rollout time on GPU type `where` relative to H20, from the data sheets."""
     model = MODELS[told.MODEL]
     seconds = [
         statistics.fmean(r.seconds for r in rounds(model, told.LENGTHS, GPUS[gpu], 1, 3, 0))
@@ -260,7 +260,7 @@ def _bubbles(
     jobs: Sequence[VirtualJob],
     alone: Sequence[Sequence[Iteration]],
 ) -> list[Row]:
-    """Return rows with the share of time that nodes are idle, for jobs alone and in the group."""
+    """Return table rows with the idle share of nodes, for the jobs alone and for the group."""
     end = min(e[-1] for e in trace.ends.values())
     rows = []
     for pool, took in ((ROLLOUT, "rollout_s"), (TRAIN, "train_s")):
@@ -308,7 +308,7 @@ def migration(count: int, seed: int) -> Result:
 
 
 def _shared(shapes: Sequence[Sequence[RolloutLengths]], share: float, tp: int, kept: int) -> float:
-    """Return the seconds of an iteration of two rollout-heavy jobs on one rollout node. Tails
+    """Return the mean seconds of an iteration of two rollout-heavy jobs on one rollout node. Tails
     continue on `kept` engines; 0: tails do not move."""
     jobs = []
     for n, mine in enumerate(shapes):
@@ -331,7 +331,7 @@ def _shared(shapes: Sequence[Sequence[RolloutLengths]], share: float, tp: int, k
     return statistics.fmean(trace.period(j.member.job, count // 10) for j in jobs)
 
 
-# ---- warm and cold
+# ---- warm and cold starts
 
 
 def switches(count: int, seed: int) -> Result:
@@ -359,8 +359,8 @@ def switches(count: int, seed: int) -> Result:
 
 
 def _colocated(arrivals: Sequence[mux_trace.Arrival]) -> list[mux_trace.Arrival]:
-    """Return the jobs colocated on their train nodes, with durations for rollouts on these
-    nodes."""
+    """Return the arrivals with all phases of a job on its train nodes. Durations are scaled to
+    rollouts on these nodes."""
     faster = colocated_rollout("H800")
     out = []
     for a in arrivals:
@@ -388,7 +388,7 @@ def _lines(arms: Mapping[str, mux_trace.TraceResult]) -> dict[str, list[tuple[fl
 
 
 def _of_trace(name: str, runs: Sequence[Mapping[str, mux_trace.TraceResult]]) -> list[Row]:
-    """Return rows with results of every arm for which no values are published."""
+    """Return table rows for results that are not published, for every scheduler."""
     facts: dict[str, Callable[[mux_trace.TraceResult, mux_trace.TraceResult], float]] = {
         "$/h of the time until the last job is done": lambda o, ours: o.per_hour,
         "bill / RollMux's": lambda o, ours: o.bill / ours.bill,
@@ -409,7 +409,7 @@ def _of_trace(name: str, runs: Sequence[Mapping[str, mux_trace.TraceResult]]) ->
 
 _Of = Callable[[mux_trace.TraceResult, mux_trace.TraceResult, mux_trace.TraceResult], float]
 FACTS_200: dict[str, _Of] = {
-    # arguments: RollMux, solo, colocated
+    # arguments: results of RollMux, solo and colocated scheduling
     "RollMux, $/h": lambda m, s, c: m.bill / told.WINDOW_HOURS,
     "solo, $/h": lambda m, s, c: s.bill / told.WINDOW_HOURS,
     "colocated, $/h": lambda m, s, c: c.bill / told.WINDOW_HOURS,
@@ -481,7 +481,7 @@ def trace300(count: int, seed: int) -> Result:
 
 
 def slo(count: int, seed: int) -> Result:
-    """Simulate the cost as a function of the SLO."""
+    """Simulate the cost of the 200 jobs as a function of their SLO."""
     arrivals = draw_trace(told.TRACE_200, seed)
     rows: list[Row] = []
     lines: dict[str, list[tuple[float, float]]] = {"RollMux": [], "with moves": []}
@@ -501,7 +501,7 @@ def slo(count: int, seed: int) -> Result:
 
 
 def group_size(count: int, seed: int) -> Result:
-    """Simulate the cost as a function of the maximum number of jobs in a group."""
+    """Simulate the cost of the 200 jobs as a function of the maximum number of jobs per group."""
     arrivals = draw_trace(told.TRACE_200, seed)
     rows: list[Row] = []
     lines: dict[str, list[tuple[float, float]]] = {"RollMux": []}
@@ -520,8 +520,8 @@ PER_INSTANCE = 12
 
 
 def against_optimum(count: int, seed: int) -> Result:
-    """Compare bills with the optimum on `count` instances of twelve jobs, for each of the nine
-    profiles and for their mix."""
+    """Compare the cost of schedulers with the optimal cost, on `count` instances of twelve jobs,
+    for each of the nine job profiles and for their mix."""
     rows: list[Row] = []
     workloads = {f"{shape} {size}": ([shape], [size]) for shape in SHAPES for size in SIZES}
     workloads["mixed"] = (list(SHAPES), list(SIZES))
@@ -586,7 +586,7 @@ SIZES_OF_CLUSTERS = (100, 200, 500, 1000, 2000, 5000, 10_000)
 
 
 def decisions(count: int, seed: int) -> Result:
-    """Measure the processor time of an admission for several numbers of jobs in the cluster."""
+    """Measure the processor time of an admission to clusters with 100 to 10,000 jobs."""
     rows: list[Row] = []
     lines: dict[str, list[tuple[float, float]]] = {}
     dice = random.Random(seed)
@@ -621,7 +621,7 @@ def decisions(count: int, seed: int) -> Result:
 
 
 EXPERIMENTS: dict[str, tuple[Callable[[int, int], Result], int]] = {
-    # function, and default of --rounds: the number of rounds, traces, instances or decisions
+    # (function, default of --rounds: number of iterations, traces, instances or decisions)
     "micro": (micro, 100),
     "migration": (migration, 60),
     "switches": (switches, 60),

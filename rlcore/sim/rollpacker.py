@@ -90,7 +90,7 @@ def training_of(system: System, prompts: int = PROMPTS, gpus: int = 0) -> Traini
 
 
 def costs_of(system: System, other_bytes: float = 0.0) -> Callable[[int], EngineCost]:
-    """Return data-sheet costs as a function of TP, with the fitted step time at `system.tp`."""
+    """Return data-sheet costs by TP. At `system.tp`, an empty step takes the fitted time."""
     model = MODELS[system.model]
     sheet = from_data_sheet(model, H800, system.tp)
 
@@ -157,7 +157,7 @@ def _run(plans: Mapping[str, ClusterPlan], count: int) -> dict[str, Summary]:
 
 
 def table_1(count: int, seed: int, data: Path) -> TableResult:
-    """Return the share of each phase in a step of veRL."""
+    """Return table 1: shares of rollout, reward and training in a step of veRL."""
     rows = []
     system = published.SYSTEMS["14B/16k"]
     for task, told in published.TABLE_1.items():
@@ -178,7 +178,7 @@ def _after(made: Callable[[RowOf], Rewards], row_of: RowOf) -> Rewards:
 
 
 def table_2(count: int, seed: int, data: Path) -> TableResult:
-    """Return speed-ups over veRL, with two rows for cells that two versions of the paper give."""
+    """Return table 2: speed-ups over veRL, with two rows where versions of the paper differ."""
     rows = []
     for name, system in published.SYSTEMS.items():
         arms = ladder(system, seed)
@@ -215,7 +215,7 @@ def table_2(count: int, seed: int, data: Path) -> TableResult:
 
 
 def figure_10c(count: int, seed: int, data: Path) -> TableResult:
-    """Return the seconds of a short and of a long step with all techniques."""
+    """Return figure 10c: seconds of a short and of a long step with all techniques."""
     rows = []
     for name, system in published.SYSTEMS.items():
         whole = ladder(system, seed)["trainer"]
@@ -297,8 +297,8 @@ def stream(count: int, seed: int, data: Path) -> TableResult:
 
 
 def planner(count: int, seed: int, data: Path) -> TableResult:
-    """Return figures 6 and 12a: preemptions and rollout seconds by TP, and the planner's choice of
-    TP."""
+    """Return figures 6 and 12a: preemptions and rollout seconds by TP, and the planner's
+    speed-up."""
     path = data / "lengths" / "epochs_long.jsonl.gz"
     lengths, said = read_lengths(path)
     rows = []

@@ -57,24 +57,24 @@ class RoundResult:
     decoded: int
     """Number of decoded tokens of all responses, kept or not."""
     steps: int
-    """Maximum number of decode steps of an engine."""
+    """Number of decode steps of the engine with the most steps."""
     preemptions: int
     last_finish: float
     """Time at which decoding of the last response ended; its score comes later."""
     reward_s: float
-    """Seconds of scoring after the round, if scoring starts only when the round has ended."""
+    """Seconds of scoring after the round; 0 if responses are scored during the round."""
     idle: float
-    """Share of the round in which an engine was idle, mean over engines."""
+    """Share of the round in which an engine was idle, averaged over the engines."""
     cache_used: float
-    """Largest share of an engine's KV cache in use, maximum over all engines."""
+    """Largest share of a KV cache in use at any time, over all engines."""
     spans: list[list[DecodeSpan]] = field(default_factory=list)
     """Decoding intervals of each engine."""
     streamed: set[str] = field(default_factory=set)
     """Kept groups that were trained during the round."""
     stream_spans: list[list[DecodeSpan]] = field(default_factory=list)
-    """Training intervals of each engine; `running` is the number of groups."""
+    """Training intervals of each engine; `running` is the number of groups that are trained."""
     stream_left_s: float = 0.0
-    """Seconds of `stream_spans` that remain after the round, divided over all engines."""
+    """Training seconds in `stream_spans` after the end of the round, averaged over all engines."""
     groups: list[str] = field(default_factory=list)
     """Group of each kept response."""
     events: int = 0
@@ -117,9 +117,9 @@ class SimSettings:
             place: makes the router of a round.
             lengths: returns the response length of a request.
             elastic: policy for which engines train while the others decode; rank r is engine r.
-            train_s: seconds in which one engine's GPUs train samples of these lengths
+            train_s: returns the seconds in which one engine's GPUs train samples of these lengths
                 (with prompt).
-            trains_once: each engine trains only the first groups given to it.
+            trains_once: whether each engine trains only the first groups that it is given.
         """
         self._costs, self._lengths = list(costs), lengths
         self._elastic, self._train_s, self._once = elastic, train_s, trains_once
@@ -133,18 +133,18 @@ class SimSettings:
 
 
 class Engines(ABC):
-    """Virtual engines under a controller, with the event queue. A subclass handles all
-    other commands and events."""
+    """Virtual engines under a controller, with a queue of events. Subclasses carry out the
+    controller's commands and handle the other events."""
 
     def __init__(self, world: SimSettings, controller: Controller, first: int = 0) -> None:
-        """`first`: rank of the first engine; the other engines have the next ranks."""
+        """Make the virtual engines, with consecutive ranks from `first`."""
         self._world, self._controller, self._first = world, controller, first
         self._engines = [VirtualEngine(cost, world._max_running) for cost in world._costs]
         self._requests: dict[str, Request] = {}
         self._length: dict[str, int] = {}
         self._queue: list[tuple[float, int, Any]] = []
         self._number = self._events = 0
-        self._planned: list[int] = [0] * len(self._engines)  # newest plan number by engine
+        self._planned: list[int] = [0] * len(self._engines)  # number of each engine's newest event
         self._now = self._last_finish = 0.0
         self.is_over = False
 
@@ -157,7 +157,7 @@ class Engines(ABC):
         """Handle an event that does not concern the engines."""
 
     def _next(self) -> None:
-        """Process the next event and its consequences."""
+        """Process the next event, and the commands with which the controller responds."""
         while True:
             if not self._queue:
                 raise RuntimeError(
@@ -165,7 +165,7 @@ class Engines(ABC):
                 )
             time, _, (what, who, it) = heapq.heappop(self._queue)
             if what != "engine" or it == self._planned[who - self._first]:
-                break  # else a newer plan replaced this event
+                break  # else a newer event replaced this event
         self._now = time
         if what == "engine":
             self._step(who)
@@ -192,7 +192,7 @@ class Engines(ABC):
             length = self._length.get(request.id)
             if length is None:
                 length = self._length[request.id] = self._world._lengths(request)
-            have = len(request.resume.tokens) if request.resume else 0  # resumed tokens
+            have = len(request.resume.tokens) if request.resume else 0  # tokens already decoded
             prompt = len(request.prompt)
             jobs.append(SimRequest(id=request.id, prompt=prompt, length=length, have=have))
         self._engines[command.rank - self._first].submit(jobs, self._now)

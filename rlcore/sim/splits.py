@@ -1,5 +1,5 @@
-"""Simulate the throughput of splits of a cluster into GPUs that train and GPUs that sample, and
-the split that the planner (`sched/balance.py`) proposes: `python -m rlcore sim splits`."""
+"""Simulate the throughput of splits of a cluster into training and rollout GPUs, and show the split
+that the planner (`sched/balance.py`) proposes: `python -m rlcore sim splits`."""
 
 import math
 from dataclasses import replace
@@ -14,8 +14,8 @@ from rlcore.utils.errors import ConfigError
 
 
 def rates(plan: ClusterPlan) -> Rates:
-    """Return the rates of a step for the planner, from one draw of lengths and one engine's
-    costs."""
+    """Return the step rates that the planner needs, from one random draw of response lengths and
+    the costs of one engine."""
     w, n = plan.workload, plan.num_prompts
     lengths = [x for row in range(n) for x in w.lengths(row, plan.num_samples, plan.seed)]
     cost, alone, mean = plan.costs(plan.tp), over(plan, 1), sum(lengths) / len(lengths)
@@ -36,7 +36,7 @@ def rates(plan: ClusterPlan) -> Rates:
 
 
 def over(plan: ClusterPlan, gpus: int) -> TrainingCost:
-    """Return the training cost of the plan, converted to `gpus` GPUs."""
+    """Return the training cost of the plan, converted from the plan's GPUs to `gpus` GPUs."""
     t, factor = plan.training, plan.gpus / gpus
     return replace(
         t,
@@ -47,8 +47,8 @@ def over(plan: ClusterPlan, gpus: int) -> TrainingCost:
 
 
 def table(plan: ClusterPlan, alpha: float, steps: int) -> TableResult:
-    """Return a table of about fifteen splits into whole engines. `steps`: number of updates
-    simulated for each split after the buffer is full."""
+    """Return the throughput of up to 29 splits of the GPUs into training GPUs and whole engines.
+    `steps`: number of training steps simulated per split after the sample buffer is full."""
     sizes = range(plan.tp, plan.gpus, plan.tp)
     sizes = sizes[:: max(1, len(sizes) // 15)]
     if not sizes:

@@ -30,7 +30,7 @@ BASELINES = ("verl", "rlhfuse", "none")
 
 
 def plan(a: argparse.Namespace) -> tuple[ClusterPlan, list[str]]:
-    """Return the plan for the options of `sim run`, and notes on the origin of the plan's numbers.
+    """Return the plan for the options of `sim run`, and notes that say where its numbers come from.
 
     Raises:
         ConfigError: an option is invalid for the cluster; the error names the option.
@@ -124,8 +124,8 @@ def _measured(
 
 
 def baseline(ours: ClusterPlan, name: str) -> ClusterPlan:
-    """Return a baseline of the plan. `verl`: wait for all responses, then score them, then train.
-    `rlhfuse`: compute rewards and log-probs during the tail of the rollout."""
+    """Return a baseline for the cluster of `ours`. `verl`: wait for all responses, then score them,
+    then train. `rlhfuse`: score each response when it ends, and compute log-probs on idle GPUs."""
     plain = replace(ours, name=name, schedule="all", max_tp=0, stream=None)
     if name == "rlhfuse":
         return replace(plain, overlap_logprobs=True)
@@ -133,7 +133,7 @@ def baseline(ours: ClusterPlan, name: str) -> ClusterPlan:
 
 
 def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf) -> Rewards:
-    """Make the scorers of a run."""
+    """Make the reward scorers of a run for the options of `sim run`."""
     math: SimScorer = FixedScorer(published.MATH_S, published.MATH_WORKERS)
     code: SimScorer = SandboxScorer(
         quantiles=published.SANDBOX_QUANTILES,
@@ -172,7 +172,7 @@ def _gpu(name: str) -> Gpu:
 
 
 def read_model(name: str) -> ModelSize:
-    """Return the model of a known name, or of the Hugging Face config.json at path `name`."""
+    """Return the model called `name`, or read it from the Hugging Face config.json at that path."""
     found = {m.lower(): model for m, model in MODELS.items()}
     if name.lower() in found:
         return found[name.lower()]

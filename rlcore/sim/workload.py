@@ -15,7 +15,7 @@ from rlcore.utils.seed import derive
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generator:
-    """Generator of lengths, which we fitted to published lengths: a log-normal body and, with
+    """Generator of response lengths, fitted to published lengths: a log-normal body and, with a
     probability q of the prompt, a tail up to the cap. e', e'' ~ N(0, 1) per response.
 
         z, e ~ N(0, 1) per prompt    q = sigmoid(a + b z + s e)
@@ -35,8 +35,8 @@ class Generator:
     """Seed of the data set, which determines the prompts."""
 
     def lengths(self, row: int, count: int, seed: int) -> list[int]:
-        """Return the lengths of `count` responses to the prompt of `row`. `seed`: differs between
-        rounds."""
+        """Return the lengths of `count` responses to the prompt in data set row `row`. `seed`
+        should differ between rounds."""
         z, e = _characters(self.seed, row // BLOCK)[row % BLOCK]
         q = 1 / (1 + math.exp(-(self.a + self.b * z + self.s * e)))
         dice = np.random.default_rng(derive(seed, "lengths", row))
@@ -57,7 +57,7 @@ BLOCK = 1024
 
 @lru_cache(maxsize=4096)
 def _characters(seed: int, block: int) -> list[list[float]]:
-    """Return (z, e) of each prompt in a block."""
+    """Return the random numbers (z, e) that characterize each prompt in a block."""
     dice = np.random.default_rng(derive(seed, "prompts", block))
     return dice.standard_normal((BLOCK, 2)).tolist()
 
@@ -68,13 +68,13 @@ GENERATORS: Mapping[str, Generator] = {
     "16k": _16K,
     "32k": Generator(cap=32_768, mu=6.709, sp=0.005, sr=0.674, pt=1.683, a=-4.037, b=1.646, s=0.06),
 }
-"""Generators by name, each fitted on its column of figure 11 of RollPacker (ratios); 8k is 16k with
-a lower cap."""
+"""Length generators by name. 16k and 32k are fitted on the ratios in their columns of RollPacker's
+figure 11; 8k is 16k with a lower cap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Measured lengths by prompt, from which the lengths of a round are drawn."""
+    """Measured response lengths by prompt, from which the lengths of a round are drawn."""
 
     by_prompt: Sequence[Sequence[int]]
     prompt_tokens: int = 300
@@ -84,7 +84,7 @@ class Recorded:
         return max(map(max, self.by_prompt))
 
     def lengths(self, row: int, count: int, seed: int) -> list[int]:
-        """Draw `count` lengths of the row's prompt, with replacement only if there are too few."""
+        """Draw `count` lengths of the row's prompt; repeat lengths only if the prompt has fewer."""
         own = self.by_prompt[row % len(self.by_prompt)]
         dice = random.Random(derive(seed, "lengths", row))
         if count <= len(own):
@@ -93,7 +93,7 @@ class Recorded:
 
 
 class Workload(Protocol):
-    """Response lengths, such as a `Generator` or a `Recorded`."""
+    """Source of response lengths, such as a `Generator` or a `Recorded`."""
 
     @property
     def cap(self) -> int: ...

@@ -1,13 +1,13 @@
 """Make the weight channel of a run: one of three routes between ranks, then `Handover` to engines.
 
     gather     every rank gathers all weights with `learner.export()` (baseline, `colocated.py`)
-    intranode  sites are nodes: ranks that hold a shard broadcast it inside their node; a shard that
-               no rank of a node holds enters that node once
-    two_stage  sites are clusters: same mechanism as `intranode`, for rollout ranks in a different
-               cluster than the learner
+    intranode  a rank that holds a shard broadcasts the shard inside its node; a shard that no rank
+               of a node holds is sent to this node once
+    two_stage  the same with clusters instead of nodes, for rollout ranks in a different cluster
+               than the learner
 
-`intranode` and `two_stage` share the mechanism (`layout.py`, `relay.py`) and `RelayChannel`. They
-differ only in their sites, which are groups of ranks with a fast network inside.
+`intranode` and `two_stage` share the class `RelayChannel` (`layout.py`, `relay.py`). They differ
+only in the sites: groups of ranks with a fast network inside, which are nodes or clusters.
 """
 
 import time
@@ -40,12 +40,12 @@ def make_channel(
     """Make the channel of this rank. Ranks do not communicate before the first weight update.
 
     Args:
-        transport: how buckets reach the engine.
+        transport: way in which buckets reach the engine (`colocated.py`).
         tp: tensor-parallel size of the engine.
-        sites: ranks of each site (node group), for `intranode` and `two_stage`; empty: one site.
-        peers: the ranks that take part; by default all ranks of the default process group.
-        device: device of the exchanged buffers, usually the learner's; the device type must be the
-            same on all ranks. Default: CPU.
+        sites: ranks of each site (node or cluster) of `intranode` or `two_stage`; empty: one site.
+        peers: ranks of the weight update; by default all ranks of the default process group.
+        device: device of the exchanged buffers, usually the learner's; of the same type on all
+            ranks. Default: CPU.
     """
     peers = peers or Peers()
     handover = Handover(transport, tp=tp, peers=peers, max_bytes=max_bytes)
@@ -57,7 +57,7 @@ def make_channel(
 
 
 class RelayChannel:
-    """`WeightChannel` that uses a `Relay`. Weight updates succeed or fail on all ranks alike."""
+    """`WeightChannel` of the routes `intranode` and `two_stage`, which transfer with a `Relay`."""
 
     def __init__(self, relay: Relay, handover: Handover) -> None:
         self._relay, self._handover = relay, handover
@@ -67,7 +67,7 @@ class RelayChannel:
         self, learner: Learner | None, engine: WeightReceiver | None, version: int
     ) -> dict[str, float]:
         """Update the weights of all engines; collective. Every rank passes its learner and engine,
-        or None. If an engine fails meanwhile, the weight update continues without it.
+        or None. If an engine fails meanwhile, the weight update continues without this engine.
 
         Raises:
             WeightUpdateError, WeightUpdateTimeoutError: the weight update failed; the message is
@@ -100,7 +100,7 @@ class RelayChannel:
     def _enter(
         self, learner: Learner | None, engine: WeightReceiver | None, version: int
     ) -> list[tuple[Shard, Tensor]]:
-        """Do the steps of the weight update that can fail on this rank alone; return its shards."""
+        """Begin the load of this rank's engine, and register and return this rank's shards."""
         rank = self._relay.peers.rank
         with blamed("engine", rank):
             self._handover.begin(engine, version)
@@ -110,7 +110,7 @@ class RelayChannel:
         return own
 
     def _move(self, own: list[tuple[Shard, Tensor]]) -> None:
-        """Transfer all weights, and send them to this rank's engine."""
+        """Transfer all weights between ranks, and send all buckets to this rank's engine."""
         damage = self._relay.run(own, self._take, self._give, self._held)
         if damage is not None:
             raise LinkError(damage)
@@ -120,17 +120,17 @@ class RelayChannel:
     # ---- a bucket
 
     def _held(self) -> int:
-        """Return the bytes now held for buckets, on the GPU and on the host."""
+        """Return the bytes that this rank now holds for buckets, on the GPU and on the host."""
         staged = 0 if self._staged is None else len(self._staged)
         return staged + self._handover.held_bytes
 
     def _take(self, num_bytes: int) -> Tensor:
-        """Return a buffer on the relay's device; if possible, use the buffer of `Handover`."""
+        """Return a bucket's buffer on the relay's device; if possible, the buffer of `Handover`."""
         relay = self._relay
         if relay.device.type == "cpu" or self._handover.transport == "cuda_ipc":
             return self._handover.take(num_bytes)
         if self._staged is None or len(self._staged) < num_bytes:
-            self._staged = None  # frees the old buffer before the new one is allocated
+            self._staged = None  # frees the old buffer before the new allocation
             self._staged = torch.empty(num_bytes, dtype=torch.uint8, device=relay.device)
         return self._staged[:num_bytes]
 

@@ -1,17 +1,17 @@
 """Send weights to the engine of this rank: `Handover` for every route, and the route `gather`.
 
 `Handover` sends whole buckets to an engine, on every route. An engine of tensor-parallel size k
-belongs to k consecutive ranks. The first rank, the engine's leader, sends one payload per
-tensor-parallel rank to the engine. The payload depends on the transport:
+belongs to k consecutive ranks. The first of these ranks is the engine's leader, which sends k
+payloads to the engine for each bucket. A payload depends on the transport:
 
-    bytes      the data itself, passed k times: for engines in this process
+    bytes      the data itself, the same in all k payloads; for engines in this process
     shm        the name of one shared-memory file that all processes of the engine map
     cuda_ipc   a handle of GPU memory: each rank packs the bucket on its own GPU, for the engine's
                process on that GPU, and the leader gathers the handles
 
 `ColocatedChannel` is the route `gather`: `learner.export()` gathers one tensor at a time from all
 tensor-, pipeline- and expert-parallel shards. Every rank gets the full weights once, in buckets of
-bounded size. All buckets reuse one buffer, so a channel holds one bucket of host memory.
+bounded size. All buckets use the same buffer, so a channel holds one bucket of host memory.
 """
 
 import time
@@ -34,8 +34,8 @@ Transport = Literal["bytes", "shm", "cuda_ipc"]
 
 
 class Handover:
-    """Sends buckets from this rank to its engine. Between weight updates it holds the memory of at
-    most one bucket."""
+    """Sends buckets from this rank to its engine. Between weight updates, at most one bucket of
+    memory is kept."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class Handover:
 
         Args:
             tp: tensor-parallel size of the engine. The engine's ranks are consecutive, and the
-                first is a multiple of `tp`.
-            peers: the ranks that update weights together; by default this rank alone.
+                lowest is a multiple of `tp`.
+            peers: ranks of the weight update; by default this rank alone.
             max_bytes: maximum memory kept between weight updates.
         """
         self.peers = peers or alone()
-        """Ranks of the weight update; notified if this rank's engine fails to load."""
+        """Ranks of the weight update, which are notified if this rank's engine rejects weights."""
         self.transport, self._max_bytes = transport, max_bytes
         self._room: SharedRoom | _Room | None = None
         self.resize(tp)
@@ -70,13 +70,13 @@ class Handover:
             )
         self._tp = tp
         self.leads = self.peers.rank % tp == 0
-        """Whether this rank sends to the engine."""
+        """Whether this rank is its engine's leader, which sends all payloads to the engine."""
         if not self.leads and self._room is not None:
             self._room.close()
             self._room = None
 
     def takes(self, engine: WeightReceiver | None) -> bool:
-        """Return whether this rank needs buckets for its engine."""
+        """Return whether this rank needs the buckets of a weight update for its engine."""
         return engine is not None and (self.leads or self.transport == "cuda_ipc")
 
     @property
@@ -85,7 +85,7 @@ class Handover:
         return self._on_gpu + (self._room.num_bytes if self._room is not None else 0)
 
     def begin(self, engine: WeightReceiver | None, version: int) -> None:
-        """Begin a weight update of the engine to `version`. `engine` is None on a rank without."""
+        """Begin the engine's update to `version`; `engine` is None if this rank has no engine."""
         self._error: Exception | None = None
         self._on_gpu = self._given = 0
         self._engine = engine if self.leads else None
@@ -93,7 +93,7 @@ class Handover:
         self.check()
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return a buffer, uint8 [num_bytes], for the next bucket: on the GPU for `cuda_ipc`, else
+        """Return a buffer for the next bucket, uint8 [num_bytes], on the GPU with `cuda_ipc`, else
         on the host. Earlier buffers become invalid."""
         if self.transport == "cuda_ipc":
             room = torch.empty(num_bytes, dtype=torch.uint8, device=_gpu())
@@ -104,11 +104,11 @@ class Handover:
         return self._room.take(num_bytes)
 
     def give(self, bucket: Bucket, buffer: Tensor) -> None:
-        """Send a bucket in the buffer from `take`; afterwards the caller must drop the buffer. If
-        the engine has failed or raised an error, ignore the bucket and go on with the update.
+        """Send a bucket, packed in the buffer from `take`, to the engine; then the caller must
+        release the buffer. If the engine has failed or raised an error, do not send the bucket.
 
         Raises:
-            LinkError: other ranks of the engine are missing; names these ranks and the bucket.
+            LinkError: ranks of the engine are missing; the message names them and the bucket.
         """
         number, self._given = self._given, self._given + 1
         bucket = msgspec.structs.replace(bucket, transport=self.transport)
@@ -124,15 +124,15 @@ class Handover:
         if group is not None:
             payloads = self.peers.gather(group, payloads[0], where, number)
         self._tell("load_bucket", bucket, payloads)
-        if group is not None:  # the memory must not be freed while the engine still reads it
+        if group is not None:  # keeps the bucket's memory until the engine has read it
             self.peers.gather(group, b"", where, number)
         self._on_gpu = 0
 
     def end(self, version: int) -> None:
-        """End the weight update, so that either all engines decode again or none; collective.
+        """End the weight update, so that all engines may decode again or none may; collective.
 
         Raises:
-            WeightUpdateError: the engine of some rank raised an error. The other engines return to
+            WeightUpdateError: the engine of a rank raised an error. The other engines return to
                 loading and do not decode before a weight update succeeds.
         """
         try:
@@ -155,15 +155,15 @@ class Handover:
         self.check()
 
     def check(self) -> None:
-        """Raise the error, if any, with which a running engine rejected this weight update."""
+        """If the engine rejected this weight update without failing, raise the engine's error."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Clean up after a weight update, also if it failed; keep at most one bucket of memory."""
+        """Clean up after a successful or failed update; keep at most one bucket of memory."""
         self._engine = None
         if self.transport == "cuda_ipc":
-            torch.cuda.ipc_collect()  # frees buckets that no process reads any more
+            torch.cuda.ipc_collect()  # frees GPU memory that no process reads any more
         if self._room is not None and self._room.num_bytes > self._max_bytes:
             self._room.close()
             self._room = None
@@ -181,12 +181,12 @@ class Handover:
         except (RuntimeError, ValueError, TimeoutError) as error:
             if self._engine.failure:
                 log.warning("the engine failed during the weight update: %s", error)
-            else:  # the engine still runs, so the data sent to it are wrong
+            else:  # the engine works, so it rejected the weights
                 self._error = error
             self._engine = None
 
     def _engines_ranks(self) -> ExchangeGroup | None:
-        """Return the host group of this engine's ranks; None at tensor-parallel size 1."""
+        """Return the process group (host tensors) of this engine's ranks; None if tp is 1."""
         if self._tp == 1:
             return None
         first = self.peers.rank - self.peers.rank % self._tp
@@ -205,8 +205,8 @@ class ColocatedChannel:
         *,
         handover: Handover | None = None,
     ) -> None:
-        """Make the channel of this rank. By default, `handover` is for tensor-parallel size 1, with
-        transport `shm` if `shared_memory`, else `bytes`."""
+        """Make the channel of this rank. If `handover` is None, use one for tensor-parallel size 1
+        with transport `shm` if `shared_memory`, else `bytes`."""
         self._packer = Packer(max_bucket_bytes)
         transport: Transport = "shm" if shared_memory else "bytes"
         self._handover = handover or Handover(transport, max_bytes=max_bucket_bytes)
@@ -214,8 +214,8 @@ class ColocatedChannel:
     def update_weights(
         self, learner: Learner | None, engine: WeightReceiver | None, version: int
     ) -> dict[str, float]:
-        """Update the weights of all engines; collective. Every rank exhausts the export, even if it
-        has no engine or its engine fails meanwhile. A failed engine is reported in the next round.
+        """Update the weights of all engines; collective. Every rank exhausts the learner's export,
+        even without an engine. If an engine fails meanwhile, the update continues without it.
 
         Raises:
             WeightUpdateError, WeightUpdateTimeoutError: the weight update failed; the message is
@@ -253,7 +253,7 @@ class ColocatedChannel:
         self._handover.resize(tp)
 
     def _move(self, learner: Learner, engine: WeightReceiver | None, meter: ExportMeter) -> int:
-        """Send all weights to the engine; return the number of bytes."""
+        """Export all weights and send them to this rank's engine; return the number of bytes."""
         total, handover = 0, self._handover
         exported = meter.watched(learner.export())
         try:
@@ -265,10 +265,10 @@ class ColocatedChannel:
                         handover.give(bucket, buffer)
                     del buffer
         except LinkError as error:
-            handover.peers.tell("done", error.failure)  # so that no rank waits for this rank
+            handover.peers.tell("done", error.failure)  # ends the wait of other ranks
             raise
         finally:
-            for _, tensor in exported:  # an export is collective, so every rank takes every tensor
+            for _, tensor in exported:  # collective: every rank takes all tensors
                 total += tensor.nbytes
         with blamed("engine", handover.peers.rank):
             handover.check()
@@ -276,7 +276,7 @@ class ColocatedChannel:
 
 
 class _Room:
-    """Host buffer of this process, reused for every bucket."""
+    """Host buffer in this process's memory, reused for every bucket."""
 
     def __init__(self) -> None:
         self._tensor = torch.empty(0, dtype=torch.uint8)
@@ -284,7 +284,7 @@ class _Room:
     def take(self, num_bytes: int) -> Tensor:
         """Return a buffer, uint8 [num_bytes]; earlier buffers become invalid."""
         if len(self._tensor) < num_bytes:
-            self.close()  # frees the old buffer before the new one is allocated
+            self.close()  # frees the old buffer before the new allocation
             self._tensor = torch.empty(num_bytes, dtype=torch.uint8)
         return self._tensor[:num_bytes]
 
@@ -293,7 +293,7 @@ class _Room:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffer."""
+        """Size of the buffer in bytes."""
         return len(self._tensor)
 
 

@@ -1,8 +1,8 @@
 """Cache weights in host memory until the engine that will use them is awake.
 
-A job that shares its rollout nodes (`--mux.url`) has no engine on the device while it trains. A
-weight update then ends in a `HostWeightCache`, which has the interface of an engine. When the job
-has the rollout nodes again, the engine wakes and loads the weights from the cache, without the
+A job that shares its rollout nodes (`--mux.url`) has no engine on the device while it trains. Its
+weight updates then go to a `HostWeightCache`, which has the interface of an engine. When the job
+gets the rollout nodes again, the engine wakes and loads the weights from the cache, without the
 learner. The cache holds one version, in memory that the engine's processes map without a copy.
 """
 
@@ -17,11 +17,11 @@ from rlcore.utils.buckets import SharedRoom
 
 
 class HostWeightCache:
-    """Host cache of weights, with the `Engine` methods that a weight update calls; for transport
-    `bytes`."""
+    """Cache of weights in host memory, with the `Engine` methods that a weight update calls. It
+    takes buckets of transport `bytes`."""
 
     def __init__(self, tp: int = 1) -> None:
-        """`tp`: tensor-parallel size of the engine, and number of payloads per bucket."""
+        """Make an empty cache for an engine of tensor-parallel size `tp`."""
         self._tp = tp
         self._rooms: list[SharedRoom] = []
         self._buckets: list[Bucket] = []
@@ -29,15 +29,15 @@ class HostWeightCache:
         self._is_whole = False
 
     failure = ""
-    """Always empty: host memory does not fail by itself."""
+    """Reason of a failure, as in `Engine`; always empty, because host memory does not fail."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory in use."""
+        """Bytes of host memory that the cache uses."""
         return sum(room.num_bytes for room in self._rooms)
 
     def begin_load(self, version: int) -> None:
-        """Begin to load weights of this version; the old weights become invalid."""
+        """Begin to store the weights of `version`; the cached weights become invalid."""
         self._buckets.clear()
         self._version, self._is_whole = version, False
 
@@ -51,11 +51,11 @@ class HostWeightCache:
         self._buckets.append(msgspec.structs.replace(bucket, transport="shm"))
 
     def end_load(self) -> None:
-        """Mark the weights as complete."""
+        """Mark the cached weights as complete."""
         self._is_whole = True
 
     def fill(self, engine: Engine) -> None:
-        """Load all weights into the engine, whose weight memory must be awake.
+        """Load the cached weights into the engine, whose weight memory must be awake.
 
         Raises:
             RuntimeError: the last weight update is incomplete, or the engine rejects the weights.
@@ -70,7 +70,7 @@ class HostWeightCache:
         engine.end_load()
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free the host memory of the cache."""
         for room in self._rooms:
             room.close()
         self._rooms.clear()

@@ -1,13 +1,13 @@
-"""Plan a weight update: which rank sends what where. Pure: every rank computes the same plan.
+"""Plan a weight update: which rank sends which shards of the weights to which ranks.
 
-Ranks are grouped in sites: nodes or clusters with a fast network inside. If several ranks hold a
-shard, each is a possible owner. Every shard that a site needs enters the site once:
+Every rank computes the same plan. Ranks are grouped in sites: nodes or clusters with a fast network
+inside. If several ranks hold a shard, one of these ranks is chosen as owner for each site:
 
-    an owner in the site       the owner broadcasts the shard to the site
-    no owner in the site       an owner sends the shard to a rank of the site (the root of the
-                               shard), which broadcasts it
+    a rank of the site holds the shard     the owner is in the site and broadcasts the shard there
+    no rank of the site holds the shard    the owner sends the shard to a rank of the site (the
+                                           root), which broadcasts the shard there
 
-So a slow link between sites carries one copy of each shard that the other site lacks. Owners and
+A slow link between sites thus carries one copy of each shard that the other site lacks. Owners and
 roots are chosen by least load. Buckets of whole tensors bound the memory. All shards of a bucket
 with the same site, owner and root are sent together, as a `BucketPart`."""
 
@@ -38,7 +38,7 @@ class BucketPart:
 
     site: int
     owner: int
-    """Rank that holds the shards."""
+    """Rank whose shards are sent."""
     root: int
     """Rank that broadcasts the shards in the site: the owner, or the rank that receives the shards
     over the slow link."""
@@ -62,12 +62,12 @@ class UpdatePlan:
 
     sites: tuple[tuple[int, ...], ...]
     needs: tuple[int, ...]
-    """Ranks that get all weights."""
+    """Ranks that receive all weights."""
     loads: tuple[BucketPlan, ...]
 
     def members(self, site: int) -> tuple[int, ...]:
-        """Return the ranks that take part in a site's broadcasts: ranks that need weights, and
-        roots of parts. Empty if no rank of the site needs weights."""
+        """Return the ranks that take part in a site's broadcasts: the ranks that need weights, and
+        the roots of parts. Return () if no rank of the site needs weights."""
         inside = set(self.sites[site]) & set(self.needs)
         inside |= {p.root for load in self.loads for p in load.parts if p.site == site}
         return tuple(sorted(inside))
@@ -85,7 +85,7 @@ class UpdatePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buckets; every engine gets this many."""
+        """Bytes of all buckets together, which every engine receives."""
         return sum(load.num_bytes for load in self.loads)
 
     @property
@@ -111,7 +111,7 @@ def plan(
     Args:
         holdings: shards that each rank holds.
         sites: ranks of each site. A rank that needs no weights may be outside all sites.
-        needs: ranks that get all tensors.
+        needs: ranks that receive all tensors.
         max_bytes: maximum bytes of a bucket; a larger tensor gets its own bucket.
 
     Raises:
@@ -149,11 +149,11 @@ def shard_bytes(shard: Shard) -> int:
 
 
 _Holders = dict[str, list[tuple[Shard, list[int]]]]
-"""Shards of each tensor, ordered by start index; each shard with the ranks that hold it."""
+"""For each tensor, its shards by start index, each with the ranks that hold the shard."""
 
 
 class _Places:
-    """Chooses owners and roots by the bytes already assigned to each rank."""
+    """Chooses the owner and root of each shard by the bytes already assigned to each rank."""
 
     def __init__(self, sites: Sequence[tuple[int, ...]], needs: Sequence[int]):
         inside = [tuple(r for r in site if r in set(needs)) for site in sites]
@@ -165,7 +165,7 @@ class _Places:
     def parts(
         self, tensors: Iterable[tuple[int, list[tuple[Shard, list[int]]]]]
     ) -> tuple[BucketPart, ...]:
-        """Split one bucket into its parts."""
+        """Split one bucket, given the shards of its tensors, into parts."""
         found: dict[tuple[int, int, int], list[tuple[int, Shard]]] = {}
         for number, shards in tensors:
             for shard, ranks in shards:
@@ -208,7 +208,7 @@ def _part(site: int, owner: int, root: int, shards: Sequence[tuple[int, Shard]])
 
 
 def _holders(holdings: Mapping[int, Sequence[Shard]]) -> _Holders:
-    """Collect the shards of every tensor, with tensors in the order in which ranks list them."""
+    """Collect the shards of every tensor. Keep the order in which the ranks list the tensors."""
     found: dict[str, dict[Shard, list[int]]] = {}
     for rank in sorted(holdings):
         for shard in holdings[rank]:
@@ -225,7 +225,7 @@ def _holders(holdings: Mapping[int, Sequence[Shard]]) -> _Holders:
 
 
 def _buckets(holders: _Holders, max_bytes: int) -> list[list[str]]:
-    """Return the tensor names of each bucket, in order."""
+    """Divide the tensors, in order, into buckets; return the tensor names of each bucket."""
     buckets: list[list[str]] = []
     end = 0
     for name, shards in holders.items():

@@ -1,7 +1,7 @@
 """Measure the peak memory of a weight update over the route `gather`.
 
-On this route the learner allocates the gathered tensors, so this module counts them. On the other
-routes, `relay.py` counts its buffers itself.
+On this route, the learner allocates the gathered tensors, so this module counts their memory. On
+the other routes, `relay.py` counts its own buffers.
 """
 
 import weakref
@@ -18,25 +18,25 @@ _before_resets = 0
 
 
 def highest_bytes() -> int:
-    """Return this process's peak GPU memory in tensors since its start. (Weight updates reset
-    `torch.cuda.max_memory_allocated`.)"""
+    """Return the peak GPU memory of this process's tensors since its start, although weight updates
+    reset `torch.cuda.max_memory_allocated`."""
     return max(_before_resets, torch.cuda.max_memory_allocated())
 
 
 class ExportMeter:
     """Measures this rank's peak memory during a weight update over the route `gather`.
 
-    On a GPU this is the allocator's peak, including temporaries of the export. On the host it
-    counts the bucket and the storages of gathered tensors, but not the learner's own storages. The
-    memory of a running gather, as large as the gathered tensors, is not counted on the host.
+    On a GPU, this is the allocator's peak, including temporaries of the export. On the host, it is
+    the memory of the bucket and of gathered tensors, without the learner's own storages and without
+    temporary memory of the gather, which is as large as the gathered tensors.
     """
 
     def __init__(self, learner: Learner, held: Callable[[], int]) -> None:
-        """Start measuring. `held` returns the bytes now held for buckets."""
+        """Start to measure. `held` returns the bytes that this rank now holds for buckets."""
         self._held = held
         self._most = 0
         self._behind: dict[int, Any] = {}
-        """Weak references to gathered storages, by address."""
+        """Weak references to the storages of gathered tensors, by address."""
         self._own: set[int] | None = None
         """Addresses of the learner's own storages; None if exported tensors are not counted."""
         self._on_gpu = torch.cuda.is_initialized()
@@ -45,7 +45,7 @@ class ExportMeter:
             _before_resets = highest_bytes()
             torch.cuda.reset_peak_memory_stats()
             self._start = torch.cuda.memory_allocated()
-        elif not collective.is_alone():  # a single rank exports its own memory
+        elif not collective.is_alone():  # a single rank gathers no copies
             self._own = {t.untyped_storage().data_ptr() for _, t in learner.shards()}
 
     def watched(self, exported: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -68,7 +68,7 @@ class ExportMeter:
 
     @property
     def most(self) -> int:
-        """Peak memory so far, in bytes."""
+        """Peak memory of this weight update so far, in bytes."""
         if self._on_gpu:
             return max(0, torch.cuda.max_memory_allocated() - self._start)
         return self._most

@@ -19,7 +19,7 @@ MAX_BYTES = 256 * 2**20
 
 
 class Packer:
-    """Packs tensors into buckets. The copy plan for each sequence of shapes is cached."""
+    """Packs tensors into buckets. Copy plans are cached by the shapes of a bucket's tensors."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         if max_bytes < 1:
@@ -32,7 +32,7 @@ class Packer:
         tensors: Iterable[tuple[str, Tensor]],
         room: Callable[[int], Tensor] | None = None,
     ) -> Iterator[tuple[Bucket, memoryview]]:
-        """Yield buckets as `buckets` does, but with the bytes as a `memoryview` of host memory."""
+        """Yield buckets as `buckets` does, with the contents as a `memoryview` of host memory."""
         for bucket, buffer in self.buckets(tensors, room):
             yield bucket, buffer.numpy().data
 
@@ -45,8 +45,8 @@ class Packer:
         At most one bucket and its tensors are in memory at a time.
 
         Args:
-            room: returns the buffer, uint8 [n], for a bucket of n bytes, on the CPU or on the
-                tensors' device. By default each bucket gets a new buffer on the CPU.
+            room: function that returns a buffer, uint8 [n], for a bucket of n bytes, on the CPU or
+                on the tensors' device. By default, each bucket gets a new buffer on the CPU.
         """
         names: list[str] = []
         held: list[Tensor] = []
@@ -83,7 +83,7 @@ class Packer:
 def pack(
     tensors: Iterable[tuple[str, Tensor]], max_bytes: int
 ) -> Iterator[tuple[Bucket, memoryview]]:
-    """Pack tensors as `Packer.pack`, without keeping the copy plans."""
+    """Pack tensors into buckets as `Packer.pack` does, without caching copy plans."""
     return Packer(max_bytes).pack(tensors)
 
 
@@ -93,7 +93,7 @@ def load_weights(
     version: int,
     max_bytes: int = MAX_BYTES,
 ) -> int:
-    """Load all weights into an engine of tensor-parallel size 1; return the number of bytes."""
+    """Load `tensors` into an engine of tensor-parallel size 1; return the number of bytes."""
     total = 0
     engine.begin_load(version)
     for bucket, buffer in pack(tensors, max_bytes):

@@ -1,9 +1,9 @@
 """Coordinate the ranks of a weight update: synchronization points, common failures, process groups.
 
 A weight update includes train ranks, whose default process group is Megatron's, and rollout ranks,
-possibly in another cluster. So `Peers` makes separately named groups from the launcher's store, in
-addition to the default group. Small messages that must not hang go through the store itself. Every
-wait has a deadline; the error of a timeout names the missing ranks.
+possibly in another cluster. So `Peers` makes its own named process groups from the launcher's
+store. Small messages that must not hang go through the store itself. Every wait has a deadline; the
+error of a timeout names the missing ranks.
 
 A weight update has three synchronization points: `here`, before any exchange; `done`, when the
 engines have been sent all weights; `end`, when the engines have loaded the weights. At each point
@@ -27,14 +27,14 @@ from rlcore.config.schema import ClusterConfig
 from rlcore.utils.net import decode, encode
 
 _GRACE_S = 2.0
-"""Seconds to wait for further failures after the first failure, in order to find the cause."""
+"""Seconds to wait, after the first failure, for reports of other failures, to find the cause."""
 _LEFT_S = 1.0
 """Seconds to wait for reports from the other ranks of a failed collective. Ranks that do not report
 the failure in this time are the missing ranks."""
 _LOOK_S = 0.1
 """Longest pause between two checks of the store, in seconds."""
 _AT_LAST = 1 << 30
-"""Bucket number of a late rank at a synchronization point: sorted after all other buckets."""
+"""Bucket number of a `late` failure at a synchronization point; sorts after all buckets."""
 _KEPT = 8
 """Number of past weight updates whose results a late rank can still read."""
 
@@ -49,11 +49,11 @@ class Failure(msgspec.Struct, frozen=True):
     """Failure of a weight update on one rank."""
 
     kind: Kind
-    """`data`: corrupt in transfer. `engine`, `learner`: raised an error. `late`: a peer missed its
-    deadline. `link`: a connection broke. `error`: any other."""
+    """Cause. `data`: weights corrupt in transfer. `engine` or `learner`: error of the engine or
+    learner. `late`: a peer missed its deadline. `link`: a connection broke. `error`: any other."""
     bucket: int
     stage: int
-    """0: between sites (node groups), 1: inside a site, 2: between the ranks of an engine."""
+    """Stage of the transfer. 0: between sites, 1: inside a site, 2: between an engine's ranks."""
     rank: int
     text: str
     peers: tuple[int, ...] = ()
@@ -62,8 +62,8 @@ class Failure(msgspec.Struct, frozen=True):
     @property
     def order(self) -> tuple[int, int, int, int]:
         """Sort key that puts causes before consequences. Failures of data, engine and learner occur
-        where they are reported. A rank that waits for a late rank is late itself, in later buckets.
-        A failed rank breaks its links to others. The order of other errors is unknown."""
+        on the rank that reports them. A rank that waits for a late rank is late itself in later
+        buckets. A failed rank breaks its links to other ranks. Other errors sort last."""
         return _ORDER.index(self.kind), self.bucket, self.stage, self.rank
 
 
@@ -76,7 +76,7 @@ class WeightUpdateTimeoutError(WeightUpdateError, TimeoutError):
 
 
 class LinkError(RuntimeError):
-    """The weight update cannot continue on this rank."""
+    """The weight update cannot continue on this rank, because of `failure`."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
@@ -92,7 +92,7 @@ class _Sentence(msgspec.Struct, frozen=True):
 
 @contextmanager
 def blamed(kind: Kind, rank: int, where: str = "") -> Iterator[None]:
-    """Convert an exception of the block to a `LinkError` whose failure has this kind."""
+    """Convert exceptions of the `with` block to a `LinkError` with a failure of this kind."""
     try:
         yield
     except LinkError:
@@ -115,13 +115,13 @@ class Peers:
         timeout_s: float = ClusterConfig.timeout_s,
         name: str = "sync",
     ) -> None:
-        """Without `store`, use ranks and store of the default process group. If there is no default
-        process group, make a world of one rank.
+        """Join the weight channel `name`. If `store` is None, use ranks and store of the default
+        process group; if there is no such group, this rank is alone.
 
         Args:
             timeout_s: maximum time of every wait.
             name: prefix of groups and store keys. Channels with the same name are numbered, so all
-                ranks must make them in the same order. Other channels need different names.
+                ranks must make these channels in the same order. Other channels need other names.
         """
         if not timeout_s > 0:
             raise ValueError(f"timeout_s {timeout_s}: must be above 0")
@@ -148,11 +148,11 @@ class Peers:
         self._forget(self._updates - _KEPT)
 
     def step(self, point: Point, work: Callable[[], _Result], kind: Kind = "error") -> _Result:
-        """Do this rank's work up to a synchronization point, then wait for the common result of all
-        ranks; collective.
+        """Do this rank's work up to a synchronization point, then wait until all ranks have
+        succeeded or one has failed; collective.
 
         Args:
-            work: work of this rank; if it raises, the other ranks are notified.
+            work: work of this rank; if the work raises an error, the other ranks are notified.
             kind: failure kind for exceptions of `work` that are not a `LinkError`.
 
         Raises:
@@ -167,7 +167,7 @@ class Peers:
         except LinkError as link:
             failure, error = link.failure, link.__cause__
             if failure.kind in ("late", "link"):
-                error = None  # the traceback would keep links open, and peers would go on waiting
+                error = None  # its traceback would keep connections open, so peers would wait
         try:
             self.vote(point, failure)
         except WeightUpdateError as verdict:
@@ -175,8 +175,8 @@ class Peers:
         return result
 
     def vote(self, point: Point, failure: Failure | None = None) -> None:
-        """Report this rank's success or `failure`, and wait for the result, which the store holds
-        for all ranks. If a rank failed, raise as `step`."""
+        """Report this rank's success or `failure`, and wait for the common result of all ranks. If
+        a rank failed, raise the same errors as `step`."""
         if failure is not None:
             self.tell(point, failure)
         verdict = self._key(point, "verdict")
@@ -195,7 +195,7 @@ class Peers:
         raise (WeightUpdateTimeoutError if said.is_late else WeightUpdateError)(said.text)
 
     def tell(self, point: Point, failure: Failure) -> None:
-        """Report a failure before this rank reaches the synchronization point, so that other ranks
+        """Report a failure of this rank before the synchronization point, so that the other ranks
         stop waiting for this rank."""
         if self._told:
             return
@@ -205,14 +205,14 @@ class Peers:
         self._drop()
 
     def _give_up(self, point: Point) -> None:
-        """Report ranks that have not reached a synchronization point, although they still may."""
+        """Report the ranks that miss a synchronization point's deadline, but may still arrive."""
         missing = self._absent(point, range(self.world_size))
         if missing and not self._told:
             waited = f"rank {self.rank} waited {self.timeout_s:g} s for {ranks_text(missing)}"
             text = f"{waited} {_WHAT[point]}"
             late = Failure("late", _AT_LAST, 0, self.rank, text, tuple(missing))
             self._tell_why(encode(late))
-        elif not missing:  # all ranks have arrived, and the last rank will set the verdict
+        elif not missing:  # all ranks arrived, so the last one stores the result
             self._came(self._key(point, "verdict"), _GRACE_S)
 
     def _tell_why(self, said: bytes) -> None:
@@ -220,7 +220,7 @@ class Peers:
         self._store.set(key, said)  # type: ignore[arg-type]  # torch takes bytes, its stubs do not
 
     def _came(self, key: str, seconds: float) -> bool:
-        with suppress(RuntimeError):  # the wait has timed out
+        with suppress(RuntimeError):  # the store raises RuntimeError after a timeout
             self._store.wait([key], timedelta(seconds=seconds))
             return True
         return False
@@ -234,7 +234,7 @@ class Peers:
         return self._store.check([self._key(news)])
 
     def _sentence(self, point: Point) -> _Sentence:
-        """Return why the weight update failed. The first rank to call this stores the message."""
+        """Return why the weight update failed. The first rank stores the message for all ranks."""
         key = self._key(point, "sentence")
         if not self._store.check([key]):
             said = msgspec.json.encode(self._compose(point)).decode()
@@ -244,7 +244,7 @@ class Peers:
     def _compose(self, point: Point) -> _Sentence:
         everyone = range(self.world_size)
         why = {rank: self._key("why", rank) for rank in everyone}
-        if point != "here":  # before `here` no rank waits for another, so every failure is a cause
+        if point != "here":  # before `here`, no rank waits: every failure is a cause
             self._await(point, everyone, _GRACE_S)
         failures = [
             decode(self._store.get(key), Failure)
@@ -266,8 +266,8 @@ class Peers:
         return _Sentence(cause.kind == "late", f"{text}; engines wait for a complete weight update")
 
     def _await(self, what: str, ranks: Iterable[int], seconds: float) -> bool:
-        """Wait until these ranks have reached a point; return whether they have. If the weight
-        update fails meanwhile, stop waiting, except at `here`, `done` and `end`."""
+        """Wait until `ranks` have reached point `what`; return whether they have. If `what` is not
+        a synchronization point, stop waiting when the weight update fails."""
         end = time.monotonic() + seconds
         keys = [self._key(what, rank) for rank in ranks]
         pause = 0.001
@@ -282,7 +282,7 @@ class Peers:
         return [rank for rank in ranks if not self._store.check([self._key(what, rank)])]
 
     def _has_failed(self) -> bool:
-        """Return whether `done` has a result. During transfers, this can only be a failure."""
+        """Return whether `done` has a result. During transfers, a result can only be a failure."""
         return self._store.check([self._key("done", "verdict")])
 
     def _key(self, what: str, of: int | str = "count") -> str:
@@ -311,7 +311,7 @@ class Peers:
         where = f"rank {self.rank} could not join the group {name}"
         start, point = time.monotonic(), f"join {name}"
         self._store.set(self._key(point, self.rank), "1")
-        # torch does not name missing ranks, and NCCL has no timeout here, so wait first
+        # Wait first, because torch does not name missing ranks and NCCL has no timeout here.
         if not self._await(point, ranks, self.timeout_s):
             missing = self._absent(point, ranks)
             raise LinkError(
@@ -334,14 +334,14 @@ class Peers:
     def together(
         self, group: "ExchangeGroup", where: str, bucket: int = -1, stage: int = 0
     ) -> Iterator[None]:
-        """Run a collective of `group` in the block. If the collective fails, raise a `LinkError`
-        that names the ranks that did not take part."""
+        """Run a collective of `group` in the `with` block. If the collective fails, raise a
+        `LinkError` that names the ranks that did not take part."""
         start = time.monotonic()
         group.begin_call()
         try:
             yield
         except RuntimeError as error:
-            group.close()  # so that the collective also fails on the other ranks
+            group.close()  # makes the collective fail on the other ranks, too
             point = f"left {group.name} {group.calls}"
             self._store.set(self._key(point, self.rank), "1")
             self._await(point, group.ranks, _LEFT_S)
@@ -353,7 +353,7 @@ class Peers:
     def gather(
         self, group: "ExchangeGroup", mine: bytes, where: str, bucket: int = -1
     ) -> list[bytes]:
-        """Gather the bytes of every rank of a host group, in the order of the group's ranks.
+        """Gather `mine` from every rank of a group for host tensors, in the order of its ranks.
 
         Raises:
             LinkError: the gather failed; the message names the missing ranks.
@@ -367,11 +367,11 @@ class Peers:
         return lost(self.rank, where, start, self.timeout_s, missing, said, stage, bucket)
 
     def renew(self) -> None:
-        """Close all groups, because their members will change; call on all ranks."""
+        """Close all groups, because their members will change; call this on all ranks."""
         self._drop()
 
     def _drop(self) -> None:
-        """Close all groups, so that ranks that wait for this rank stop waiting."""
+        """Close all groups, so that no rank continues to wait for this rank."""
         for group in self._groups.values():
             group.close()
         self._groups = {}
@@ -382,7 +382,7 @@ class Peers:
 
 
 def alone() -> Peers:
-    """Return a world of this rank alone, even if there is a process group."""
+    """Return a `Peers` with this rank only, even if there is a default process group."""
     return Peers(0, 1, dist.HashStore())
 
 
@@ -396,8 +396,8 @@ def lost(
     stage: int,
     bucket: int = -1,
 ) -> Failure:
-    """Make the failure of a wait that began at `start`: `late` if the deadline has passed, else a
-    broken `link`."""
+    """Return the failure of a wait that began at `start`. Its kind is `late` if the deadline has
+    passed, else `link`."""
     names, at = ranks_text(peers), f"{where}: " if where else ""
     if time.monotonic() - start >= 0.9 * limit_s:
         text = f"{at}rank {rank} waited {limit_s:g} s for {names}"
@@ -407,7 +407,7 @@ def lost(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, without torch's source locations."""
+    """Return the first line of an error's message, without torch's source location."""
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return re.sub(r"^\[\S+\] ", "", line).partition(". This is")[0][:200]
 
@@ -419,8 +419,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _missing_text(failures: Sequence[Failure], missing: Sequence[int]) -> str:
-    """Name the missing ranks. If all failures are broken links, a missing rank with a broken link
-    has exited. Otherwise a missing rank may only be slow."""
+    """Return a text that names the missing ranks. If all failures are broken links, a missing rank
+    with a broken link has exited. Any other missing rank may only be slow."""
     broken = all(failure.kind == "link" for failure in failures)
     seen = {peer for failure in failures for peer in failure.peers} if broken else set()
     gone = [rank for rank in missing if rank in seen]
@@ -454,18 +454,18 @@ class ExchangeGroup:
         self._place = {rank: i for i, rank in enumerate(ranks)}
         self._wait = timedelta(seconds=timeout_s)
         place = self._place[rank]
-        self._group: Any  # torch's stubs lack most calls of a backend
+        self._group: Any  # Any, because torch's type stubs lack most methods
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._wait
             self._group = dist.ProcessGroupNCCL(store, place, len(ranks), options)
-            # NCCL needs all ranks to make the communicator, but an exchange uses only two ranks.
+            # Make NCCL's communicator now: that needs all ranks, but an exchange has only two.
             self.broadcast(torch.zeros(1, device=device), ranks[0])
         else:
             self._group = dist.ProcessGroupGloo(store, place, len(ranks), self._wait)
 
     def begin_call(self) -> None:
-        """Count a `Peers.together` block."""
+        """Count a `Peers.together` block that uses this group."""
         self.calls += 1
 
     def exchange(
@@ -474,9 +474,9 @@ class ExchangeGroup:
         sends: Sequence[tuple[Tensor, int]],
         tag: int,
     ) -> list[Any]:
-        """Begin to receive and send (tensor, peer) pairs. Return one work per tensor for `wait`;
-        keep the tensors alive until then. NCCL has no tags and runs a rank's exchanges in order, so
-        two ranks that send to each other must do so in one exchange."""
+        """Begin to receive and send (tensor, peer) pairs. Return a handle per tensor for `wait`;
+        keep the tensors alive until `wait` returns. NCCL has no tags and runs a rank's exchanges in
+        order, so two ranks that send to each other must do so in one exchange."""
         batched = self.device.type == "cuda"
         if batched:
             self._group._start_coalescing()
@@ -487,14 +487,14 @@ class ExchangeGroup:
         return works
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Broadcast a tensor from the root to all ranks."""
+        """Broadcast a tensor from rank `root` to all ranks of the group."""
         options = dist.BroadcastOptions()
         options.rootRank = self._place[root]
         options.timeout = self._wait
         self.wait(self._group.broadcast([tensor], options))
 
     def wait(self, work: Any) -> None:
-        """Wait until a message is sent or received. Due to the deadline, NCCL blocks the host."""
+        """Wait until a send or receive is complete. With a deadline, NCCL blocks the host."""
         work.wait(self._wait)
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
@@ -516,6 +516,6 @@ class ExchangeGroup:
         """Close all connections without waiting."""
         if self._group is None:
             return
-        with suppress(RuntimeError):  # the group is broken already
+        with suppress(RuntimeError):  # ignore errors of a broken group
             self._group.abort()
         self._group = None

@@ -1,18 +1,18 @@
 """Execute a plan of `sync/layout.py` bucket by bucket: first between sites, then inside each site.
 
 For each bucket, a rank posts its receives over the slow link between sites and sends the parts that
-other sites lack. Then it takes part in its site's broadcasts and passes on the assembled bucket.
-Meanwhile the slow link transfers the next bucket, once there is memory for it. A rank holds two
-buckets at most: the bucket being assembled and the parts in transfer. A rank that only sends holds
-two buckets of parts. Under NCCL, two ranks that send to each other must do so in one call. So with
-NCCL a bucket crosses in rounds; in each round, every site sends to one other site.
+other sites lack. Then the rank takes part in its site's broadcasts and passes on the assembled
+bucket. Meanwhile the slow link transfers the next bucket, once there is memory for it. A rank holds
+at most two buckets: the bucket being assembled and the parts in transfer. A rank that only sends
+holds two buckets of parts. With NCCL, two ranks that send to each other must do so in one call.
+Each bucket is then sent in rounds, in which every site sends to one other site.
 
 A part ends with a checksum (8 bytes) written by its owner. Every receiver verifies the checksum
-while it copies the part. All ranks must end alike, so a corrupt part does not stop the transfer:
-the weight update fails after all ranks have finished. A late or failed peer does stop the transfer.
+while it copies the part. A corrupt part does not stop the transfer, because all ranks must have the
+same result: the weight update fails after the transfer. A late or failed peer stops the transfer.
 
-This code replaces gloo's all-gather: it takes 5.7 s instead of 11.7 s between 8 and 8 ranks over a
-slow link (`tools/results/sync.json`).
+Own code instead of gloo's all-gather: an update from 8 train to 8 rollout ranks over a slow link
+takes 5.7 s instead of 11.7 s (`tools/results/sync.json`).
 """
 
 import time
@@ -38,12 +38,12 @@ _WORD = 8
 Take = Callable[[int], Tensor]
 """Function that returns memory for a bucket of n bytes: uint8 [n], on the relay's device."""
 Give = Callable[[Bucket, Tensor], None]
-"""Function that receives an assembled bucket. After it returns, the memory may be reused."""
+"""Function that takes an assembled bucket. After the call, the memory may be reused."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A part in transfer."""
+    """Bucket part in transfer between two ranks."""
 
     part: BucketPart
     buffer: Tensor  # [bytes and checksum] uint8
@@ -52,16 +52,16 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """Process groups of one rank."""
+    """Process groups of one rank: for the slow link between sites, and for its sites."""
 
     slow: ExchangeGroup | None
     sites: dict[int, ExchangeGroup | None]
-    """Groups by site number, for the sites of this rank; None if this rank is the only member."""
+    """Group of each of this rank's sites, by site number; None if the group has only this rank."""
 
 
 class Relay:
-    """Transfers the parts of one rank. The plan is made from the shards of all ranks, and made
-    again if the shards of any rank change."""
+    """Transfers bucket parts between this rank and others. The plan is made from the shards of all
+    ranks, and made again if the shards of any rank change."""
 
     def __init__(
         self, peers: Peers, sites: Sequence[Sequence[int]], max_bytes: int, device: torch.device
@@ -74,10 +74,10 @@ class Relay:
         self.one_exchange = device.type == "cuda"
         """Whether all sends and receives of a bucket must be one exchange, as NCCL requires."""
         self.transient_bytes = 0
-        """Peak memory of the most recent run, in bytes."""
+        """Peak memory of the most recent weight update, in bytes."""
         self._beside: Callable[[], int] = int
         self.held_bytes = 0
-        """Bytes of the parts in memory now."""
+        """Bytes of all bucket parts that are now in memory."""
 
     def prepare(self, shards: Iterable[Shard], needs: bool) -> None:
         """Register this rank's shards before a weight update, and whether this rank `needs`
@@ -99,7 +99,7 @@ class Relay:
 
         Args:
             shards: shards of this rank; empty on a rank without a learner.
-            beside: returns the bytes that `take` and `give` hold, which count towards the peak.
+            beside: function that returns the bytes that `take` and `give` hold, for the peak.
 
         Raises:
             LinkError: a peer is late or has failed.
@@ -108,7 +108,7 @@ class Relay:
         self.held_bytes = self.transient_bytes = 0
         self._beside = beside
         if self.peers.has_announced(_PLAN):
-            self.plan = None  # stays None if making the new plan fails
+            self.plan = None  # remains None if the new plan cannot be made
             self.peers.renew()
             self.plan = self._make_plan()
         assert self.plan is not None
@@ -127,8 +127,8 @@ class Relay:
         return layout.plan(holdings, self._sites, wanting, self._max_bytes)
 
     def _join(self, plan: UpdatePlan) -> _Links:
-        """Make the process groups of this rank. Making a group waits for all its ranks, so every
-        rank must make its groups in this order."""
+        """Make the process groups of this rank. Making a group waits for all of its ranks, so all
+        ranks must make their groups in the same order."""
         rank, slow, sites = self.peers.rank, None, {}
         if rank in plan.linked():
             slow = self.peers.group("links", plan.linked(), self.device)
@@ -143,7 +143,7 @@ class Relay:
     # ---- memory
 
     def room(self, num_bytes: int) -> Tensor:
-        """Allocate memory for a part; it counts as held until `free` is called."""
+        """Allocate memory for a part. Its bytes count as held until `free` is called."""
         room = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self.held_bytes += num_bytes
         self.look()
@@ -154,7 +154,7 @@ class Relay:
         self.transient_bytes = max(self.transient_bytes, self.held_bytes + self._beside())
 
     def free(self, num_bytes: int) -> None:
-        """Count memory of a part as freed."""
+        """Subtract the bytes of a freed part from the held bytes."""
         self.held_bytes -= num_bytes
 
     # ---- copies
@@ -162,7 +162,7 @@ class Relay:
     def packing(
         self, number: int, part: BucketPart, tensors: Sequence[Tensor]
     ) -> reshard.ReshardPlan:
-        """Return the plan that copies shards into a part; the plan is cached."""
+        """Return the plan that copies shards into a part. Plans are cached."""
         key = (number, part.owner, part.root, "pack")
         if key not in self._copies:
             specs = [reshard.TensorSpec(tuple(t.shape), t.dtype, t.stride()) for t in tensors]
@@ -174,7 +174,7 @@ class Relay:
         return self._copies[key]
 
     def unpacking(self, number: int, part: BucketPart) -> reshard.ReshardPlan:
-        """Return the plan that copies a part into the tensors of its bucket; the plan is cached."""
+        """Return the plan that copies a part into the tensors of its bucket. Plans are cached."""
         key = (number, part.owner, part.root, "unpack")
         if key not in self._copies:
             assert self.plan is not None
@@ -227,7 +227,7 @@ class _UpdateRun:
         return self._damage
 
     def _bucket(self, number: int, coming: list[_Message]) -> list[_Message]:
-        """Transfer a bucket, given its incoming messages; return those of the next bucket."""
+        """Transfer a bucket, given its incoming messages; return the next bucket's messages."""
         load = self._plan.loads[number]
         if self._one_exchange:
             coming = self._in_rounds(number)
@@ -235,7 +235,7 @@ class _UpdateRun:
             for part in self._outgoing(load):
                 self._settle(self._most - _message_bytes(part))
                 self._post_parts(number, [], [part])
-        if self._links.sites:  # the memory of the sends is needed for the broadcasts
+        if self._links.sites:  # the broadcasts need the memory of the sent parts
             self._settle(0)
         arrived = self._arrive(number, coming)
         after: list[_Message] = []
@@ -276,8 +276,8 @@ class _UpdateRun:
         return coming
 
     def _distance(self, part: BucketPart) -> int:
-        """Return the distance from the owner's site to the root's site. An owner outside all sites
-        counts as a member of the first site."""
+        """Return the distance from the owner's site to the root's site, in site numbers modulo the
+        number of sites. An owner outside all sites counts as a member of the first site."""
         sites = self._plan.sites
         home = next((i for i, ranks in enumerate(sites) if part.owner in ranks), 0)
         return (part.site - home) % len(sites)
@@ -285,7 +285,7 @@ class _UpdateRun:
     def _post_parts(
         self, number: int, incoming: Sequence[BucketPart], outgoing: Sequence[BucketPart]
     ) -> list[_Message]:
-        """Begin one exchange. Return the incoming messages; `_settle` waits for the outgoing."""
+        """Begin to receive and send parts; return incoming messages. `_settle` waits for sends."""
         parts = [*incoming, *outgoing]
         if not parts:
             return []
@@ -311,7 +311,7 @@ class _UpdateRun:
 
     def _fits(self, number: int) -> bool:
         """Return whether memory suffices for the next bucket's parts in addition to this bucket and
-        its parts. If so, the slow link transfers while the site broadcasts."""
+        its parts. If so, the slow link transfers the next bucket while the site broadcasts."""
         load = self._plan.loads[number]
         here = [part for part in load.parts if part.site in self._links.sites]
         own = [_message_bytes(part) for part in here if part.root == self._rank]
@@ -320,19 +320,19 @@ class _UpdateRun:
         return self._whole + sum(own) + max(others, default=0) + sum(after) <= self._most
 
     def _arrive(self, number: int, coming: list[_Message]) -> dict[tuple[int, int], Tensor]:
-        """Wait for the parts sent over the slow link; return the buffers by (owner, root)."""
+        """Wait for the incoming parts; return their buffers by (owner, root)."""
         arrived = {}
         for message in coming:
             part = message.part
             with _Naming(self, number, part, part.owner):
                 self._slow.wait(message.work)
             arrived[part.owner, part.root] = message.buffer
-        coming.clear()  # drops references, so that memory can be freed part by part
+        coming.clear()  # lets each part be freed after use
         return arrived
 
     def _settle(self, most: int) -> None:
-        """Wait for sends to finish until at most `most` bytes are held, including the assembled
-        bucket. If `most` is 0, wait for all sends."""
+        """Wait for sends to finish until this rank holds at most `most` bytes, including the
+        assembled bucket. If `most` is 0, wait for all sends."""
         while self._sent and (most == 0 or self._relay.held_bytes + self._whole > most):
             number, message = self._sent.popleft()
             with _Naming(self, number, message.part, message.part.root):
@@ -385,7 +385,7 @@ class _UpdateRun:
                 group.broadcast(buffer, part.root)
 
     def _open(self, number: int, part: BucketPart, buffer: Tensor, views: list[Tensor]) -> None:
-        """Verify a part while copying it into the bucket."""
+        """Verify a part's checksum, and copy the part into the bucket if this rank needs it."""
         if views:
             found = self._relay.unpacking(number, part).unpack(buffer[: part.num_bytes], views)
         else:
@@ -405,7 +405,7 @@ class _UpdateRun:
         )
 
     def failure(self, kind: Any, number: int, part: BucketPart, stage: int, why: str) -> Failure:
-        """Make a failure whose text names the bucket and its first tensor."""
+        """Return a failure whose text names the bucket and the first tensor of `part`."""
         where = self.where(number, part)
         return Failure(kind, number, stage, self._rank, f"{where}: {why}")
 
@@ -446,7 +446,7 @@ class _Naming:
 
 
 def _message_bytes(part: BucketPart) -> int:
-    """Return the bytes of a part with its checksum, which starts at a multiple of 8 bytes."""
+    """Return the bytes of a part and its checksum, which starts at a multiple of 8 bytes."""
     return part.num_bytes + -part.num_bytes % _WORD + _SUM_BYTES
 
 

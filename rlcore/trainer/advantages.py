@@ -1,7 +1,7 @@
-"""Advantages of all tokens from rewards: KL penalty, estimator, whitening.
+"""Compute the advantages of all tokens from rewards: KL penalty, estimator, whitening.
 
-Estimators with one number per response need the rewards of whole groups, which every rank takes
-from the plan. Estimators per token work on this rank's batches; whitening spans all ranks.
+Estimators with one advantage per response need the rewards of whole groups, which the plan holds.
+Estimators with one advantage per token use this rank's batches. Whitening spans all ranks.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ from rlcore.utils.log import log
 def assign(
     run: Run, plan: StepPlan, batches: list[Batch], baselines: dict[str, float]
 ) -> list[Batch]:
-    """Add advantages to this rank's batches, and returns if a critic is trained. `baselines` are
-    the greedy rewards by group id (remax). Collective."""
+    """Add advantages to this rank's batches; estimators per token also add returns, the critic's
+    targets. `baselines`: rewards of the greedy responses by group id (remax). Collective."""
     cfg = run.cfg.algo
     penalties = kl_penalties(run, plan, batches) if cfg.kl_reward_coef else None
     if algos.estimator(run.algo, cfg) in returns.TOKEN:
@@ -41,8 +41,8 @@ def assign(
 def split_baselines(
     run: Run, groups: Sequence[Group]
 ) -> tuple[tuple[Group, ...], dict[str, float]]:
-    """Split the groups into groups to train on and greedy baselines. Return the baselines as
-    rewards by group id, shaped by length like all rewards."""
+    """Separate the groups to train on from the groups of greedy responses (remax). Return the
+    groups to train on, and each greedy response's length-shaped reward by group id."""
     cfg, greedy = run.cfg, {}
     for g in (g for g in groups if is_baseline(g.id)):
         lost = overlong(g.lengths[0], cfg.rollout.max_tokens, cfg.algo)
@@ -59,8 +59,8 @@ def _rows(run: Run, plan: StepPlan, update: int):
 def by_response(
     run: Run, plan: StepPlan, batches: list[Batch], penalties: list[Tensor] | None = None
 ) -> list[Batch]:
-    """Compute one advantage per response; the KL penalty is summed over its tokens. If the
-    algorithm's module has a function `advantages(groups, cfg)`, it is the estimator."""
+    """Compute one advantage per response; the summed KL penalty of its tokens reduces its reward.
+    If the algorithm's module defines `advantages(groups, cfg)`, this function is the estimator."""
     lost = {} if penalties is None else _sums_by_row(run, plan, batches, penalties)
     trained = plan.owners().keys()
     groups = [
@@ -95,7 +95,7 @@ def _by_token(
     penalties: list[Tensor] | None,
     baselines: dict[str, float],
 ) -> list[Batch]:
-    """Compute advantages and returns of every token. Whitening, if on, spans the whole step."""
+    """Compute advantages and returns of every token. Whitening, if on, is over the whole step."""
     cfg, out = run.cfg.algo, []
     for u, batch in enumerate(batches):
         rows = _rows(run, plan, u)
@@ -129,10 +129,10 @@ def explained(run: Run, batches: list[Batch]) -> float:
 
 
 def kl_penalties(run: Run, plan: StepPlan, batches: list[Batch]) -> list[Tensor]:
-    """Return the KL penalty [T] of every batch, add its metrics, and update the adaptive
-    controller. Collective."""
+    """Return the KL penalty [T] of every batch. Add the metrics of the penalty, and update the
+    adaptive KL controller. Collective."""
     cfg = run.cfg.algo
-    coefficient = cfg.kl_reward_coef * run.kl.scale  # read before `run.kl.update` changes it
+    coefficient = cfg.kl_reward_coef * run.kl.scale  # Read the KL scale before its update below.
     kind = cfg.kl_reward_type
     found = [kl.estimate(kind, made(b.old_log_probs), made(b.ref_log_probs)) for b in batches]
     means = torch.zeros(2, dtype=torch.float64)
@@ -146,7 +146,7 @@ def kl_penalties(run: Run, plan: StepPlan, batches: list[Batch]) -> list[Tensor]
     run.progress.add(
         {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
     )
-    if run.trains_actor:  # until then the actor is the reference, with KL 0
+    if run.trains_actor:  # Before the actor is trained, it equals the reference: the KL is 0.
         run.kl.update(mean, int(count))
     return [coefficient * values for values in found]
 
@@ -154,7 +154,7 @@ def kl_penalties(run: Run, plan: StepPlan, batches: list[Batch]) -> list[Tensor]
 def _sums_by_row(
     run: Run, plan: StepPlan, batches: list[Batch], values: list[Tensor]
 ) -> dict[str, float]:
-    """Sum the values over the trained tokens of every row of all ranks, by row id. Collective."""
+    """Sum `values` over each row's trained tokens, by row id, for all ranks' rows. Collective."""
     ids = [r.id for update in plan.updates for part in update for r in part]
     place = {id: i for i, id in enumerate(ids)}
     sums = [0.0] * len(ids)
@@ -167,8 +167,8 @@ def _sums_by_row(
 
 
 def spread(name: str, parts: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Return mean, maximum and minimum over the masked tokens of all ranks. Collective. Every token
-    is held by equally many ranks, so the mean is not biased."""
+    """Return mean, maximum and minimum over the trained tokens of all ranks. Collective. Equally
+    many ranks hold each token, so the mean is not biased."""
     values = torch.cat([v[m].double() for v, m in parts]) if parts else torch.zeros(0)
     some = values.numel() > 0
     total, count = collective.reduce_floats([float(values.sum()), float(values.numel())])

@@ -1,10 +1,9 @@
-"""The asynchronous loop: the train ranks take the next batch while the other ranks keep sampling.
-ROLL Flash, arXiv:2510.11345.
+"""Run the asynchronous loop: train ranks train on a batch while rollout ranks keep sampling.
 
-A step trains policy version n on samples whose tokens are of version n - alpha or newer. It then
-pauses the engines for the weight update. Unfinished requests keep their tokens and log-probs and
-continue under the new weights. With alpha 0 no request is unfinished at the weight update, so the
-step equals a step of the synchronous loop. `sync_loop.train` runs either loop.
+ROLL Flash, arXiv:2510.11345. A step trains policy version n on samples whose tokens come from
+version n - alpha or newer. The engines then pause for the weight update. Unfinished requests keep
+their tokens and log-probs and continue under the new weights. With alpha 0 no request is unfinished
+at the weight update, so the step equals a step of the synchronous loop.
 """
 
 from rlcore.records import Group, HoldMode, TrainOrder
@@ -14,7 +13,7 @@ from rlcore.trainer.run import Run
 
 
 def one_step(run: Run) -> None:
-    """On a rank that trains, run one update; on others, sample until the next weight update."""
+    """On train ranks, train on one batch; on rollout ranks, sample until the next weight update."""
     groups: tuple[Group, ...] = ()
     stats: dict[str, float] = {}
     todo: StepPlan | None = None
@@ -37,7 +36,7 @@ def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], StepPlan]:
     """Take one batch from the buffer, train on it, and pause the engines.
 
     Returns:
-        The groups of the batch, the counters, and the plan.
+        The groups of the batch, its counters by metric name, and the plan of the step.
     """
     spans, async_rollout = run.spans, run.async_rollout
     assert async_rollout is not None
@@ -60,8 +59,8 @@ def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], StepPlan]:
 
 
 def hold_mode(run: Run) -> HoldMode:
-    """Return how requests are held during the next weight update. Before an evaluation or a
-    checkpoint, release them: an evaluation needs idle engines, a checkpoint needs all tokens."""
+    """Return how engines hold requests during the next weight update: `release` before an
+    evaluation, which needs idle engines, or a checkpoint, which needs all tokens."""
     if sync_loop.evaluates(run) or sync_loop.saves(run):
         return "release"
     return run.cfg.async_.weight_update

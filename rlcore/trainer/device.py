@@ -1,21 +1,21 @@
-"""Owner of one rank's accelerator; decides whether it holds the engine, the learner, or both.
+"""Move engine and learner of one rank on and off its accelerator.
 
-The training loops announce each phase, and a `Device` moves the memory for it. Strategies:
+The training loops announce each phase to a `Device`, which moves the memory. Strategies:
 
-    Device          keeps engine and learner on the accelerator; also if a rank has only one
+    Device          keeps engine and learner on the accelerator, or the only one of a rank
     OffloadDevice   --train.offload: engine and learner use the accelerator in turn
     SharedDevice    --mux.url: other jobs use the accelerator between phases (shared_device.py)
 
-    state            on the accelerator with OffloadDevice
-    build            learner; the engine sleeps
-    update_weights   learner's weights, engine's weights
-    generate         engine: weights, cache
-    train            learner: weights, gradients, optimizer
-    save             learner: weights, optimizer; engine: weights
-    away             nothing (SharedDevice between two permits)
+    state             on the accelerator with OffloadDevice
+    build             learner; the engine sleeps
+    update_weights    learner's weights, engine's weights
+    gen               engine: weights, cache
+    train             learner: weights, gradients, optimizer
+    save_checkpoint   learner: weights, optimizer; engine: weights
+    away              nothing (SharedDevice between two permits)
 
-If an engine fails, its requests move to other engines, and the engine is restarted before the next
-weight update. "Collective" alone means: over the default group, the ranks of one role.
+If an engine fails, its requests move to other engines; the next weight update restarts it.
+"Collective" without ranks means: over the default group, the ranks of one role (train or rollout).
 """
 
 import contextlib
@@ -43,7 +43,7 @@ NEXT: dict[State, tuple[State, ...]] = {
     "save_checkpoint": ("gen", "away"),
     "away": ("gen", "train", "update_weights", "save_checkpoint", "away"),
 }
-"""States that may follow each state. A repair updates the weights in the middle of `gen`."""
+"""States that may follow each state. An engine repair leads from `gen` to `update_weights`."""
 ALL: tuple[Tag, ...] = ("weights", "kv_cache")
 LOOK_S = 1.0
 """Seconds between two polls of the engines that are still starting."""
@@ -51,24 +51,24 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Engine, learner and critic of one rank, and what a `Device` needs to move them."""
+    """Engine, learner and critic of one rank, and the objects with which a `Device` moves them."""
 
     ranks: Ranks
     engine: Engine | None
-    """None on a rank that only trains."""
+    """Engine of this rank; None on a rank that only trains."""
     learner: Learner | None
-    """None on a rank that only samples."""
+    """Actor of this rank; None on a rank that only samples."""
     critic: Learner | None = None
     channel: WeightChannel
     restart_engine: Callable[[], None]
-    """Restarts this rank's failed engine and discards its pending events."""
+    """Function that restarts this rank's failed engine and discards the engine's pending events."""
     sizes: EngineSizes
     memory: Residency | None = None
-    """Checks the memory at every switch between engine and learner; None: no check."""
+    """Memory check at every switch between engine and learner; None: no check."""
     progress: Progress
     spans: Spans
     timeout_s: float
-    """Seconds that an engine may take to start (--cluster.timeout_s)."""
+    """Maximum seconds for the start of an engine (--cluster.timeout_s)."""
 
     @property
     def learners(self) -> list[Learner]:
@@ -89,13 +89,13 @@ class Device:
         self.parts = parts
         self.state: State = "build"
         self._has_left = False
-        """Whether the engine has released its memory in the middle of this round."""
+        """Whether the engine has released its memory before the end of the current rollout."""
 
     # ---- called by the loops
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Enclose a rollout and the training on it."""
+        """Enclose a rollout and the training on its samples."""
         yield
 
     @contextmanager
@@ -127,20 +127,20 @@ class Device:
         self._enter("gen")
 
     def repair(self) -> None:
-        """If all engines have failed in the middle of a round, restart them with the round's
-        weights. Collective over all ranks."""
+        """If no engine is left during a rollout, restart the failed engines and send the rollout's
+        weights to all engines. Collective over all ranks."""
         self.update_weights(self.parts.progress.version)
 
     def release_engine(self) -> None:
-        """Give the memory of this rank's engine to the learner, since the engine has no work left
-        in this round. If the engine fails during the call, the next weight update restarts it."""
+        """Free the memory of this rank's engine during a rollout, when the engine has no requests
+        left. If the engine fails during the call, the next weight update restarts it."""
         self._has_left = True
 
     def load_learner(self, parts: Collection[Part]) -> None:
-        """Load these parts of the actor in the middle of a round, after `release_engine`."""
+        """Load the given parts of the actor during a rollout, after `release_engine`."""
 
     def engine_is_back(self) -> None:
-        """Undo `release_engine`: the engine decodes again, or the round is over."""
+        """Undo `release_engine`, because the engine decodes again or the rollout is over."""
         self._has_left = False
 
     # ---- start of engines
@@ -181,8 +181,8 @@ class Device:
             self._switch_engine("sleep", ALL)
 
     def _wait_for_starts(self, engines: str) -> None:
-        """Wait until every engine has started or one has failed. Collective over all ranks, also
-        those that only train."""
+        """Wait until every engine has started or one has failed. Collective over all ranks,
+        including ranks without an engine."""
         p = self.parts
         end = time.monotonic() + p.timeout_s
         while True:
@@ -216,11 +216,11 @@ class Device:
         self._has_left = False
 
     def _restart_failed(self, *, here: bool = True) -> None:
-        """Restart this rank's engine if it has failed, unless `here` is false.
+        """If this rank's engine has failed and `here` is true, restart the engine.
 
         An engine over several ranks is restarted on all its ranks (collective). A starting engine
-        reserves all memory that it may use. So with `makes_room` the learner is offloaded first,
-        and the engine sleeps until it gets weights.
+        reserves all memory that it may use. With `makes_room`, the learner is therefore offloaded
+        first, and the engine sleeps until the next weight update.
         """
         p, ranks = self.parts, self.parts.sizes.now.engine_ranks
         why = p.engine.failure if here and p.engine is not None else ""
@@ -246,7 +246,7 @@ class Device:
         """Send this rank's engine to sleep or wake it, unless it has failed or `here` is false.
 
         If an engine spans several ranks, its first rank makes the call for all these ranks
-        (collective). Barriers make this call wait until every rank has freed its memory.
+        (collective). Barriers keep each of these ranks waiting until all of them have switched.
         """
         spread = len(self.parts.sizes.now.engine_ranks) > 1
         if spread:
@@ -257,8 +257,8 @@ class Device:
             collective.barrier()
 
     def _ask_engine(self, what: str, call: Callable[[Engine], None]) -> None:
-        """Call this rank's engine, unless it has failed. If the engine fails during the call, log
-        that; the next round treats the engine as failed."""
+        """Apply `call` to this rank's engine, unless the engine has failed. If the engine fails
+        during the call, log a warning; later calls skip the failed engine."""
         engine = self.parts.engine
         if engine is None or engine.failure:
             return
@@ -272,14 +272,14 @@ class Device:
 
 class OffloadDevice(Device):
     """Strategy in which engine and learner use the accelerator in turn. Every switch checks the
-    memory plan, and raises an error if memory was not freed."""
+    memory plan, and raises an error if too little memory was freed."""
 
     makes_room = True
 
     @contextmanager
     def train(self) -> Iterator[None]:
         """Send the engine to sleep, then load the learner."""
-        if self.state == "build":  # the learner is already loaded, and the engine sleeps
+        if self.state == "build":  # At start-up the learner is loaded and the engine sleeps.
             self._enter("train")
             yield
             return
@@ -294,8 +294,8 @@ class OffloadDevice(Device):
         yield
 
     def update_weights(self, version: int) -> None:
-        """Offload all of the learner but the actor's weights, and send these to the engines. Then
-        offload the weights too, and wake the engine's KV cache."""
+        """Offload the learner except the actor's weights, and send these weights to the engines.
+        Then offload the weights too, and allocate the engine's KV cache."""
         p = self.parts
         self._enter("update_weights")
         self._restart_failed()
@@ -316,7 +316,7 @@ class OffloadDevice(Device):
 
     @contextmanager
     def save(self, parts: Collection[Part]) -> Iterator[None]:
-        """Load these parts of the learner. The engine keeps its weights and releases its cache."""
+        """Load `parts` of the learner; the engine keeps its weights and releases its KV cache."""
         self._enter("save_checkpoint")
         with self.parts.spans.phase("save_checkpoint"):
             self._switch_engine("sleep", ["kv_cache"])

@@ -1,4 +1,4 @@
-"""Evaluation on all validation prompts, with the controller and engines of the training."""
+"""Evaluate on all validation prompts, with the controller and engines of the training."""
 
 from rlcore.metrics import stats
 from rlcore.records import Group, Sampling, Work, eval_group, eval_set_of
@@ -7,7 +7,7 @@ from rlcore.trainer.run import Run
 
 
 def run(run: Run) -> dict[str, float]:
-    """Evaluate all sets. On rank 0 add `val-core/*` and `val-aux/*` to the metrics of the step."""
+    """Evaluate all validation sets. On rank 0, add `val-core/*` and `val-aux/*` to the metrics."""
     cfg = run.cfg.eval
     found = evaluate(run, f"e{run.step}", cfg.temperature, cfg.samples_per_prompt)
     if cfg.greedy:
@@ -19,7 +19,7 @@ def run(run: Run) -> dict[str, float]:
 
 
 def evaluate(run: Run, tag: str, temperature: float, num_samples: int) -> dict[str, float]:
-    """Sample all sets once. Return their metrics on rank 0, {} on the others."""
+    """Sample every validation prompt `num_samples` times. Return metrics on rank 0, else {}."""
     cfg = run.cfg
     sampling = Sampling(
         temperature=temperature,
@@ -44,7 +44,7 @@ def evaluate(run: Run, tag: str, temperature: float, num_samples: int) -> dict[s
 
 
 def metrics_of(name: str, groups: list[Group]) -> dict[str, float]:
-    """Return accuracy and response lengths of one set."""
+    """Return the accuracy and response-length metrics of one validation set."""
     if not groups:
         return {}
     lengths = [n for g in groups for n in g.lengths]

@@ -12,8 +12,8 @@ from rlcore.utils import collective
 
 
 def all_models(run: Run, todo: StepPlan, batches: list[Batch], baselines: dict[str, float]) -> None:
-    """Compute log-probs, values and advantages, then update critic and actor. `baselines` are the
-    greedy rewards by group id (remax)."""
+    """Compute log-probs, values and advantages, then update critic and actor. `baselines`: rewards
+    of the greedy responses by group id (remax)."""
     cfg, spans = run.cfg, run.spans
     with spans.phase("old_log_prob"):
         batches = phases.old_logprobs(run, batches)  # collective over the train ranks
@@ -25,7 +25,7 @@ def all_models(run: Run, todo: StepPlan, batches: list[Batch], baselines: dict[s
             batches = phases.old_values(run, batches)  # collective over the train ranks
     kl_scale = run.kl.scale
     with spans.phase("adv"):
-        batches = advantages.assign(run, todo, batches, baselines)  # collective, train ranks
+        batches = advantages.assign(run, todo, batches, baselines)  # Collective on the train ranks.
         mean = phases.correction_mean(run, batches)  # collective over the train ranks
     if run.critic is not None:
         with spans.phase("update_critic"):
@@ -38,7 +38,7 @@ def all_models(run: Run, todo: StepPlan, batches: list[Batch], baselines: dict[s
 def update_actor(
     run: Run, todo: StepPlan, batches: list[Batch], correction_mean: float, kl_scale: float
 ) -> None:
-    """Run the actor's optimizer steps on this rollout."""
+    """Run the actor's optimizer steps on the samples of this step."""
     objective = make_objective(run, correction_mean, kl_scale)
     for epoch in range(run.cfg.train.epochs):
         if epoch == 1:
@@ -52,7 +52,7 @@ def update_actor(
 
 
 def make_objective(run: Run, correction_mean: float, kl_scale: float) -> Objective:
-    """Return the loss of this step."""
+    """Return the loss function of this step."""
     return Objective(
         run.algo,
         run.cfg.algo,
@@ -64,30 +64,30 @@ def make_objective(run: Run, correction_mean: float, kl_scale: float) -> Objecti
 
 
 def step_actor(run: Run, todo: StepPlan, update: int, objective: Objective) -> None:
-    """Run one optimizer step on the accumulated gradients. Collective."""
+    """Run one optimizer step of the actor on the accumulated gradients. Collective."""
     n = phases.normaliser(run, todo, update)
     if objective.rejects:
         n = reduce.normaliser(run.cfg.algo.loss_agg_mode, *run.learner.kept())
     if n:
         report.add_update(run, run.learner.apply(n), "actor")
-    else:  # all tokens are rejected: a step would only follow Adam's momentum
+    else:  # If all tokens are rejected, an optimizer step would only follow Adam's momentum.
         run.learner.discard()
         report.skip_update(run, "actor")
 
 
 def conclude(run: Run, todo: StepPlan, objective: Objective, kl_scale: float) -> None:
-    """Add the metrics of the whole step, and update the adaptive KL controller. Collective."""
+    """Add the step's mismatch and KL metrics; update the adaptive KL controller. Collective."""
     cfg = run.cfg
     run.progress.add(objective.mismatch(collective.reduce_floats))
     if cfg.algo.kl_coef and "actor/kl_loss" in run.progress.metrics:
         run.progress.add({"actor/kl_loss_coeff": cfg.algo.kl_coef * kl_scale})
-        if not cfg.algo.kl_reward_coef:  # the KL penalty has already updated the controller
+        if not cfg.algo.kl_reward_coef:  # A KL reward penalty updates the controller earlier.
             run.kl.update(run.progress.metrics["actor/kl_loss"], sum(len(p) for p in todo.groups))
 
 
 def update_critic(run: Run, todo: StepPlan, batches: list[Batch]) -> None:
-    """Run the critic's optimizer steps on this rollout. Its loss is always a mean over tokens.
-    Collective over the train ranks."""
+    """Run the critic's optimizer steps on the samples of this step. The critic's loss is always a
+    mean over tokens. Collective over the train ranks."""
     assert run.critic is not None
     cfg = run.cfg
     loss = partial(value.loss, clip=cfg.critic.clip_value)

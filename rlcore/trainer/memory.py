@@ -1,14 +1,14 @@
-"""Memory plan of one rank, and the check of measured memory against the plan.
+"""Plan the memory of one rank, and check measured memory against the plan.
 
 `make` computes the bytes of every part in every phase from configuration, model and layout. Parts
 that are allocated once (weights, gradients, optimizer states, a cache of given size) are exact up
-to padding. Temporary memory is an estimate and marked as such. `Residency` measures the memory
-whenever the device changes between engine and learner.
+to padding. Temporary memory is an estimate and marked as such. `Residency` measures the memory at
+every switch between engine and learner.
 
-With --train.offload the phases hold:
+With --train.offload the phases hold (+: in addition to load_learner):
 
     gen              engine: weights, cache
-    load_learner     engine asleep -> learner: weights, gradients, optimizer
+    load_learner     learner: weights, gradients, optimizer; the engine sleeps
     old_log_prob     + reference weights, one layer's activations, logits
     update_actor     + activations, logits
     optimizer_step   + Adam's temporary tensors
@@ -39,23 +39,23 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
 TRAINER_CONTEXT = 1_500_000_000
 """Bytes of a training process (estimate): CUDA context, NCCL buffers, cuBLAS workspaces."""
 ENGINE_CONTEXT = 2_000_000_000
-"""Bytes of an engine process, also asleep (estimate): as `TRAINER_CONTEXT`, plus CUDA graphs."""
+"""Bytes of an engine process, even asleep (estimate): context, buffers, workspaces, CUDA graphs."""
 PREFILL_TOKENS = {"torch": 16384, "sglang": 8192}
 BUNDLE_BYTES = 256 * 2**20
 """Bytes that `Learner.export` gathers at a time, unless one tensor is larger."""
 SLACK_BYTES = 16 * 2**20
-"""Bytes allowed for padding and counters: a measurement may exceed the plan by this plus 2 %."""
+"""Tolerance in bytes for padding and counters; another 2 % of the plan is tolerated as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Memory of one part during a phase."""
+    """Memory of one part, such as the KV cache, during a phase."""
 
     part: str
     num_bytes: int
     is_estimate: bool = False
     comes_later: bool = False
-    """Whether the part is allocated during the phase, not at its start."""
+    """Whether the part is allocated during the phase, not before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,11 +84,11 @@ class OtherMemory:
     """Memory of processes other than engine and learner, such as a judge."""
 
     always: tuple[Item, ...] = ()
-    """Parts in every phase, allocated before the learner is loaded."""
+    """Memory in use in every phase, allocated before the learner is loaded."""
     generate: tuple[Item, ...] = ()
-    """Parts while the engine samples."""
+    """Memory in use only while the engine samples."""
     host: tuple[Item, ...] = ()
-    """Parts in host memory."""
+    """Host memory of processes other than engine and learner."""
 
 
 NOBODY = OtherMemory()
@@ -109,7 +109,7 @@ def parameters(hf: HFConfig, layout: ParallelLayout, head: str = "lm") -> tuple[
             dense += count // (1 if "_norm." in name else layout.tp)
         elif name.startswith("mlp.") and not name.startswith("mlp.gate."):
             dense += count // layout.tp
-        else:  # norms and the router
+        else:  # Each tensor-parallel rank holds all norms and the router.
             dense += count
     layers = hf.num_layers // layout.pp
     dense *= layers
@@ -117,11 +117,11 @@ def parameters(hf: HFConfig, layout: ParallelLayout, head: str = "lm") -> tuple[
     if layout.is_first_stage:
         dense += vocabulary
     if layout.is_last_stage:
-        dense += hf.hidden_size  # the final norm
+        dense += hf.hidden_size  # weights of the final norm
         if head == "value":
             dense += hf.hidden_size
         elif not (hf.tie_word_embeddings and layout.is_first_stage):
-            dense += vocabulary  # a tied model keeps a copy on the last stage
+            dense += vocabulary  # With tied embeddings, the last stage keeps a copy of them.
     return dense, round(experts * layers)
 
 
@@ -131,7 +131,7 @@ def state_bytes(
     """Return the bytes of the training state on this rank after its first step."""
     dense, experts = parameters(hf, layout, head)
     size = ITEMSIZE[model.dtype]
-    # Two moments; a bfloat16 model also has float32 main parameters.
+    # Adam keeps two moments per parameter; a bfloat16 model also keeps float32 main parameters.
     states = 12 if size == 2 else 2 * size
     owners = layout.dp * layout.cp if train.distributed_optimizer else 1
     expert_owners = layout.edp if train.distributed_optimizer else 1
@@ -143,13 +143,13 @@ def state_bytes(
 
 
 def layer_activations(hf: HFConfig, train: TrainConfig, tokens: int) -> int:
-    """Estimate how many values one layer keeps for backward, for `tokens` tokens per rank."""
+    """Estimate how many activation values a layer keeps for backward, for `tokens` per rank."""
     tp = train.tp
     whole = 1 / tp if train.sp and tp > 1 else 1.0
     queries, keys = hf.num_heads * hf.head_dim / tp, hf.num_kv_heads * hf.head_dim / tp
-    # Inputs and outputs of two norms; q, k, v before and after the rotation; attention's output.
+    # Kept are inputs and outputs of two norms, q, k, v before and after RoPE, attention's output.
     kept = 4 * hf.hidden_size * whole + 2 * (queries + 2 * keys) + queries
-    if hf.num_experts:  # sent and received rows, gate and up projection, their product, the output
+    if hf.num_experts:  # Experts keep tokens sent and received, gate, up, product and output.
         kept += hf.experts_per_token * whole * (3 * hf.hidden_size + 3 * hf.moe_intermediate_size)
     else:
         kept += 3 * hf.intermediate_size / tp
@@ -167,14 +167,14 @@ def activation_bytes(
     if train.vpp > 1:
         under_way = layout.pp * (1 + (layout.pp - 1) / (layout.pp * train.vpp))
     layers = hf.num_layers // layout.pp
-    # The layer that is being computed also holds its values and the gradients of its values.
+    # The layer that runs backward also holds its activations and their gradients.
     return int(ITEMSIZE[model.dtype] * (kept * layers * under_way + 2 * one))
 
 
 def logits_bytes(
     hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: ParallelLayout, tokens: int
 ) -> int:
-    """Estimate the bytes of the logits, whose gradient overwrites them."""
+    """Estimate the bytes of the logits. Their gradient overwrites them and needs no memory."""
     if not layout.is_last_stage:
         return 0
     rows = min(train.head_chunk_tokens or tokens, tokens)
@@ -192,7 +192,7 @@ def engine_weight_bytes(cfg: Config, hf: HFConfig) -> int:
     """Return the bytes of the weights on one rank of an engine."""
     size = ITEMSIZE[engine_dtype(cfg)]
     total = size * num_parameters(hf)
-    if cfg.rollout.fp32_lm_head and cfg.rollout.engine == "torch":  # SGLang makes no float32 copy
+    if cfg.rollout.fp32_lm_head and cfg.rollout.engine == "torch":  # SGLang has no float32 LM head
         total += max(4 - size, 0) * hf.vocab_size * hf.hidden_size
     return total // cfg.rollout.tp
 
@@ -238,7 +238,7 @@ def bucket_bytes(cfg: Config, hf: HFConfig) -> int:
 def update_weights_bytes(cfg: Config, hf: HFConfig) -> int:
     """Estimate the temporary bytes of a weight update, without the weights themselves."""
     bucket = bucket_bytes(cfg, hf)
-    if rules.route(cfg) == "gather":  # the gathered shards, the full tensors, and the bucket
+    if rules.route(cfg) == "gather":  # This route holds gathered shards, full tensors and a bucket.
         return 2 * max(bucket, BUNDLE_BYTES) + bucket
     return 2 * bucket
 
@@ -256,10 +256,10 @@ def make(
     beside: OtherMemory = NOBODY,
     has_engine: bool = True,
 ) -> MemoryPlan:
-    """Make the plan of `layout.rank`. Whether a phase fits the GPU is left to `too_large`.
+    """Make the memory plan of rank `layout.rank`; `too_large` checks whether the plan fits the GPU.
 
     Args:
-        gpu_bytes: memory of a GPU; 0: unknown.
+        gpu_bytes: memory of one GPU in bytes; 0: unknown.
         cuda: False for a run on the CPU, where an offload moves only the gradients.
         has_engine: False for a rank that only trains.
     """
@@ -269,7 +269,7 @@ def make(
     if algos.estimator(algos.module(cfg.select.algo), cfg.algo) == "gae":
         states["critic"] = state_bytes(hf, cfg.model, train, layout, head="value")
 
-    # Parts that stay on the device; on the CPU an offload moves only the gradients.
+    # Parts that an offload leaves on the device: on the CPU, all parts but the gradients.
     stay: set[Part] = set() if cuda else {"weights", "optimizer"}
     stay = stay if train.offload else set(PARTS)
 
@@ -284,7 +284,7 @@ def make(
             if part in present[name]
         ]
 
-    grows = cfg.rollout.engine == "torch"  # SGLang allocates the whole cache when it wakes
+    grows = cfg.rollout.engine == "torch"  # SGLang allocates the whole KV cache when it wakes.
     cache = Item("KV cache", cache_bytes(cfg, hf, gpu_bytes), comes_later=grows)
     weights = Item("engine weights", engine_weight_bytes(cfg, hf))
     contexts = TRAINER_CONTEXT + (ENGINE_CONTEXT if has_engine else 0)
@@ -306,7 +306,7 @@ def make(
         ahead.append(Item("reference weights", states["learner"]["weights"], comes_later=True))
     all_layers = activation_bytes(hf, cfg.model, train, layout, tokens)
     backward = [*later("activations", all_layers), *logits]
-    # torch's multi-tensor Adam takes the root of all second moments at once, in their precision.
+    # torch's multi-tensor Adam computes the roots of all second moments at once, in their dtype.
     moments = 3 if cfg.model.dtype == "bfloat16" else 2
     adam = max(state["optimizer"] for state in states.values()) // moments
     phases = {
@@ -346,7 +346,7 @@ def _host(cfg: Config, hf: HFConfig, states: dict[str, dict[Part, int]], cuda: b
             items.append(Item(f"{name} parked", state["weights"] + state["optimizer"]))
     if cfg.algo.needs_reference:
         items.append(Item("reference weights", states["learner"]["weights"]))
-    if cfg.rollout.engine == "sglang" and cuda:  # buckets stay on the GPU
+    if cfg.rollout.engine == "sglang" and cuda:  # SGLang's buckets stay on the GPU.
         return items
     return [*items, Item("bucket", bucket_bytes(cfg, hf))]
 
@@ -372,7 +372,7 @@ def _problems(cfg: Config, hf: HFConfig, cache: int, gpu_bytes: float) -> list[s
 def make_sampler(
     cfg: Config, hf: HFConfig, rank: int, *, gpu_bytes: float, beside: OtherMemory = NOBODY
 ) -> MemoryPlan:
-    """Make the plan of a rank that only samples."""
+    """Make the memory plan of a rank that only samples."""
     cache = cache_bytes(cfg, hf, gpu_bytes)
     work = Item("engine's work", engine_work_bytes(cfg, hf), True, True)
     weights, held = Item("engine weights", engine_weight_bytes(cfg, hf)), Item("KV cache", cache)
@@ -397,8 +397,8 @@ def worst_of(
     beside: OtherMemory = NOBODY,
     has_engine: bool = True,
 ) -> MemoryPlan:
-    """Make the plan of the train rank that needs most memory. The plans of train ranks differ only
-    by pipeline stage."""
+    """Make the memory plan of the train rank that needs most memory. The plans of train ranks
+    differ only by pipeline stage."""
     first = layout_of(cfg.train, world_size, 0)
     stage = world_size // first.pp
     ranks = [layout_of(cfg.train, world_size, p * stage) for p in range(first.pp)]
@@ -453,7 +453,7 @@ def too_large(plan: MemoryPlan, gpu_bytes: float) -> str:
     named = ", ".join(f"{item.part} {_gb(item.num_bytes)}" for item in largest)
     hints = dict.fromkeys(_remedy(item.part) for item in largest)
     shared = any(item.part == "engine weights" for item in plan.phases["gen"])
-    if shared and plan.learner["gen"]:  # the learner stays while the engine samples
+    if shared and plan.learner["gen"]:  # The learner stays on the GPU while the engine samples.
         hints = {"set train.offload": None} | hints
     return (
         f"--cluster.gpu_memory_gb {gpu_bytes / GB:g}: phase {phase} needs {_gb(plan.total(phase))} "
@@ -485,11 +485,11 @@ def _gb(num_bytes: float) -> str:
 
 
 _THERE = ("contexts", "judge")
-"""Parts that are on the device in every phase."""
+"""Names of the parts that are on the device in every phase."""
 
 
 class Residency:
-    """Checks the memory of one rank against its plan."""
+    """Check of one rank's measured memory against its plan."""
 
     def __init__(self, plan: MemoryPlan, device: torch.device) -> None:
         self.plan, self._device = plan, device
@@ -511,7 +511,7 @@ class Residency:
         """
         if self._device.type != "cuda":
             return
-        if phase == "update_weights" and not self._engine_sleeps:  # an engine starts awake
+        if phase == "update_weights" and not self._engine_sleeps:  # Engines start awake.
             return
         self._engine_sleeps = phase == "load_learner"
         loaded = ("load_learner", "old_log_prob", "update_actor", "optimizer_step")

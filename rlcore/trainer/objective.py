@@ -1,5 +1,5 @@
-"""The loss that the learner minimises: rollout correction and rejection, the recipe's algorithm, KL
-to the reference, entropy, aggregation. `policy` expresses the same loss for the fused op."""
+"""Compute the learner's loss: rollout correction and rejection, policy loss, KL to the reference,
+entropy, aggregation. `Objective.policy` expresses the same loss for the fused op."""
 
 import math
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from rlcore.utils.errors import ConfigError
 
 
 class Objective:
-    """Loss of the learner. It computes the rollout correction during the training pass, since the
-    old log-probs of the first update may come from this pass."""
+    """Loss of the learner. The rollout correction is computed in the training pass, because this
+    pass may yield the old log-probs of the first update."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Objective:
     ) -> None:
         """
         Args:
-            max_tokens: length of the longest response, the divisor of seq-mean-token-sum-norm.
+            max_tokens: maximum response length, the divisor of seq-mean-token-sum-norm.
             version: version of the weights that this step trains; staleness is relative to it.
             correction_mean: divisor of the correction weights, see rollout_is_batch_normalize.
             kl_scale: factor on the KL coefficient, from the adaptive controller.
@@ -46,11 +46,11 @@ class Objective:
 
     @property
     def rejects(self) -> bool:
-        """Whether tokens may be rejected. If so, the denominators come from `learner.kept()`."""
+        """Whether tokens may be rejected. If so, `learner.kept()` gives the loss denominators."""
         return bool(self._cfg.rollout_rs) or self._cfg.drops_tokens
 
     def stop_watching(self) -> None:
-        """Stop measuring the mismatch, which is reported for the first epoch only."""
+        """Stop measuring the sampler-learner mismatch, which only the first epoch reports."""
         self._watches = False
 
     def __call__(self, x: LossInputs) -> LossOutput:
@@ -77,7 +77,7 @@ class Objective:
             total = total - cfg.entropy_coef * x.entropy
         if cfg.kl_coef:
             assert x.ref_log_probs is not None
-            # Outside the mask the difference may be large, and its exp would make gradients NaN.
+            # Outside the mask, a large log-prob difference would make the KL's gradients NaN.
             ref = torch.where(trained, x.ref_log_probs, x.log_probs.detach())
             divergence = kl.estimate(cfg.kl_type, x.log_probs, ref)
             total = total + cfg.kl_coef * self._kl_scale * divergence
@@ -93,11 +93,11 @@ class Objective:
         return LossOutput(per_token=total * weight, metrics=metrics, mask=keep)
 
     def policy(self, x: LossInputs, *, old_is_own: bool) -> tuple[PolicyInputs, PolicySpec]:
-        """Return inputs for `ops.policy.policy_loss` that give the same loss and gradient.
+        """Return inputs with which the op `ops.policy.policy_loss` gives this loss and gradient.
 
         Args:
             x: loss inputs. Log-probs and entropies are not computed yet; only their dtype is read.
-            old_is_own: whether the old log-probs are those of the same pass.
+            old_is_own: whether the old log-probs come from the same pass as the loss.
 
         Raises:
             ConfigError: the fused op does not support the settings.
@@ -111,7 +111,7 @@ class Objective:
         old = None if old_is_own else x.old_log_probs
         weighed = cfg.rollout_is != "none" and not cfg.bypass_mode
         given = PolicyInputs(
-            # A non-negative factor of the clipped loss can be moved into the advantage.
+            # The correction is a non-negative factor, so it can be moved into the advantage.
             advantage=x.advantage if weighed else x.advantage * x.correction,
             weight=torch.where(x.mask, weight, 0.0),
             rollout_log_probs=x.rollout_log_probs,
@@ -138,8 +138,8 @@ class Objective:
         return given, spec
 
     def _corrected(self, x: LossInputs) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
-        """Return the inputs with correction weights and a mask without rejected tokens; the mask of
-        kept tokens; and log w [T], the learner's minus the sampler's log-probs."""
+        """Return three values: the inputs with correction weights and a mask without rejected
+        tokens; the mask of kept tokens; the log-probs of learner minus sampler, [T]."""
         cfg = self._cfg
         learner = x.old_log_probs
         if cfg.bypass_mode:
@@ -154,8 +154,8 @@ class Objective:
         return replace(x, mask=x.mask & keep), keep, log_w
 
     def mismatch(self, reduce_floats: Callable[..., list[float]]) -> dict[str, float]:
-        """Return `rollout_corr/*` and staleness over all ranks and micro-batches so far.
-        Collective. Ranks that share tokens (tensor and context parallel) count these tokens several
+        """Return the `rollout_corr/*` and staleness metrics over all ranks and micro-batches so
+        far. Collective. Tensor- and context-parallel ranks share tokens and count them several
         times, which does not change a mean."""
         total = mismatch.Sums.total(self._sums)
         added = reduce_floats(total.added.tolist(), "sum")

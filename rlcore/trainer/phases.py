@@ -1,5 +1,5 @@
-"""Phases of a step before the update (batches, log-probs, values) and after it (engine sizes).
-"Collective" alone means: over the train ranks."""
+"""Run the phases of a step around the update: batches, log-probs, values, engine sizes.
+"Collective" without ranks means: over the train ranks."""
 
 from collections.abc import Mapping
 
@@ -18,10 +18,10 @@ from rlcore.utils import collective
 
 
 def batches(run: Run, plan: StepPlan, samples: Mapping[str, Sample]) -> list[Batch]:
-    """Pack this data-parallel rank's batch of every update.
+    """Pack one batch per update from the samples of this data-parallel rank.
 
     Raises:
-        ValueError: a sample holds values that a loss cannot use.
+        ValueError: a sample has a wrong shape or a value that is not finite.
     """
     out = []
     for update in plan.updates:
@@ -34,24 +34,24 @@ def batches(run: Run, plan: StepPlan, samples: Mapping[str, Sample]) -> list[Bat
 
 
 def made(value: Tensor | None) -> Tensor:
-    """Return a tensor of a batch that an earlier phase must have computed."""
+    """Return the tensor `value`; raise AssertionError if no earlier phase has computed it."""
     assert value is not None, "set by an earlier phase"
     return value
 
 
 def normaliser(run: Run, plan: StepPlan, update: int) -> float:
-    """Return the divisor N of the update over all ranks, which every rank computes from the
+    """Return the loss denominator of an update over all ranks. Every rank computes it from the
     plan."""
     lengths = plan.lengths(update)
     return reduce.normaliser(run.cfg.algo.loss_agg_mode, sum(lengths), len(lengths))
 
 
 def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
-    """Compute the learner's log-probs under the weights before the first update.
+    """Compute the old log-probs: the learner's log-probs under the weights before the first update.
 
-    The first update trains with exactly these weights, so its batch is skipped: the training pass
-    itself yields its old log-probs. With several epochs, or if an earlier phase needs log-probs,
-    the first batch is not skipped.
+    The first update trains with exactly these weights, so its training pass itself yields its old
+    log-probs, and its batch is skipped here. With several epochs, or if an earlier phase needs
+    log-probs, the first batch is not skipped.
     """
     cfg = run.cfg.algo
     if cfg.bypass_mode:
@@ -81,8 +81,8 @@ def old_values(run: Run, batches: list[Batch]) -> list[Batch]:
 
 
 def correction_mean(run: Run, batches: list[Batch]) -> float:
-    """Return the mean by which the rollout-correction weights of this step are divided.
-    Collective."""
+    """Return the mean correction weight of this step, by which the rollout-correction weights are
+    divided. Collective."""
     cfg = run.cfg.algo
     if not cfg.rollout_is_batch_normalize or cfg.rollout_is == "none":
         return 1.0
@@ -99,8 +99,8 @@ def correction_mean(run: Run, batches: list[Batch]) -> float:
 
 
 def observe_round(run: Run, kind: Kind, stats: Mapping[str, float]) -> None:
-    """Report a training round to the policy of engine sizes, and add its metrics. Collective over
-    all ranks. Only rank 0 reads `kind` and `stats`."""
+    """Report a training rollout to the policy that chooses the engine size. Add metrics of cache
+    use and engine size. Collective over all ranks. Only rank 0 reads `kind` and `stats`."""
     used = [run.rollout.worker.cache_used]
     (used_most,) = collective.reduce_floats(used, "max", run.ranks.everyone)
     sizes = run.device.parts.sizes
@@ -112,8 +112,8 @@ def observe_round(run: Run, kind: Kind, stats: Mapping[str, float]) -> None:
 
 
 def resize_engines(run: Run) -> None:
-    """If the next round needs another engine size, restart the engines, without weights.
-    Collective.
+    """If the policy chooses another engine size for the next rollout, restart the engines without
+    weights. Collective.
 
     Raises:
         TimeoutError: an engine did not start in time; the error names its rank.

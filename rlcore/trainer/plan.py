@@ -1,6 +1,6 @@
 """Assign samples to updates and data-parallel ranks: pure functions, the same on every rank.
 
-The number of ranks does not change the rows of an update, only their distribution.
+The number of ranks changes only how the samples of an update are distributed.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ class TrainRow:
     id: str
     owner: int
     score: float
-    """Value of the reward function."""
+    """Score returned by the reward function."""
     reward: float
-    """Score after shaping by length."""
+    """Score minus the penalty for overlong responses."""
     num_tokens: int
-    """Tokens of the response."""
+    """Number of tokens of the response."""
     prompt_length: int
     num_observed: int = 0
-    """Tokens of the response that an environment inserted."""
+    """Number of response tokens that an environment inserted."""
 
     @property
     def num_trained(self) -> int:
@@ -38,18 +38,20 @@ class TrainRow:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     updates: tuple[tuple[tuple[TrainRow, ...], ...], ...]
-    """[update][data-parallel rank] -> rows."""
+    """Rows to train on, by update and data-parallel rank."""
     num_equal_groups: int
     groups: tuple[tuple[TrainRow, ...], ...] = ()
-    """Groups in training, in order, with all their rows. Rows that no update trains on are
-    included, since they count in the baseline of their group."""
+    """Groups that count for the advantages, with all their rows. Rows that no update trains on are
+    included, because they count in the baseline of their group."""
 
     def lengths(self, update: int) -> list[int]:
-        """Return the trained tokens of every row of the update, over all ranks."""
-        return [r.num_trained for part in self.updates[update] for r in part]
+        """Return the number of trained tokens of each row of the update that has any, over all
+        ranks. A row without trained tokens counts in no normaliser, as in `Learner.kept`."""
+        rows = (row for part in self.updates[update] for row in part)
+        return [row.num_trained for row in rows if row.num_trained]
 
     def loads(self, num_ranks: int) -> list[int]:
-        """Return the tokens of prompts and responses of each data-parallel rank over all
+        """Return the number of prompt and response tokens of each data-parallel rank over all
         updates."""
         return [
             sum(r.num_tokens + r.prompt_length for u in self.updates for r in u[d])
@@ -57,14 +59,14 @@ class StepPlan:
         ]
 
     def owners(self) -> dict[str, int]:
-        """Return the rank that holds each sample."""
+        """Return the rank that holds each sample, by sample id."""
         return {r.id: r.owner for update in self.updates for part in update for r in part}
 
     def destination(
         self, model_parallel_groups: Sequence[Sequence[int]]
     ) -> dict[str, Sequence[int]]:
-        """Return the global ranks that train each sample. `model_parallel_groups[d]` are the global
-        ranks of data-parallel rank d."""
+        """Return the global ranks that train on each sample, by sample id.
+        `model_parallel_groups[d]` are the global ranks of data-parallel rank d."""
         return {
             r.id: model_parallel_groups[d]
             for update in self.updates
@@ -73,8 +75,8 @@ class StepPlan:
         }
 
     def placed(self, dp_ranks: Sequence[int], num_ranks: int) -> "StepPlan":
-        """Return the plan for `num_ranks` data-parallel ranks, with the rows of rank i moved to
-        rank `dp_ranks[i]`."""
+        """Return this plan for `num_ranks` data-parallel ranks: rank `dp_ranks[i]` gets the rows of
+        rank i, and all other ranks get none."""
         updates = []
         for parts in self.updates:
             spread: list[tuple[TrainRow, ...]] = [()] * num_ranks
@@ -85,7 +87,7 @@ class StepPlan:
 
 
 def joined(plans: Sequence[StepPlan]) -> StepPlan:
-    """Merge plans that have the same updates and ranks into one."""
+    """Merge plans with the same numbers of updates and ranks into one plan."""
     updates = tuple(
         tuple(tuple(row for part in parts for row in part) for parts in zip(*of_all, strict=True))
         for of_all in zip(*(p.updates for p in plans), strict=True)
@@ -97,8 +99,8 @@ def joined(plans: Sequence[StepPlan]) -> StepPlan:
 def rewards_of(
     groups: Sequence[Group], cfg: AlgoConfig, max_tokens: int, shuffle_seed: int | None
 ) -> list[list[tuple[float, float]]]:
-    """Return (score, shaped reward) of every sample, by group. With a seed, shuffle the pairs over
-    all samples of the step (control run)."""
+    """Return (score, shaped reward) of every sample, by group. With `shuffle_seed`, shuffle these
+    pairs over all samples of the step, so that nothing can be learned."""
     pairs = [
         [(s, s - overlong(n, max_tokens, cfg)) for s, n in zip(g.scores, g.lengths, strict=True)]
         for g in groups
@@ -112,8 +114,8 @@ def rewards_of(
 
 
 def overlong(length: int, max_tokens: int, cfg: AlgoConfig) -> float:
-    """Return the penalty for a response's length: 0 until the last `overlong_share` of
-    `max_tokens`, then growing linearly to the full penalty. DAPO, arXiv:2503.14476 equation 13."""
+    """Return the penalty for a long response: 0 until the last `overlong_share` of `max_tokens`,
+    then growing linearly to the full penalty. DAPO, arXiv:2503.14476 equation 13."""
     room = cfg.overlong_share * max_tokens
     if not room:
         return 0.0
@@ -133,11 +135,11 @@ def make(
     """Make the plan of a step.
 
     Failed episodes are left out and rewards are shaped by length. If configured, groups of equal
-    scores and truncated rows are dropped. The remaining rows are shuffled by `seed`, cut into
+    scores and truncated responses are dropped. The remaining rows are shuffled by `seed`, cut into
     `num_updates` parts of equal size and balanced over `num_ranks` by length.
 
     Args:
-        max_tokens: length of the longest response.
+        max_tokens: maximum response length, for length shaping.
     """
     rows: list[TrainRow] = []
     kept: list[tuple[TrainRow, ...]] = []

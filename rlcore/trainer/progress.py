@@ -1,4 +1,4 @@
-"""Small parts of a run: its ranks, its data on rank 0, its progress, and its observers."""
+"""Define small parts of a run: its ranks, its data on rank 0, its progress, and its observers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Ranks:
 
 
 class DataOrder(Protocol):
-    """The resumable order of the training prompts; its state holds `num_rows` and `position`."""
+    """Order of the training prompts. Checkpoints save its state: `num_rows`, `position`, ..."""
 
     def state(self) -> dict[str, Any]: ...
 
@@ -49,7 +49,7 @@ class DataOrder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """Prompts of a run, on rank 0, which distributes them; empty on the other ranks."""
+    """Prompts of a run. Only rank 0 has prompts and distributes them; empty on other ranks."""
 
     order: DataOrder | None = None
     source: PromptSource | None = None
@@ -71,7 +71,7 @@ class Progress:
         self._skipped: dict[str, int] = {}
 
     def begin(self, step: int) -> None:
-        """Set the current step: the next step, or the step of a checkpoint."""
+        """Set the current step, at the start of a step or when a checkpoint is restored."""
         self.step = step
 
     def sent_weights(self, version: int) -> None:
@@ -92,7 +92,7 @@ class Progress:
         return found
 
     def skipped(self, model: str, is_skipped: bool) -> int:
-        """Record whether an update of `model` was skipped. Return the skips in a row."""
+        """Record whether an update of `model` was skipped. Return the number of skips in a row."""
         self._skipped[model] = self._skipped.get(model, 0) + 1 if is_skipped else 0
         return self._skipped[model]
 
@@ -104,8 +104,8 @@ class Observers:
     writer: MetricsWriter | None = None
     screen: Screen | None = None
     balance: Balance | None = None
-    """Proposes the number of ranks that sample, with --mode async."""
+    """Predictor of the best number of rollout ranks, with --mode async."""
     on_step: Sequence[Callable[[dict[str, float]], None]] = ()
-    """Called with the metrics of every step."""
+    """Functions called with the metrics of every step."""
     pieces: Callable[[Sequence[int]], list[str]] | None = None
-    """Returns the text of each token."""
+    """Function that returns the text of each token."""

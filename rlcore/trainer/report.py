@@ -1,4 +1,4 @@
-"""Output of a step for the user: sample metrics, the step line, rollouts, and the run's summary."""
+"""Report to the user: step metrics, the step line, rollouts, and the run's summary."""
 
 import itertools
 import math
@@ -25,8 +25,8 @@ from rlcore.utils.log import log
 
 
 def add_update(run: Run, metrics: dict[str, float], model: str) -> None:
-    """Add the metrics of one optimizer step of `model` (actor, critic). A step reports means over
-    its updates, the last learning rate, and the number of skipped updates."""
+    """Add the metrics of one update of `model` (actor or critic) to the current step. A step
+    reports means over its updates, the last learning rate, and the number of skipped updates."""
     so_far = run.progress.metrics
     n = so_far.get(f"{model}/updates", 0.0)
     for name, value in metrics.items():
@@ -109,7 +109,7 @@ def of_drafts(run: Run, totals: dict[str, float]) -> dict[str, float]:
     gained = sum(n for name, n in t.items() if name.startswith("tokens/"))
     out = {
         "spec/gate": t["verify_steps"] / t["decode_steps"],
-        # Not `decode_tokens`: SGLang samples a response's first token in the prefill.
+        # `decode_tokens` would miss first tokens, which SGLang samples in the prefill.
         "spec/tokens_per_forward": gained / t["decode_steps"],
         "spec/speculated_tokens": t["accepted_tokens"] / max(t["decode_tokens"], 1),
         "spec/drafted_tokens": t["drafted_tokens"],
@@ -148,7 +148,7 @@ def of_envs(run: Run, totals: dict[str, float]) -> dict[str, float]:
 
 
 def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
-    """Write some samples of the step to the rollout log. Their texts must be on rank 0."""
+    """Write some samples of the step to the rollout log. Rank 0 must have the samples' texts."""
     if run.observers.writer is None or run.cfg.log.rollouts == 0:
         return
     worker = run.rollout.worker
@@ -215,20 +215,20 @@ def evaluation(run: Run) -> None:
 
 
 def started(run: Run) -> None:
-    """Discard all timings, so that the first step excludes the time before it. Only the start-up is
-    added to its metrics, unless the row of step 0 (evaluation) already has it."""
+    """Discard all timings from before the first step. Add only the start-up time to the first step,
+    unless the metrics of step 0 (evaluation) already have it."""
     if seconds := run.spans.take().get("start"):
         run.progress.add({"timing_s/start": seconds})
 
 
 def step(run: Run) -> None:
-    """Write the metrics of the step and print its line."""
+    """Write the metrics of the step and print the step line."""
     metrics = run.progress.take()
     timings = run.spans.take()
     if run.observers.writer is None or run.observers.screen is None:
         return
     metrics |= {f"timing_s/{name}": s for name, s in timings.items()}
-    metrics["timing_s/gen"] -= metrics.get("timing_s/reward", 0.0)  # so that phases do not overlap
+    metrics["timing_s/gen"] -= metrics.get("timing_s/reward", 0.0)  # Span `gen` includes `reward`.
     for inner in ("offload_learner", "wake_engine"):
         if seconds := timings.get(inner):
             metrics["timing_s/update_weights"] -= seconds
@@ -256,7 +256,7 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
     sampled, trained = m.pop("sched/response_tokens"), m.pop("sched/trained_tokens")
     gen_s = (
         m["timing_s/gen"] if run.async_rollout is None else seconds
-    )  # async: engines sample during the whole step
+    )  # In async mode, engines sample during the whole step.
     out = {
         "perf/time_per_step": seconds,
         "perf/samples_per_s": samples / seconds,
@@ -265,7 +265,7 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
         "timing_per_token_ms/gen": 1000 * gen_s / sampled,
         "perf/cpu_memory_gb": memory_gb(),
     }
-    if trained and "timing_s/update_actor" in m:  # absent while only the critic trains
+    if trained and "timing_s/update_actor" in m:  # The key is absent while only the critic trains.
         out["perf/train_tokens_per_s"] = trained / m["timing_s/update_actor"]
         out["timing_per_token_ms/update_actor"] = 1000 * m["timing_s/update_actor"] / trained
     if torch.cuda.is_available():
@@ -275,7 +275,7 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
 
 
 def idle(run: Run, m: dict[str, float]) -> dict[str, float]:
-    """If some ranks sample and others train, return the share of the step that each role waits."""
+    """With separate train and rollout ranks, return each role's idle share of the step."""
     engines = run.cfg.cluster.rollout_ranks // run.cfg.rollout.tp
     if not engines:
         return {}
@@ -287,23 +287,23 @@ def idle(run: Run, m: dict[str, float]) -> dict[str, float]:
 
 
 def counts_nodes(cfg: Config) -> bool:
-    """Return whether a run on unshared nodes reports memory per node: if it has rollout ranks or
-    is profiled for sharing nodes later."""
+    """Return whether a run on unshared nodes reports memory per node. It does with rollout ranks,
+    or when profiled for sharing nodes later (--debug.full_length)."""
     return bool(cfg.cluster.rollout_ranks or cfg.debug.full_length)
 
 
 def of_nodes(run: Run) -> dict[str, float]:
-    """Return the largest host memory per node of ranks that sample and of ranks that train; {} if
-    the run does not report it.
+    """Return the largest host memory per node, separately for ranks that sample and ranks that
+    train; {} if the run does not report it.
 
-    A rank that samples and trains counts as both. Memory shared by several processes counts several
+    A rank that samples and trains counts in both. Memory shared by several processes counts several
     times. Collective over all ranks.
     """
     if not (counts_nodes(run.cfg) or run.device.is_shared):
         return {}
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", run.ranks.size))
     nodes = math.ceil(run.ranks.size / per_node)
-    sizes = [0.0] * (2 * nodes)  # per node: ranks that sample, ranks that train
+    sizes = [0.0] * (2 * nodes)  # two sums per node: ranks that sample, ranks that train
     found = memory_gb()
     if run.engine is not None:
         sizes[2 * (run.ranks.rank // per_node)] = found
@@ -321,13 +321,13 @@ def memory_gb() -> float:
         try:
             total += child.memory_info().rss
         except psutil.NoSuchProcess:
-            continue  # the child exited after it was listed
+            continue  # The child has exited after the listing.
     return total / 1e9
 
 
 UNFINISHED = "RLCORE_UNFINISHED"
-"""Environment variable with the path of a file that the run creates if it saved a checkpoint and
-stopped before its last step. The exit code is 0 then, so job.sbatch requeues by this file."""
+"""Environment variable with the path of a file, by which job.sbatch requeues the run. The run
+creates the file if it saves a checkpoint and exits with code 0 before its last step."""
 
 
 def interrupted(run: Run) -> None:
@@ -344,14 +344,14 @@ def interrupted(run: Run) -> None:
 
 
 def end(run: Run) -> None:
-    """Print the final table, draw the picture, and write summary.json."""
+    """Write summary.json, draw curve.png, and print the final table."""
     if run.observers.writer is None or run.observers.screen is None:
         return
     further = {"perf/max_rss_gb_rank0": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
     summary = run.observers.writer.summary(further)
     picture = None
     if run.cfg.log.plot:
-        from rlcore.metrics import plots  # imports matplotlib, which is slow
+        from rlcore.metrics import plots
 
         picture = plots.curve(run.folder)
     run.observers.screen.end(summary, run.folder, picture)

@@ -1,11 +1,11 @@
-"""Checkpoints: the learner's checkpoint plus all other state of a run. A checkpoint is written to a
-temporary folder and then renamed, so a kill at any moment leaves the previous checkpoint intact.
+"""Save and restore checkpoints: the learner's checkpoint plus all other state of a run.
+
+A new checkpoint is written to a temporary folder and renamed, so a kill leaves the previous intact.
 
     <run>/checkpoints/step_000040/{learner/, critic/, buffer/, histories.npz, state.json,
                                    manifest.json}
 
-The manifest is the seal (`trainer/seal.py`): a run resumes from the newest checkpoint whose files
-match the manifest.
+A run resumes from the newest folder whose files match the manifest, its seal (`trainer/seal.py`).
 """
 
 import errno
@@ -37,7 +37,7 @@ from rlcore.utils.log import log
 FORMAT = 3
 RESTARTS = "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"
 HISTORIES = "histories.npz"
-"""File of earlier responses; it exists if they are used as draft source."""
+"""File of earlier responses in a checkpoint, if these are used as draft source."""
 
 
 def folder_of(run_folder: Path) -> Path:
@@ -45,14 +45,14 @@ def folder_of(run_folder: Path) -> Path:
 
 
 def found(run_folder: Path) -> list[Path]:
-    """Return the checkpoint folders of a run, newest first. `choose` checks which are intact."""
+    """Return the checkpoint folders of a run, newest first, including damaged ones."""
     folders = (p for p in folder_of(run_folder).glob("step_*") if p.is_dir() and p.suffix == "")
     return sorted(folders, reverse=True)
 
 
 def wanted_by(cfg: Config, run_folder: Path) -> str:
-    """Return --run.resume. If Slurm or torchrun has restarted a run that has checkpoints, return
-    `auto`: `fresh` or a path would discard the run's progress at every restart."""
+    """Return --run.resume, or `auto` if Slurm or torchrun has restarted a run that has checkpoints:
+    `fresh` or a path would discard the run's progress at every restart."""
     counts = (os.environ.get(name, "0") for name in RESTARTS)
     if any(count not in ("", "0") for count in counts) and found(run_folder):
         return "auto"
@@ -63,7 +63,7 @@ def check(cfg: Config, run_folder: Path) -> None:
     """Check the checkpoint that the run would start from, by names and sizes of files only.
 
     Raises:
-        ConfigError: none is complete. Only `choose` finds wrong checksums.
+        ConfigError: no checkpoint is complete. Only `choose` finds wrong checksums.
     """
     wanted = wanted_by(cfg, run_folder)
     if wanted not in ("auto", "fresh") and (fault := seal.look(Path(wanted))[0]):
@@ -98,7 +98,7 @@ def move_aside(folder: Path) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """Writer and reader of one rank's checkpoints, with all objects that hold state."""
+    """Writer and reader of one rank's checkpoints, with all objects whose state is saved."""
 
     cfg: Config
     folder: Path
@@ -110,22 +110,22 @@ class Checkpoints:
     data: Data
     async_rollout: AsyncRollout | None = None
     library: HistoryStore | None = None
-    """Earlier responses used as draft source, on rank 0."""
+    """Earlier responses used as draft source, on rank 0; None on other ranks."""
     deadlines: AdaptiveTimeout | None = None
     """Reward deadlines that adapt to prompts."""
     sizes: EngineSizePolicy | None = None
-    """Policy of engine sizes, on rank 0."""
+    """Policy that chooses the engine size, on rank 0; None on other ranks."""
 
     def choose(self) -> Path | None:
-        """Return the checkpoint to start from according to --run.resume, the same on every rank.
-        Damaged checkpoints are logged and skipped.
+        """Return the checkpoint to start from according to --run.resume, or None; the same on every
+        rank. Damaged checkpoints are logged and skipped.
 
         Raises:
-            ConfigError: the given path is no intact checkpoint, or no checkpoint of the run is
-                intact; raised on every rank.
+            ConfigError: the given path is not an intact checkpoint, or the run's checkpoints are
+                all damaged; raised on every rank.
         """
         first, everyone = self.ranks.rank == 0, self.ranks.everyone
-        own = wanted_by(self.cfg, self.folder) if first else ""  # rank 0's view of the disk decides
+        own = wanted_by(self.cfg, self.folder) if first else ""  # Only rank 0 reads the folder.
         wanted = collective.broadcast_text(own, everyone)
         if wanted == "fresh":
             return None
@@ -150,8 +150,8 @@ class Checkpoints:
         return None
 
     def save(self, progress: Progress, writer: MetricsWriter | None) -> None:
-        """Write a checkpoint of the step just done. Collective over all ranks. If writing
-        fails, existing checkpoints stay, and --checkpoint.on_error decides whether the run ends.
+        """Write a checkpoint of the finished step. Collective over all ranks. If writing fails,
+        earlier checkpoints stay, and --checkpoint.on_error decides whether the run ends.
 
         Args:
             writer: metrics writer on rank 0, flushed to disk before the checkpoint becomes valid.
@@ -185,8 +185,8 @@ class Checkpoints:
             self._failed(progress, what, error)
 
     def _write(self, step: int, aside: Path) -> str:
-        """Write all parts into the folder `aside`. Return the error on every rank, or "" if there
-        is none."""
+        """Write all parts of a checkpoint into the folder `aside`. Return the error on every rank,
+        or "" if there is none."""
         error = ""
         try:
             if self.ranks.rank == 0:
@@ -252,7 +252,7 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Delete all but the newest `checkpoint.keep` checkpoints. If a deletion fails, for example
-        while another program reads the files, the next save repeats it."""
+        because another program reads the files, the next save tries again."""
         keep = self.cfg.checkpoint.keep
         for old in found(self.folder)[keep:] if keep else []:
             try:
@@ -261,8 +261,8 @@ class Checkpoints:
                 log.warning("cannot delete an old checkpoint: %s", _reason(e))
 
     def load(self, path: Path, progress: Progress) -> None:
-        """Restore all state. Collective over the train ranks. A rank that only samples restores the
-        step and its part of the sample buffer."""
+        """Restore the state of the run from the checkpoint `path`. Collective over the train ranks.
+        A rank that only samples restores the step and its part of the sample buffer."""
         state = json.loads((path / "state.json").read_text())
         if state["format"] != FORMAT:
             raise ConfigError(
@@ -274,7 +274,7 @@ class Checkpoints:
         progress.begin(step)
         if (
             self.async_rollout is not None and (path / ASYNC_ROLLOUT).is_dir()
-        ):  # else all requests start from their prompts
+        ):  # Without a saved buffer, all requests start from their prompts.
             self.async_rollout.load(path / ASYNC_ROLLOUT)
         if self.learner is None:
             return
@@ -295,9 +295,9 @@ class Checkpoints:
             self.data.source.restore(state["source"], self.data.order.state()["num_rows"])
         if self.sizes is not None:
             saved = state.get("sizes", {})
-            if type(self.sizes).__name__ in saved:  # else another policy wrote it
+            if type(self.sizes).__name__ in saved:  # Another policy's state is not restored.
                 self.sizes.restore(saved[type(self.sizes).__name__])
-        if self.library is not None and (path / HISTORIES).is_file():  # else it was not saved
+        if self.library is not None and (path / HISTORIES).is_file():  # The file is optional.
             self.library.load(path / HISTORIES)
         if self.ranks.rank == 0:
             self.set_later_aside(step)
@@ -310,15 +310,16 @@ class Checkpoints:
 
     def set_later_aside(self, step: int) -> None:
         """After a resume from an earlier step, rename the checkpoints of later steps to `.old<k>`.
-        Otherwise `auto` would choose these checkpoints, and `prune` would delete new ones as older.
-        Metrics and rollouts are copied first, since they are truncated to this step."""
+        Otherwise `auto` would choose one of these, and `prune` would delete new checkpoints first.
+        Metrics and rollouts are copied, because the run truncates them to this step."""
         later = [p for p in found(self.folder) if int(p.name.removeprefix("step_")) > step]
         if not later:
             return
         k = 1
         while any(p.with_name(f"{p.name}.old{k}").exists() for p in later):
             k += 1
-        for path in self.folder.glob("*.jsonl"):  # first, so that a restart repeats this call
+        # Copy before renaming: if the run is killed in between, its restart repeats both.
+        for path in self.folder.glob("*.jsonl"):
             shutil.copyfile(path, path.with_name(f"{path.name}.old{k}"))
         for path in later:
             path.rename(path.with_name(f"{path.name}.old{k}"))

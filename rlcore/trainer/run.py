@@ -1,4 +1,4 @@
-"""The parts of one rank of a run, as the training loops use them. Built by `cli/builders/`."""
+"""Hold the parts of one rank of a run for the training loops; `cli/builders/` makes the parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ class Run:
     kl: AdaptiveController
     """Adaptive controller that scales the KL coefficients."""
     device: Device
-    """Owns engine, learner and critic."""
+    """Device that moves engine, learner and critic on and off the accelerator."""
     rollout: Rollout
     async_rollout: AsyncRollout | None = None
-    """Asynchronous sampling, with --mode async."""
+    """Asynchronous sampling, with --mode async; None in other modes."""
     sampling: Sampling
     data: Data
     progress: Progress
@@ -42,22 +42,22 @@ class Run:
     observers: Observers
     checkpoints: Checkpoints
     stop_requested: Callable[[], bool] = lambda: False
-    """Returns whether this rank has received a SIGTERM."""
+    """Function that returns whether this rank has received a SIGTERM."""
     on_done: Callable[[], None] = lambda: None
-    """Called when all steps and saves are done."""
+    """Function called when all steps and saves are done."""
     close: Callable[[], None] = lambda: None
-    """Stops all parts in reverse order of their start. Idempotent."""
+    """Function that stops all parts in reverse order of their start. Idempotent."""
 
     @property
     def learner(self) -> Learner:
-        """Actor in training, on a rank that trains."""
+        """Actor in training. Only train ranks may read this property."""
         learner = self.device.parts.learner
         assert learner is not None, "rollout ranks have no learner"
         return learner
 
     @property
     def critic(self) -> Learner | None:
-        """Value model; None if the advantages need no values."""
+        """Value model of the advantage estimator; None if the estimator needs no values."""
         return self.device.parts.critic
 
     @property
@@ -72,7 +72,7 @@ class Run:
 
     @property
     def trains_actor(self) -> bool:
-        """Whether this step trains the actor; the first `critic.warmup_steps` do not."""
+        """Whether this step trains the actor; the first `critic.warmup_steps` steps do not."""
         return self.critic is None or self.step > self.cfg.critic.warmup_steps
 
     @property

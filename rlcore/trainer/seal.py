@@ -1,5 +1,5 @@
-"""The seal of a checkpoint: size and checksum of each file, written last. A folder without a seal
-is incomplete; a file that does not match its seal is damaged. Each rank reads some of the files."""
+"""Seal a checkpoint with the size and checksum of each file, written last. A folder without a seal
+is incomplete; a file that does not match its seal is damaged. Ranks share the reading of files."""
 
 import json
 import os
@@ -14,8 +14,8 @@ UNREADABLE = -1.0
 
 
 def write(folder: Path, group: collective.Group) -> str:
-    """Seal a complete folder, which every rank must see. Return the error on every rank, or "" if
-    there is none. Collective."""
+    """Seal a complete checkpoint folder on a disk that all ranks share. Return the error on every
+    rank, or "" if there is none. Collective."""
     error, sizes = "", {}
     if collective.is_first(group):
         try:
@@ -41,7 +41,7 @@ def look(folder: Path) -> tuple[str, dict[str, list[int]]]:
     """Check a sealed folder by names and sizes of its files, without reading their contents.
 
     Returns:
-        The fault, "" if there is none, and the seals: [size, checksum] by file name.
+        The fault ("" if there is none), and [size, checksum] of each file by name.
     """
     seals: dict[str, list[int]] = {}
     try:
@@ -54,8 +54,8 @@ def look(folder: Path) -> tuple[str, dict[str, list[int]]]:
 
 
 def fault(folder: Path, group: collective.Group) -> str:
-    """Check a sealed folder with checksums. Return its fault on every rank, or "" if all files are
-    as they were written. Collective."""
+    """Check a sealed folder by sizes and checksums. Return the fault on every rank, or "" if all
+    files are intact. Collective."""
     found, seals = look(folder) if collective.is_first(group) else ("", {})
     found, seals = json.loads(collective.broadcast_text(json.dumps([found, seals]), group))
     if found:
@@ -83,7 +83,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _checksums(folder: Path, names: list[str], group: collective.Group) -> list[float]:
-    """Return the CRC-32 of each file, or UNREADABLE. Each rank reads a share. Collective."""
+    """Return the CRC-32 of each file, or UNREADABLE. Ranks share the reading. Collective."""
     rank, size = collective.place(group)
     mine = [_checksum(folder / n) if i % size == rank else 0.0 for i, n in enumerate(names)]
     totals = collective.reduce_floats(mine, group=group)
@@ -97,7 +97,7 @@ def _checksum(path: Path) -> float:
             while chunk := file.read(CHUNK_BYTES):
                 found = zlib.crc32(chunk, found)
     except OSError:
-        return UNREADABLE  # makes the sum negative on every rank
+        return UNREADABLE  # The negative value makes the reduced sum negative on every rank.
     return float(found)
 
 
@@ -109,7 +109,7 @@ def _write_through(path: Path, text: str) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Flush the entries of a folder to disk."""
+    """Flush the directory entries of a folder to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

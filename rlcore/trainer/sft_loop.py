@@ -1,4 +1,5 @@
-"""Supervised warm start of the tiny model, on generated demonstrations, with the learner of RL.
+"""Warm-start the tiny model by supervised training on generated demonstrations, with the RL
+learner.
 
 The learning rate decays linearly. Every few steps the sampled accuracy is measured on a probe set,
 disjoint from training and held-out set. The loop ends when this accuracy reaches the target. The
@@ -25,7 +26,7 @@ class Demonstration(NamedTuple):
     response: list[int]
     """Tokens of the response, including the end of sequence."""
     said: list[bool]
-    """Whether each response token is the policy's; the others are from an environment."""
+    """Whether the policy shall learn each response token; False for tokens from an environment."""
 
 
 Demonstrations = Callable[[int], Demonstration]

@@ -1,6 +1,6 @@
-"""Owner of an accelerator that jobs share (--mux.url); waits for a permit before each phase.
+"""Move engine and learner on an accelerator that jobs share (--mux.url), with a permit per phase.
 
-See `device.py` for the states and for the calls of the loops.
+See `device.py` for the states and for the methods that the training loops call.
 """
 
 from collections.abc import Collection, Iterator
@@ -16,15 +16,15 @@ from rlcore.utils import phases
 
 class SharedDevice(Device):
     """Strategy for jobs that share their nodes (--mux.url). Each phase waits for its permit, loads
-    what it needs from host memory, and leaves the accelerator empty. Processes and communicators
-    stay alive.
+    its state from host memory, and leaves the accelerator empty. Processes and communicators stay
+    alive.
 
         rollout, eval   engine: cache and weights; the weights come from the host cache
         train, save     learner: weights, optimizer, gradients
 
-    A weight update is part of the training and writes to the host cache, so no phase needs
-    rollout nodes and train nodes at once. If every rank samples and trains, a whole step has one
-    permit, during which engine and learner are loaded and stored.
+    A weight update is part of the training and writes to the host cache, so no phase needs rollout
+    nodes and train nodes at once. If every rank samples and trains, a whole step has one permit,
+    during which engine and learner are loaded and stored in turn.
     """
 
     is_shared = True
@@ -58,19 +58,19 @@ class SharedDevice(Device):
 
     @contextmanager
     def generate(self, phase: Literal["rollout", "testing"] = "rollout") -> Iterator[None]:
-        """Load the engine, run the phase, and store the engine."""
+        """Load the engine, run a rollout or an evaluation, and send the engine to sleep."""
         with self._permit(phase, EngineState(self)), self._on_device("gen"):
             yield
 
     @contextmanager
     def train(self) -> Iterator[None]:
-        """Load the learner, run the training, and store the learner."""
+        """Load the learner, run the training, and move the learner to host memory."""
         with self._permit("train", LearnerState(self)), self._on_device("train"):
             yield
 
     @contextmanager
     def save(self, parts: Collection[Part]) -> Iterator[None]:
-        """Load the learner, save, and store the learner."""
+        """Load the learner, save a checkpoint, and move the learner to host memory."""
         with (
             self._permit("save_checkpoint", LearnerState(self)),
             self._on_device("save_checkpoint"),
@@ -78,7 +78,7 @@ class SharedDevice(Device):
             yield
 
     def update_weights(self, version: int) -> None:
-        """Send the weights to the host cache; the engine loads them at its next phase."""
+        """Send the weights to the host cache; the engine loads them in its next phase."""
         self._send_weights(self._host_cache, version)
 
     def repair(self) -> None:
@@ -99,8 +99,8 @@ class SharedDevice(Device):
 
     @contextmanager
     def _permit(self, name: str, resident: "EngineState | LearnerState | None") -> Iterator[None]:
-        """Hold the gate's permit for one phase. Collective over all ranks. One span covers waiting
-        for the permit and returning it. Errors of the gate have the same message on every rank."""
+        """Hold the gate's permit for one phase. Collective over all ranks. Waiting for the permit
+        and returning it are timed as one span. Errors of the gate are the same on all ranks."""
         span = partial(self.parts.spans.phase, name if name in phases.BETWEEN else "wait_permit")
         with ExitStack() as stack:
             with span():
@@ -111,7 +111,7 @@ class SharedDevice(Device):
 
 
 class EngineState:
-    """Memory that a rollout needs on the accelerator; nothing on a rank that only trains."""
+    """Engine state on the accelerator during a rollout; empty on a rank that only trains."""
 
     def __init__(self, device: SharedDevice) -> None:
         self._device = device
@@ -141,7 +141,7 @@ class EngineState:
 
 
 class LearnerState:
-    """Memory that training needs on the accelerator; nothing on a rank that only samples."""
+    """Actor and critic on the accelerator during training; empty on a rank that only samples."""
 
     def __init__(self, device: SharedDevice) -> None:
         self._learners = device.parts.learners
@@ -158,5 +158,5 @@ class LearnerState:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights, optimizer and gradients of actor and critic."""
+        """Bytes of actor and critic on the accelerator: weights, optimizer, gradients."""
         return sum(sum(learner.resident_bytes().values()) for learner in self._learners)

@@ -1,11 +1,11 @@
-"""Tensor-parallel size of the rollout engines, and the objects that depend on it.
+"""Hold the tensor-parallel size of the rollout engines, and the objects that depend on this size.
 
     1 engine over 2 ranks          2 engines over 1 rank each
     [ rank 0   rank 1 ]    <->     [ rank 0 ] [ rank 1 ]
 
-Rank 0's policy (`sched/planner.py`) chooses the size for the next round. Before the weight update,
-every rank stops its engine and starts its share of an engine of the new size (`device.py`). Samples
-do not depend on the layout, except for rounding.
+On rank 0, a policy (`sched/planner.py`) chooses the size for the next rollout. Before the weight
+update, every rank stops its engine and starts its share of an engine of the new size (`device.py`).
+Samples do not depend on the layout, except for rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ class Sized:
     engine_ranks: Sequence[int]
     """Ranks of this rank's engine; the first rank leads. Empty on a rank that only trains."""
     controller: Callable[[Stop, Elastic | None], Controller]
-    """Makes the controller of one round."""
+    """Function that makes the controller of one rollout."""
     elastic: Elastic | None = None
-    """Policy of ranks that stop decoding before a round is over, on rank 0."""
+    """Policy that chooses ranks to stop decoding before a rollout is over, on rank 0."""
     plan: MemoryPlan | None = None
     """Memory plan of this rank."""
 
@@ -39,21 +39,21 @@ class EngineSizes:
     ) -> None:
         """
         Args:
-            sized: returns the objects for a given engine size.
-            policy: chooses the size of every round; on rank 0, if the size may change.
+            sized: function that returns the objects for a given engine size.
+            policy: policy that chooses every rollout's size; on rank 0, if the size may change.
         """
         self._sized, self.policy = sized, policy
         self.now = sized(tp)
 
     def make_controller(self, stop: Stop, elastic: Elastic | None) -> Controller:
-        """Return the controller of one round over the engines of the current size."""
+        """Make the controller of one rollout over the engines of the current size."""
         return self.now.controller(stop, elastic)
 
     def change(self, tp: int) -> None:
-        """Record that the engines have this size from now on. Not collective; starts nothing."""
+        """Record the new size of the engines. Starts no engine and is not collective."""
         self.now = self._sized(tp)
 
     def observe(self, kind: Kind, preemptions: int, cache_used: float) -> None:
-        """Report preemptions and cache use of a round of this kind to the policy."""
+        """Report the kind, preemptions and cache use of a rollout to the policy."""
         if self.policy is not None:
             self.policy.after(kind, preemptions, cache_used)

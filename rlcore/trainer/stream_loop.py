@@ -1,10 +1,10 @@
-"""The stream trainer: the synchronous loop, except that some ranks train complete groups while the
-other ranks still decode. RollPacker, arXiv 2509.21009; `sched/stream.py` chooses ranks and times.
+"""Run the stream loop: some ranks train on complete groups while other ranks still decode.
 
-Strictly on-policy, as the synchronous loop: all samples come from the weights of the step.
-Gradients are accumulated as sums; one reduction and one optimizer step at the end divide the sums
-by the denominator of the whole step. `config/rules.py` refuses options that need all samples
-before the first gradient.
+RollPacker, arXiv 2509.21009; `sched/stream.py` chooses ranks and times. All samples come from the
+weights of the step, so training is strictly on-policy, as in the synchronous loop. Ranks accumulate
+gradients as sums. At the end, one reduction and one optimizer step divide the sums by the
+denominator of the whole step. `config/rules.py` refuses options that need all samples before the
+first gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from rlcore.trainer.objective import Objective
 
 NEEDED: tuple[Part, ...] = ("weights", "gradients")
-"""Parts of the learner that accumulation needs. The optimizer's states are loaded at the end."""
+"""Parts of the learner that accumulation needs; the optimizer's states are loaded later."""
 
 
 class StreamTrainer:
-    """Gradients that one rank accumulates before a rollout ends; the `Streamer` of its round."""
+    """`Streamer` that accumulates gradients on one rank before a rollout ends."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -46,7 +46,7 @@ class StreamTrainer:
         self, groups: Sequence[Group], dp_ranks: Sequence[int], samples: Mapping[RequestId, Sample]
     ) -> None:
         """Accumulate gradients on this rank's share of the groups, which are spread over the
-        data-parallel ranks `dp_ranks`. Only these ranks call it."""
+        data-parallel ranks `dp_ranks`. Only ranks in `dp_ranks` call this method."""
         run = self._run
         with run.spans.phase("stream"):
             run.device.load_learner(NEEDED)
@@ -58,15 +58,15 @@ class StreamTrainer:
             self.batches.append(batch)
 
     def loss(self) -> "Objective":
-        """Return the loss of the step. One object serves the whole step, since it also collects the
-        metrics."""
+        """Return the loss function of the step. One object serves the whole step, since it also
+        collects the metrics."""
         if self.objective is None:
             self.objective = learn.make_objective(self._run, 1.0, self._run.kl.scale)
         return self.objective
 
     def forget(self) -> None:
-        """Discard the accumulated gradients. All engines restart with the weights of the round, and
-        this weight update keeps no gradients."""
+        """Discard the accumulated gradients, because all engines restart and the weight update for
+        this restart keeps no gradients."""
         if self.batches:
             self._run.learner.discard()
         self.objective, self.batches = None, []
@@ -111,13 +111,13 @@ def one_step(run: Run) -> None:
         with spans.phase("update_weights"):
             device.update_weights(run.step)
     rollout_metrics(run, end.groups, end.stats, todo)
-    if run.ranks.rank == 0:  # update_actor excludes the time of tokens trained during the rollout
+    if run.ranks.rank == 0:  # The time of update_actor excludes tokens trained during the rollout.
         run.progress.add({"sched/trained_tokens": float(sum(rest.loads(num_ranks)))})
 
 
 def _with_all(run: Run, todo: plans.StepPlan, batches: list[Batch]) -> list[Batch]:
-    """Add reference log-probs, if needed, and advantages to the batches. There is one update, so
-    the old log-probs are those of the training pass itself."""
+    """Add reference log-probs, if needed, and advantages to the batches. A step has one update, so
+    the training pass itself yields the old log-probs."""
     if run.cfg.algo.needs_reference:
         with run.spans.phase("ref"):
             batches = phases.reference_logprobs(run, batches)

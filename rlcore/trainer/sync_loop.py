@@ -1,8 +1,8 @@
-"""The synchronous loop: rollout, reward, log-probs, update, weight update. Strictly on-policy.
+"""Run the synchronous, strictly on-policy loop: rollout, reward, log-probs, update, weight update.
 
 Every rank runs this program. With --cluster.rollout_ranks a rank has either an engine or a learner
-and skips the phases of the other. `device.py` moves engine and learner on and off the accelerator;
-with --mux.url it also waits for a permit before each phase.
+and skips phases that need the missing part. `device.py` moves engine and learner on and off the
+accelerator; with --mux.url it also waits for a permit before each phase.
 """
 
 import os
@@ -23,7 +23,7 @@ WRITTEN: tuple[Part, ...] = ("weights", "optimizer")
 
 
 def train(run: Run, one_step: Callable[[Run], None]) -> None:
-    """Run the steps from the restored one to `--run.steps`, with evaluations and checkpoints.
+    """Run the steps after the restored step up to `--run.steps`, with evaluations and checkpoints.
 
     `one_step` runs one rollout and the training on it.
     """
@@ -38,7 +38,7 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
             evaluate.run(run)
         report.evaluation(run)
     report.started(run)
-    early = cfg.select.mode == "async"  # so that the last step releases all requests
+    early = cfg.select.mode == "async"  # In async mode, the last step must release all requests.
     while run.step < cfg.run.steps and not run.progress.stops:
         run.progress.begin(run.step + 1)
         with run.spans.phase("step"):
@@ -51,7 +51,7 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
         report.step(run)
         if saves(run):
             with run.device.save(WRITTEN), run.spans.phase("save_checkpoint"):
-                run.checkpoints.save(run.progress, run.observers.writer)  # collective, all ranks
+                run.checkpoints.save(run.progress, run.observers.writer)  # Collective on all ranks.
         if cfg.debug.kill_at_step == run.step and run.ranks.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     if run.step < cfg.run.steps:
@@ -65,8 +65,8 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
 
 
 def sync_stop_request(run: Run, asks: bool) -> None:
-    """If any rank has a stop request, end the run after this step. If `asks` is false, do nothing.
-    Collective over all ranks."""
+    """If `asks` is true and any rank has a stop request, end the run after this step. Collective
+    over all ranks."""
     if not asks or run.progress.stops:
         return
     if collective.any_rank(run.stop_requested(), run.ranks.everyone):
@@ -136,8 +136,8 @@ def plan_of(run: Run, groups: Sequence[Group], num_ranks: int) -> plan.StepPlan:
 
 
 class NodeRelease:
-    """Streamer that releases this rank's node during the tail of a rollout (`--mux.tail_nodes`,
-    mux/tail.py). The engine sleeps and nothing is trained."""
+    """`Streamer` that releases this rank's node to another job during the tail of a rollout
+    (`--mux.tail_nodes`, mux/tail.py). The engine sleeps and nothing is trained."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -153,16 +153,16 @@ class NodeRelease:
         raise AssertionError("NodeRelease.train() called: a released rank must not train")
 
     def forget(self) -> None:
-        """Do nothing: nothing was trained."""
+        """Do nothing, because a released rank has no gradients."""
 
 
 def callbacks(run: Run, streamer: Streamer | None = None) -> RoundCallbacks:
-    """Return the callbacks that all ranks run together in the middle of a round."""
+    """Return the callbacks that all ranks run together during a rollout."""
     return RoundCallbacks(repair=run.device.repair, streamer=streamer)
 
 
 def next_groups(run: Run, streamer: Streamer | None = None) -> EndRound:
-    """Run the next round of the prompt source on all engines. Only rank 0 has the source."""
+    """Run the next rollout of training prompts. Only rank 0 has the prompt source."""
     source, here = run.data.source, callbacks(run, streamer)
     if source is None:
         end = run.rollout.run([], callbacks=here)
@@ -178,14 +178,14 @@ def next_groups(run: Run, streamer: Streamer | None = None) -> EndRound:
 
 
 def show_samples(run: Run, groups: Sequence[Group], samples: Mapping[RequestId, Sample]) -> None:
-    """If rank 0 has no engine, decode the samples that it trains, so that they can be shown."""
+    """If rank 0 has no engine, detokenize the samples that it trains on, for the rollout log."""
     if run.ranks.rank == 0 and run.engine is None:
         run.rollout.read([g.id for g in groups], samples.values())
 
 
 def barrier_before_sync(run: Run) -> None:
-    """Make ranks that only sample wait for the training, without a timeout while rank 0 sends
-    heartbeats."""
+    """Make ranks that only sample wait for the end of the training. The wait has no time-out while
+    rank 0 sends heartbeats."""
     if run.ranks.everyone is None:
         return
     if run.ranks.trains:
@@ -206,7 +206,7 @@ def rollout_metrics(
 
 
 def engine_counts(run: Run) -> dict[str, float]:
-    """Sum this step's counters of all engines and add node memory. Collective over all ranks."""
+    """Return metrics of the engines' counters and of node memory. Collective over all ranks."""
     counts = run.rollout.worker.counts
     sums = collective.reduce_floats(list(counts.values()), group=run.ranks.everyone)
     totals = dict(zip(counts, sums, strict=True))

@@ -23,9 +23,9 @@ class Range:
     unbounded: bool = False
     """Whether inf is allowed."""
     off: float | None = None
-    """A number that is also allowed, although outside the range."""
+    """Special value that is also allowed, such as 0 for `off`; None: no such value."""
     note: str = ""
-    """Appended to the error message: meaning of a special value, or reason for the range."""
+    """Text appended to the error message: meaning of a special value, or reason for the range."""
 
     def allows(self, value: float) -> bool:
         """Return whether a number is allowed; nan never is."""
@@ -63,19 +63,19 @@ def above(
     off: float | None = None,
     note: str = "",
 ) -> Range:
-    """Allow numbers above `low`."""
+    """Return the range of numbers above `low`."""
     return Range(low, min(at_most, below), True, below < at_most, unbounded, off, note)
 
 
 def at_least(
     low: float, *, at_most: float = inf, below: float = inf, unbounded: bool = False, note: str = ""
 ) -> Range:
-    """Allow `low` and numbers above `low`."""
+    """Return the range of `low` and all numbers above `low`."""
     return Range(low, min(at_most, below), False, below < at_most, unbounded, None, note)
 
 
 def finite() -> Range:
-    """Allow every finite number."""
+    """Return the range of all finite numbers."""
     return Range()
 
 

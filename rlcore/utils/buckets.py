@@ -46,8 +46,8 @@ def as_tensor(bucket: Bucket, buffer: Tensor | bytes | memoryview | mmap.mmap) -
 def unpack(
     bucket: Bucket, buffer: Tensor | bytes | memoryview | mmap.mmap
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for a bucket's tensors, which share memory with `buffer` as in
-    `as_tensor`. Raise ValueError if the buffer is too short or a tensor exceeds the bucket."""
+    """Yield (name, tensor) for each tensor of a bucket, as views of the result of `as_tensor`.
+    Raise ValueError if the buffer is too short or a tensor exceeds the bucket."""
     flat = buffer if isinstance(buffer, Tensor) else as_tensor(bucket, buffer)
     for meta in bucket.tensors:
         dtype = getattr(torch, meta.dtype, None)
@@ -80,9 +80,9 @@ def shared(buffer: bytes | memoryview) -> Iterator[str]:
 
 
 def open_payload(bucket: Bucket, payload: bytes | memoryview) -> Tensor | memoryview | mmap.mmap:
-    """Return the contents of a payload: its bytes, the mapped shared-memory file that it names, or
-    the GPU memory of its handle. Writes to the mapped file stay in this process. GPU memory belongs
-    to the sender: release the tensor before the call that delivered the payload returns."""
+    """Return the memory behind a payload: the payload itself, the shared-memory file at its path,
+    or the GPU memory of its CUDA handle. Writes to a mapped file stay in this process. GPU memory
+    belongs to the sender: release the tensor before the call that delivered the payload returns."""
     if bucket.transport == "bytes":
         return memoryview(payload)
     if bucket.transport == "cuda_ipc":
@@ -99,8 +99,8 @@ def open_payload(bucket: Bucket, payload: bytes | memoryview) -> Tensor | memory
 
 class SharedRoom:
     """Reusable buffer that processes of this machine map by path, so that a bucket packed into the
-    buffer is not copied again. As with `shared`, the buffer is in no file system. Reuse pays off,
-    because the system's allocation of pages at first use costs several times the copy."""
+    buffer is not copied again. The buffer is in no file system. Reuse saves time: allocating pages
+    at first use takes several times as long as the copy."""
 
     def __init__(self) -> None:
         self._handle = os.memfd_create("rlcore-room", os.MFD_CLOEXEC)
@@ -113,26 +113,26 @@ class SharedRoom:
         return f"/proc/{os.getpid()}/fd/{self._handle}"
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return uint8 [num_bytes]; earlier contents become invalid."""
+        """Return the buffer as uint8 [num_bytes]; its earlier contents become invalid."""
         if len(self._tensor) < num_bytes:
             os.ftruncate(self._handle, num_bytes)
             self._tensor = torch.frombuffer(mmap.mmap(self._handle, num_bytes), dtype=torch.uint8)
         return self._tensor[:num_bytes]
 
     def close(self) -> None:
-        """Free the memory once no process maps it; deleting the object does the same."""
+        """Free the memory once no process maps it; deleting this object does the same."""
         self._tensor = torch.empty(0, dtype=torch.uint8)
         self._closer()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffer."""
+        """Size of the buffer in bytes."""
         return len(self._tensor)
 
 
 class _CudaHandle(msgspec.Struct, frozen=True, array_like=True):
-    """Data that torch needs to open GPU memory in another process, and the GPU's UUID, because
-    device numbers differ between processes that see different devices."""
+    """Data with which torch opens GPU memory in another process. The GPU is named by its UUID,
+    because device numbers differ between processes that see different devices."""
 
     gpu: str
     handle: bytes

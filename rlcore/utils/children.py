@@ -5,9 +5,9 @@ parent, `Child` represents a child that runs rlcore's own code (an engine). `Gua
 users' code, which may hang, crash or loop: rewards, judges, environments. The child process first
 calls `open_channel` or `open_guarded_channel`.
 
-Some child processes need another mechanism. SGLang starts its schedulers itself. Programs in the
-sandbox need their stdin and stdout (`sandbox/isolation.py`). CUDA MPS is NVIDIA's daemon. The jobs
-of `rlcore mux` receive no messages.
+Some processes do not use this module. SGLang starts its schedulers itself. Programs in the sandbox
+need their stdin and stdout (`sandbox/isolation.py`). CUDA MPS is NVIDIA's daemon. The jobs of
+`rlcore mux` receive no messages.
 
 Own code instead of `multiprocessing`: a child is ended together with all processes it started.
 """
@@ -58,7 +58,7 @@ class Channel:
         self._end, self._frames, self._queue = end, Frames(largest), bytearray()
 
     def fileno(self) -> int:
-        """Return the descriptor, for selectors."""
+        """Return the socket's file descriptor, for selectors."""
         return self._end.fileno()
 
     def send(self, frame: bytes | bytearray, timeout_s: float = _STUCK_S) -> None:
@@ -96,7 +96,7 @@ class Channel:
         waits = timeout_s is None or timeout_s > 0
         if waits and not self._wait(select.POLLIN, timeout_s):
             return
-        for _ in range(_MOST_READS):  # limited, so that a flood of data cannot block the caller
+        for _ in range(_MOST_READS):  # The limit keeps a flood of data from blocking the caller.
             try:
                 data = self._end.recv(_READ_BYTES)
             except BlockingIOError:
@@ -118,7 +118,7 @@ class Channel:
         self._end.close()
 
     def _wait(self, event: int, timeout_s: float | None) -> bool:
-        # select() fails above descriptor 1024, and CUDA and NCCL open hundreds.
+        # select() would fail above descriptor 1024, and CUDA and NCCL open hundreds.
         poll = select.poll()
         poll.register(self._end, event)
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
@@ -210,8 +210,8 @@ class GuardedChild(Child):
         sink: Callable[[bytes], None],
         module: str,
     ) -> None:
-        """`start`: first frame for the child. `sink`: called with the child's output. `selector`:
-        watches the descriptors, registered with data (this child, "channel" or "output")."""
+        """`start`: first frame for the child. `sink`: function called with the child's output.
+        `selector`: watches channel and output, with data (child, "channel" or "output")."""
         self.tail = b""
         self._selector, self._sink = selector, sink
         self._mark = uuid.uuid4().hex
@@ -238,14 +238,14 @@ class GuardedChild(Child):
         self.flush()
 
     def flush(self) -> None:
-        """Write as much as fits; the selector reports when the rest can be written."""
+        """Write queued frames without waiting; the selector reports when more can be written."""
         more = self.channel.flush()
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0)
         if self._selector.get_key(self.channel).events != events:
             self._selector.modify(self.channel, events, (self, "channel"))
 
     def read_output(self) -> None:
-        """Read one piece of output. A child that prints faster than the parent reads blocks."""
+        """Read one chunk of output. A child that prints faster than the parent reads is blocked."""
         if not self._output_open:
             return
         try:
@@ -298,7 +298,7 @@ class GuardedChild(Child):
         status = self._wait(_KILL_S)
         if status is None:
             log.error("child process %d is still running after SIGKILL", self.process.pid)
-        self.read_output()  # one read empties a pipe
+        self.read_output()  # One read is enough to empty a pipe.
         self._close_output()
         return status
 
@@ -307,7 +307,7 @@ class CappedLog:
     """A log file for the output of children, at most 4 MiB."""
 
     def __init__(self, file: Path | None, name: str) -> None:
-        """`file`: None discards the output. `name`: for the warning if writing fails."""
+        """`file`: log file; None discards the output. `name`: for the warning if writing fails."""
         self._file, self._name = file, name
         self._room = _LOG_BYTES if file is not None else 0
         if file is not None:
@@ -324,7 +324,7 @@ class CappedLog:
         try:
             with self._file.open("ab") as file:
                 file.write(data)
-        except OSError as error:  # a full disk must not stop the children
+        except OSError as error:  # A full disk must not stop the children.
             self._room = 0
             log.warning("%s: cannot write %s: %s", self._name, self._file, error)
 
@@ -339,7 +339,7 @@ def without_launcher() -> dict[str, str]:
 
 
 def open_channel(largest: int = LARGEST_FRAME) -> Channel:
-    """Open the channel to the parent; called in the child. Child processes do not inherit it."""
+    """Open this child's channel to its parent. The child's own children do not inherit it."""
     end = socket.socket(fileno=int(sys.argv[1]))
     end.set_inheritable(False)
     os.register_at_fork(after_in_child=end.close)
@@ -352,11 +352,11 @@ def parent_pid() -> int:
 
 
 def open_guarded_channel(name: str, *, all_threads: bool = True) -> Channel:
-    """Tie a guarded child to its parent and open the channel; called in the child.
+    """In a guarded child: tie the child to its parent, and open the channel.
 
     Args:
         name: name of the child in warnings.
-        all_threads: a time-out prints the stacks of all threads, not only of the current one.
+        all_threads: whether a time-out prints the stacks of all threads, or of the current one.
     """
     tie_to(parent_pid(), name)
     faulthandler.register(signal.SIGUSR1, all_threads=all_threads)
@@ -371,9 +371,9 @@ def tie_to(parent: int, name: str) -> None:
     for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_CHILD_SUBREAPER, 1)):
         if libc.prctl(option, value, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"prctl {option}")
-    signal.signal(signal.SIGTERM, lambda *_: None)  # Slurm also signals children
+    signal.signal(signal.SIGTERM, lambda *_: None)  # Ignore the SIGTERM that Slurm sends children.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    if os.getppid() != parent:  # the parent exited before prctl took effect
+    if os.getppid() != parent:  # The parent exited before prctl took effect.
         sys.exit(1)
     if why := guard.protect([1, *guard.ancestors(parent), os.getpgid(parent)]):
         print(f"{name}: cannot be prevented from killing the trainer ({why})", file=sys.stderr)
@@ -401,7 +401,7 @@ def sentence(error: BaseException) -> str:
     """Return type and first line of an error, such as `ZeroDivisionError: division by zero`."""
     try:
         text = str(error)
-    except Exception:  # an exception whose own __str__ fails
+    except Exception:  # The exception's own __str__ may fail.
         text = ""
     first = text.strip().partition("\n")[0].encode("utf-8", "replace").decode()
     name = type(error).__name__

@@ -12,7 +12,7 @@ class Clock(Protocol):
         """Return the seconds since a fixed start."""
 
     def sleep(self, seconds: float) -> None:
-        """Wait, or advance a virtual clock."""
+        """Wait for `seconds`; a virtual clock advances by `seconds` instead."""
 
 
 class RealClock:
@@ -26,7 +26,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """A clock that changes only when code sleeps or advances it."""
+    """Clock for tests and simulations, which changes only when code sleeps or advances it."""
 
     def __init__(self, start: float = 0.0):
         self._now = start

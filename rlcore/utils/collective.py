@@ -1,5 +1,5 @@
 """Run small collectives over the default process group (the ranks of one role) or a given group,
-such as the group of all ranks (`everyone`). With a single rank, they return at once."""
+such as the group of all ranks (`everyone`). With a single rank, collectives return at once."""
 
 import os
 import statistics
@@ -19,15 +19,15 @@ Group = dist.ProcessGroup | None
 
 
 _devices: dict[int, list[Any]] = {}
-"""Gloo devices by process id, because a forked child lacks the threads of its parent's devices."""
+"""Gloo devices by process id; a forked child makes its own, as it lacks its parent's threads."""
 
 
 def share_gloo_device() -> None:
     """Make all gloo process groups share one device. Call this before the first group is made.
 
     By default each group has a separate device, whose thread wakes about a hundred times a second.
-    Megatron makes about forty groups for a layout. In an idle process, 80 groups take .1 of a core,
-    and .003 with one device (torch 2.13, 2 cores).
+    Megatron makes about forty groups for a layout. In an idle process, 80 groups use 0.1 of a core
+    with separate devices, and 0.003 with a shared device (torch 2.13, 2 cores).
     """
     made = dist.ProcessGroupGloo.__init__
     if getattr(made, "shares", False):
@@ -40,13 +40,13 @@ def share_gloo_device() -> None:
         size: int,
         timeout: Any = default_pg_timeout,
     ) -> None:
-        if not isinstance(timeout, timedelta):  # options already name devices
+        if not isinstance(timeout, timedelta):  # `timeout` is an options object with devices.
             made(self, store, rank, size, timeout)
             return
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in stubs
         options._devices = _devices_here()
         options._timeout = timeout
-        options._threads = 2 * len(options._devices)  # as torch sets it
+        options._threads = 2 * len(options._devices)  # torch's default
         made(self, store, rank, size, options)
 
     init.shares = True  # type: ignore[attr-defined]  # marks the replacement
@@ -54,7 +54,7 @@ def share_gloo_device() -> None:
 
 
 def _devices_here() -> list[Any]:
-    """Return this process's devices, chosen as torch chooses them for every group."""
+    """Return this process's gloo devices, chosen as torch would choose them for each group."""
     pid = os.getpid()
     if pid not in _devices:
         make, names = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -64,7 +64,7 @@ def _devices_here() -> list[Any]:
 
 
 def everyone(store: Any, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Make a gloo group of all ranks, for use next to default groups of some ranks; collective.
+    """Make a gloo group of all ranks; the default groups hold one role's ranks. Collective.
 
     Args:
         store: the launcher's store, under a prefix that nothing else uses.
@@ -103,7 +103,7 @@ def reduce_floats(values: list[float], op: Op = "sum", group: Group = None) -> l
 
 
 def barrier(group: Group = None) -> None:
-    """Wait for every rank; the process group's deadline applies."""
+    """Wait until every rank has arrived; the process group's time-out applies."""
     if not is_alone(group):
         reduce_floats([0.0], group=group)
 
@@ -156,5 +156,5 @@ def gather_texts(text: str, group: Group = None) -> list[str]:
     data = text.encode()[:255]
     table = torch.zeros(size, 256, dtype=torch.uint8)
     table[rank, : len(data) + 1] = torch.tensor([len(data), *data], dtype=torch.uint8)
-    dist.all_reduce(table, group=group)  # all other rows are 0
+    dist.all_reduce(table, group=group)  # Each rank fills its row; all other rows are 0.
     return [bytes(row[1 : row[0] + 1]).decode(errors="replace") for row in table.tolist()]

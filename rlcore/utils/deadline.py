@@ -1,7 +1,6 @@
 """Limit every wait: `Deadline` for waits in rlcore's code, `Watchdog` for waits inside a library.
 
-`Deadline` and `Watchdog` name the missing rank or request, because otherwise finding it means
-reading logs for an hour.
+Errors name the missing rank or request; otherwise, finding it takes an hour of reading logs.
 """
 
 import faulthandler
@@ -38,8 +37,8 @@ class Deadline:
         return self._clock.now() >= self._end
 
     def check(self, missing: str | Callable[[], str]) -> None:
-        """Raise TimeoutError if the deadline has passed. `missing` names the rank or request that
-        did not answer; a function is called only in this case."""
+        """Raise TimeoutError if the deadline has passed. `missing` is the name of the rank or
+        request that did not answer, or a function that returns the name."""
         if self.expired:
             missing = missing() if callable(missing) else missing
             raise TimeoutError(f"{self.what}: waited {self.seconds:g} s for {missing}")
@@ -49,9 +48,9 @@ class Watchdog:
     """Thread that reports a phase of this process that makes no progress. It writes a message and
     the stacks of all threads to `path`, and logs the message or passes it to `on_overrun`.
 
-    `beat(phase)` restarts the time; "" stops watching. `beat` can be a listener of `Spans`.
-    `describe()` runs in the watchdog's thread and returns what the process waits for.
-    `on_overrun(message)` may end the process. Each function is called at most once per beat. If a
+    `beat(phase)` restarts the time limit; an empty phase stops watching. `beat` can be a listener
+    of `Spans`. `describe()` runs in the watchdog's thread and returns what the process waits for.
+    `on_overrun(message)` may end the process. Each of the two is called at most once per beat. If a
     phase holds the interpreter lock, `describe` cannot run; faulthandler's own timer then writes
     the stacks, `grace_s` later.
     """
@@ -80,7 +79,7 @@ class Watchdog:
     def beat(self, phase: str) -> None:
         """Report that the process makes progress and is in `phase`."""
         now = self._clock.now()
-        # Wake the threads of both timers only if needed, which saves time on a busy machine.
+        # Wake the threads of watchdog and faulthandler only if needed, to save time on busy nodes.
         if not phase:
             faulthandler.cancel_dump_traceback_later()
             self._armed = -math.inf
@@ -88,7 +87,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._timeout_s + self._grace_s, file=self._file)
             self._armed = now
         with self._changed:
-            sleeps = not self._phase or self._told  # the thread waits without a time-out
+            sleeps = not self._phase or self._told  # The watchdog thread waits without a time-out.
             self._phase, self._since, self._told = phase, now, False
             if sleeps:
                 self._changed.notify()
@@ -126,7 +125,7 @@ class Watchdog:
     def _speak(self, phase: str) -> None:
         try:
             waiting_for = self._describe()
-        except Exception as error:  # a failing `describe` must not hide the overrun
+        except Exception as error:  # A failing `describe` must not hide the overrun.
             waiting_for = f"unknown ({type(error).__name__}: {error})"
         verdict = (
             f"phase {phase} has made no progress for {self._timeout_s:g} s, waiting for "

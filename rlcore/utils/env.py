@@ -83,7 +83,7 @@ def describe(facts: dict[str, Any] | None = None) -> list[str]:
 
 
 def num_cores() -> int:
-    """Return the CPU cores that this process may use, by affinity and the container's quota."""
+    """Return the number of CPU cores that this process may use (affinity, container's quota)."""
     cores = len(os.sched_getaffinity(0))
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdigit():
@@ -115,7 +115,7 @@ def _cuda() -> dict[str, Any]:
 
 
 def _native() -> str:
-    """Name the built parts of csrc; at start, rlcore.ops logs which parts are used."""
+    """Name the native libraries that are built; rlcore.ops logs at start which ones are used."""
     import torch
 
     folder = Path(__file__).resolve().parents[1]
@@ -153,8 +153,8 @@ def _sglang() -> str:
 
 
 def _requirements(package: str, extra: str) -> list[tuple[str, str]]:
-    """Return (name, versions) of a package's requirements on this machine: of the extra `extra`
-    only, or of the package without extras if `extra` is empty."""
+    """Return (name, versions) of a package's requirements on this machine. If `extra` is given,
+    return only its requirements; otherwise, only requirements outside of extras."""
     from packaging.requirements import Requirement
 
     found = []

@@ -47,10 +47,10 @@ Record = dict[str, Any]
 
 class FlightRecorder:
     """Flight recorder of one rank. `phase` can be a listener of `Spans`, `see` an observer of
-    `RolloutWorker`. Only the main thread calls `phase` and `see`; any thread may call the rest."""
+    `RolloutWorker`. Only the main thread calls these two; any thread may call the other methods."""
 
     def __init__(self, rank: int, world_size: int, folder: Path | None):
-        """`folder`: the run's folder; None: write nothing."""
+        """`folder`: the run's folder; None: write no records."""
         self.rank, self.world_size, self.folder = rank, world_size, folder
         self._step: Callable[[], int] = lambda: 0
         self.host, self.pid, self.machine = socket.gethostname(), os.getpid(), machine()
@@ -74,7 +74,7 @@ class FlightRecorder:
         }
 
     def watch_step(self, step: Callable[[], int]) -> None:
-        """Call `step` from now on to get the number of the current step."""
+        """Use the function `step` from now on to get the number of the current step."""
         self._step = step
 
     def on_phase(self, changed: Callable[[], None]) -> None:
@@ -93,7 +93,7 @@ class FlightRecorder:
         self._events.append((time.time(), text))
 
     def see(self, what: AnyCommand | AnyEvent) -> None:
-        """Note a command that the worker executes or an event that it sends."""
+        """Record a command that the worker executes or an event that the worker sends."""
         now = time.time()
         if isinstance(what, Submit):
             self._open |= dict.fromkeys((r.id for r in what.requests), ("decoding", now))
@@ -112,7 +112,7 @@ class FlightRecorder:
             self.note(type(what).__name__)
 
     def record(self, reason: str) -> Record:
-        """Return everything that is known about this rank. `reason`: cause of the record."""
+        """Return a record of everything known about this rank. `reason`: cause of the record."""
         frames, threads = sys._current_frames(), {}
         for thread in threading.enumerate():
             frame = frames.get(thread.ident or 0)
@@ -134,7 +134,7 @@ class FlightRecorder:
         }
 
     def write(self, reason: str, found: Record | None = None) -> Path | None:
-        """Write `found`, or a new record, and return the file's path; None without a folder."""
+        """Write the record `found`, or a new record. Return its path; None without a folder."""
         if self.folder is None:
             return None
         path = record_path(self.folder, self.rank)
@@ -151,18 +151,18 @@ def machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # unknown: treat this process as alone on its machine
+    except OSError:  # If the machine is unknown, treat this process as alone on its machine.
         return uuid.uuid4().hex
 
 
 def record_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's record; `folder`: the run's folder."""
+    """Return the path of a rank's flight record. `folder`: the run's folder."""
     return folder / FOLDER / f"rank{rank}.json"
 
 
 def children_stacks() -> dict[str, str]:
     """Return the stacks of this rank's child processes (engine, rewards) by description of the
-    child; a note instead if py-spy is not installed."""
+    child. If py-spy is not installed, return a note instead of each stack."""
     py_spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
     found, end = {}, time.monotonic() + PY_SPY_S
     for child in psutil.Process().children():
@@ -209,12 +209,12 @@ def collectives() -> dict[str, Any]:
 
 
 def _c10d() -> Any:
-    torch = sys.modules.get("torch")  # before torch is imported there are no collectives
+    torch = sys.modules.get("torch")  # Before torch is imported, there are no collectives.
     return getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
 
 
 def _where(frame: FrameType | None) -> str:
-    """Return the innermost line of code that is not in a library."""
+    """Return the innermost line of the stack of `frame` that is not in a library."""
     innermost = frame
     while frame is not None:
         name = frame.f_code.co_filename
@@ -243,7 +243,7 @@ WAITS = {
 OURS = (
     "flight_recorder.py",
     "health.py",
-)  # frames of these files make the record, so they do not show what the rank was doing
+)  # These files make the record, so their frames do not show what the rank was doing.
 
 
 def _waits(frame: FrameType | None) -> str:

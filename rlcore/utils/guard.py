@@ -19,7 +19,7 @@ _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # SECCOMP_RET_ERRNO with EPERM
 _NUMBER, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24
-"""Offsets of fields in seccomp_data; for an argument, of the argument's low half."""
+"""Byte offsets of fields in seccomp_data; for an argument, the offset of its low half."""
 _ARCHES: Mapping[str, tuple[int, dict[str, int]]] = {
     "x86_64": (
         0xC000003E,
@@ -66,8 +66,8 @@ def ancestors(pid: int) -> list[int]:
 
 
 def protect(pids: Iterable[int]) -> str:
-    """Install the filter for this process and all processes that it will start. Return "", or the
-    reason if that failed."""
+    """Install the filter for this process and all processes that it will start. Return "" on
+    success, else the reason of the failure."""
     machine = platform.machine()
     if machine not in _ARCHES:
         return f"system calls of {machine} are not known"
@@ -96,12 +96,12 @@ def _program(machine: str, pids: list[int]) -> bytes:
     allow = struct.pack("=HBBI", _RETURN, 0, 0, _ALLOW)
     refuse = struct.pack("=HBBI", _RETURN, 0, 0, _REFUSE)
     n = len(refused)
-    # A comparison that matches jumps to `refuse` at the end of its list; else `allow` is reached.
+    # If a pid matches, its comparison jumps to `refuse` at the end; otherwise `allow` is reached.
     check = b"".join(compare(pid, n - i) for i, pid in enumerate(refused)) + allow + refuse
     first, second = load(_ARG0) + check, load(_ARG1) + check
     size = n + 3
     head = [load(_ARCH), compare(arch, 1), allow, load(_NUMBER)]
-    # Order after `head`: tests of the call's number, `allow`, `first`, `second`, `refuse`.
+    # After `head` come tests of the system call's number, `allow`, `first`, `second`, `refuse`.
     tests = [
         *((number, 0) for number in by_first),
         (calls["ptrace"], size),

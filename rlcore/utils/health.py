@@ -2,11 +2,11 @@
 ranks. On an alarm every rank writes its flight record (stacks, recent events), and one rank reports
 which rank is stuck (`utils/verdict.py`).
 
-A separate thread with a separate store connection does this. The main thread may be stuck in a
-collective, and the main store connection in a wait.
+A separate thread with a separate store connection does this, because the main thread may be stuck
+in a collective, and the main store connection in a wait.
 
 Own code instead of `torch.distributed.monitored_barrier`, which supports only gloo. This module
-covers NCCL, and waits outside of collectives.
+also covers NCCL, and waits outside of collectives.
 """
 
 import json
@@ -41,21 +41,21 @@ BEAT_S = 2.0
 STORE_S = 5.0
 """Time-out in seconds of one request to the store."""
 GRACE_S = 6.0
-"""Seconds to wait for the records of the other ranks."""
+"""Seconds that a rank waits for the flight records of the other ranks after an alarm."""
 SILENT_S = 15.0
-"""Seconds without a heartbeat after which a rank is assumed not to finish its step."""
+"""Seconds without a heartbeat after which a rank is assumed to be unable to finish its step."""
 AGAIN_S = 5.0
 """Seconds after which a second SIGTERM counts as a new request; launchers send SIGTERM twice."""
 SPEAKERS = 3
-"""Number of ranks that can report an alarm: rank 0, and the next ranks if rank 0 cannot."""
+"""Number of ranks that may report an alarm: rank 0, or the next rank if rank 0 cannot."""
 VERDICT = "verdict.json"
 """File next to the flight records, with the report and the suspected ranks."""
 EXIT_TERM = 128 + signal.SIGTERM
 
 
 class Health:
-    """Heartbeats and alarms of this rank and the others. `store`: a store connection that only this
-    object uses; None for a single rank, and until all ranks have started."""
+    """Monitor that exchanges heartbeats and alarms with the other ranks. `store`: a store
+    connection for this object only; None for a single rank, and until all ranks have started."""
 
     def __init__(self, flight: FlightRecorder, store: Any | None, beat_s: float = BEAT_S):
         self.flight, self._store, self._beat_s = flight, None, beat_s
@@ -64,7 +64,7 @@ class Health:
             self.enter(store)
         self._alarm: dict[str, Any] | None = None
         self._answered = threading.Event()
-        """Set when the alarm has been handled: a rank wrote the verdict, or no rank could."""
+        """Event set when the alarm has been handled: a rank wrote the verdict, or no rank could."""
         self._lock = threading.Lock()
         self._told = 0.0
         self.known: dict[int, dict[str, Any]] = {}
@@ -76,11 +76,11 @@ class Health:
         self._grace_s = 0.0
         """Seconds for a run to finish its step and save after a SIGTERM; 0: exit at once."""
         self._is_done = False
-        """Whether nothing is left to do or to save, so that the other ranks may exit."""
+        """Whether this rank has finished and saved everything, so that the other ranks may exit."""
         self._ended_at: float | None = None
         self._alarms = 0
         self._seen: dict[int, tuple[Any, float]] = {}
-        """Most recent heartbeat of each other rank, and when it was first seen."""
+        """Most recent heartbeat of each other rank, and the time when this rank first saw it."""
         flight.on_phase(self._poke)
         self._thread = threading.Thread(target=self._live, name="health", daemon=True)
 
@@ -93,7 +93,7 @@ class Health:
         """Start the health thread. `signals`: write the flight record on SIGTERM, even if the main
         thread is stuck; requires that `start` is called in the main thread."""
         if signals:
-            # Before `_forget` runs, a forked child would report its own SIGTERM as the rank's.
+            # Block SIGTERM during forks: before `_forget`, a child would report it as the rank's.
             os.register_at_fork(
                 before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
                 after_in_parent=partial(
@@ -107,7 +107,7 @@ class Health:
         return self
 
     def met(self, known: dict[int, dict[str, Any]]) -> None:
-        """Store the state of all ranks at the start, from `meet`."""
+        """Store the start-up states of all ranks, which `meet` returns."""
         self.known = known
 
     def allow_grace(self, seconds: float) -> None:
@@ -115,13 +115,13 @@ class Health:
         self._grace_s = seconds
 
     def done(self) -> None:
-        """Report that nothing is left to do or to save: the other ranks may exit."""
+        """Report that this rank has finished and saved everything: the other ranks may exit."""
         self._is_done = True
 
     def alarm(self, reason: str, *, ends: bool = False) -> None:
         """Raise an alarm: all ranks write their records, and one rank reports which rank is stuck.
-        Return when that is done, within a few seconds; with `ends` this rank then exits. A second
-        alarm waits for the first."""
+        Return when that is done, within a few seconds; with `ends` this rank then exits. During
+        another alarm, wait until that one has been handled."""
         first = False
         with self._lock:
             if self._alarm is None:
@@ -159,7 +159,7 @@ class Health:
             signal.signal(signal.SIGTERM, self._old_term)
         self._wake.close()
         self._woken.close()
-        self._store = None  # releases the store's server on rank 0
+        self._store = None  # On rank 0, this also releases the store's server.
 
     # ---- the thread
 
@@ -169,14 +169,14 @@ class Health:
                 self._beat()
                 if why := self._cannot_finish():
                     self._terminate(why)
-            except Exception:  # SIGTERM and stuck ranks must still be noticed
+            except Exception:  # SIGTERM and stuck ranks must still be noticed after an error.
                 log.exception("health thread of rank %d continues after an error", self.flight.rank)
             self._woken.settimeout(self._beat_s)
             try:
                 heard = self._woken.recv(64)
             except TimeoutError:
                 continue
-            except OSError:  # closed
+            except OSError:  # The socket was closed by `close`.
                 return
             if signal.SIGTERM in heard:
                 self._handle_sigterm()
@@ -193,11 +193,11 @@ class Health:
         except ValueError as error:
             self._drop_forged(error)
             return
-        except Exception as error:  # torch raises several types; each rank then reports by itself
+        except Exception as error:  # If the store fails, each rank reports by itself.
             log.debug("the run's store does not answer: %s", error)
             return
         with self._lock:
-            # another rank's alarm at about the same time has the same cause
+            # An alarm of another rank at about the same time has the same cause.
             if self._alarm is not None or alarm["number"] <= self._told + 2 * GRACE_S:
                 return
             self._alarm = alarm
@@ -206,12 +206,12 @@ class Health:
 
     def _drop_forged(self, error: ValueError) -> None:
         self._forged += 1
-        if self._forged == 1:  # warn once; the value stays and is read at every heartbeat
+        if self._forged == 1:  # Warn once: the value stays in the store for every heartbeat.
             log.warning("ignored an invalid alarm in the run's store: %s", error)
 
     def _handle_sigterm(self) -> None:
-        """Handle a SIGTERM, which torchrun sends after another rank has exited, or the user or the
-        scheduler sends. With a grace period, the training loop reads `ends`, and the rank exits by
+        """Handle a SIGTERM from the user, from the scheduler, or from torchrun after another rank
+        has exited. With a grace period, the training loop reads `ends`, and the rank exits by
         itself after saving."""
         now = time.monotonic()
         if not self._grace_s or (self._ended_at is not None and now > self._ended_at + AGAIN_S):
@@ -226,7 +226,7 @@ class Health:
                 )
 
     def _cannot_finish(self) -> str:
-        """Return why a run cannot finish its step after a SIGTERM; "" if it still can."""
+        """Return why the run cannot finish its step after a SIGTERM; "" if it still can."""
         if self._ended_at is None:
             return ""
         if time.monotonic() > self._ended_at + self._grace_s:
@@ -279,15 +279,15 @@ class Health:
             return
         try:
             self._store.set("alarm", json.dumps(dict(alarm)))
-        except Exception as error:  # torch raises several types
+        except Exception as error:  # The store raises errors of several types.
             log.debug("cannot write the alarm to the run's store: %s", error)
 
     def _answer(self, alarm: Mapping[str, Any]) -> None:
-        """Write the flight record, wait for the other ranks' records, and report if this is the
-        lowest rank that can report."""
+        """Write the flight record and wait for the other ranks' records. If no lower rank can
+        report, report which rank is stuck."""
         try:
             self._answer_now(alarm)
-        except Exception:  # the reason of the alarm must not be lost in a second error
+        except Exception:  # A second error must not hide the reason of the alarm.
             log.exception("cannot make the flight record")
         finally:
             self._told = float(alarm["number"])
@@ -304,11 +304,11 @@ class Health:
         if flight.write(why, record) is None:
             return
         log.debug("flight record written: %s", why)
-        if flight.world_size == 1 and why.startswith("failed"):  # no other rank can be stuck
-            return
-        assert flight.folder is not None  # the record was written there
+        if flight.world_size == 1 and why.startswith("failed"):
+            return  # A single rank cannot wait for another rank.
+        assert flight.folder is not None  # The record was written to this folder.
         told = flight.folder / FOLDER / VERDICT
-        # Rank 0 reports. If no report appears, rank 1 does, then rank 2; other ranks only wait.
+        # Rank 0 reports. If no report appears, rank 1 reports, then rank 2; other ranks only wait.
         if flight.rank and (
             flight.rank >= SPEAKERS or _appears(told, begin, flight.rank * GRACE_S)
         ):
@@ -376,7 +376,7 @@ class Health:
                     beats[r] = json.loads(self._store.get(f"beat/{r}"))
             except ForgedValueError as error:
                 log.debug("ignored the heartbeat of rank %d: %s", r, error)
-            except Exception as error:  # torch raises several types
+            except Exception as error:  # The store raises errors of several types.
                 log.debug("the run's store does not answer: %s", error)
                 break
         return beats
@@ -384,12 +384,12 @@ class Health:
     def _poke(self) -> None:
         try:
             self._wake.send(b"\0")
-        except OSError:  # socket full or closed: the thread wakes anyway
+        except OSError:  # If the socket is full or closed, the thread wakes anyway.
             return
 
 
 def _alarm_of(text: bytes, world_size: int) -> dict[str, Any]:
-    """Parse an alarm. Raise ValueError if its format is invalid, as from another version."""
+    """Parse an alarm. Raise ValueError if its format is invalid, as from another rlcore version."""
     alarm = json.loads(text)
     match alarm:
         case {"number": float(), "from": int(rank), "reason": str()} if 0 <= rank < world_size:
@@ -420,13 +420,13 @@ def _forget(health: "weakref.ref[Health]") -> None:
 def _is_plain(
     alarm: Mapping[str, Any], states: Mapping[int, str], records: Mapping[int, Record], size: int
 ) -> bool:
-    """Return whether a SIGTERM is the only cause: every rank has a record, none has failed."""
+    """Return whether a SIGTERM is the alarm's only cause: all ranks wrote records, none failed."""
     return "SIGTERM" in alarm["reason"] and not states and len(records) == size
 
 
 def _state(at: Mapping[str, Any] | None, machine: str) -> str:
-    """Return `dead` or `stopped` for a process on this machine (`flight.machine`); "" if the
-    process runs normally or is unknown."""
+    """Return `dead` or `stopped` if the rank's process is on this machine (`flight.machine`) and
+    does not run; "" if it runs or is unknown."""
     if at is None or at["machine"] != machine:
         return ""
     try:
@@ -448,8 +448,8 @@ def meet(
     torchrun restarts ranks one by one, and its store keeps the entries of failed ranks. Rank 0
     therefore publishes the list of ranks after every change, until all listed ranks have answered.
 
-    TimeoutError names the ranks that have not started. RuntimeError if a rank's entry was written
-    by another version.
+    Raise TimeoutError with the ranks that have not started. Raise RuntimeError if another version
+    of rlcore wrote a rank's entry.
     """
     rank, mine = at["rank"], json.dumps(dict(at) | {"process": uuid.uuid4().hex})
     keys = [f"here/{r}" for r in range(size)]
@@ -477,7 +477,7 @@ def meet(
 
 
 def _place_of(text: str, rank: int, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse the state that a rank has published; `like`: this rank's state, for the types."""
+    """Parse the state that a rank has published. `like`: this rank's state, with the same types."""
     place = json.loads(text)
     if not isinstance(place, dict) or any(type(place.get(k)) is not type(like[k]) for k in like):
         raise RuntimeError(
@@ -493,7 +493,8 @@ def _answers(name: str, size: int) -> list[str]:
 
 def _not_there(store: Any, size: int, name: str, timeout_s: float) -> str:
     keys = _answers(name, size) if name else [f"here/{r}" for r in range(size)]
-    missing = [r for r in range(size) if not store.check([keys[r]])] or [0]  # else rank 0
+    # If every rank has answered, only the release by rank 0 is missing.
+    missing = [r for r in range(size) if not store.check([keys[r]])] or [0]
     names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return (
         f"start-up: rank {names} of {size} has not joined within --cluster.timeout_s "

@@ -80,7 +80,7 @@ def bind_stores(interface: str = "") -> None:
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """Return a listening socket. Return None if torch must choose the address: the port is taken
+    """Return a listening socket, or None if torch must choose the address: the port is taken
     (perhaps by a server that this process may share), or this machine lacks the address."""
     made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:

@@ -36,7 +36,7 @@ def hold(path: Path, wait_s: float = 10.0) -> str:
             who = file.read().strip() or "another process"
             file.close()
             return who
-        except OSError as error:  # some network disks have no locks
+        except OSError as error:  # Some network disks have no locks.
             log.warning(
                 "cannot lock %s (%s); do not start another process in this folder", path, error
             )

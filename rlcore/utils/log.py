@@ -25,5 +25,5 @@ def setup(rank: int, folder: Path | None = None) -> None:
 
 
 def announce(what: str, choice: str) -> None:
-    """Log which implementation was chosen, so that no backend is chosen silently."""
+    """Log which implementation was chosen for `what`, so that no backend is chosen silently."""
     log.info("%s: %s", what, choice)

@@ -1,8 +1,7 @@
-"""Serialize records with msgpack and a typed decoder, arrays as an extension type; never with
-pickle.
+"""Serialize records with msgpack and a typed decoder, never with pickle.
 
-An array is sent as (dtype, shape, raw bytes in C order) and received as a writable copy, in a typed
-field or deep inside a `dict[str, Any]`.
+Arrays are an msgpack extension type: (dtype, shape, raw bytes in C order). The receiver gets a
+writable copy, in a typed field or deep inside a `dict[str, Any]`.
 """
 
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ import numpy as np
 
 LENGTH_BYTES = 4
 LARGEST_FRAME = 1 << 28
-_ARRAY = 1  # msgpack extension code
-_KINDS = "biuf"  # bool, signed, unsigned, float; other kinds would need pickle
+_ARRAY = 1  # msgpack extension code of an array
+_KINDS = "biuf"  # numpy kinds: bool, signed, unsigned, float; others would need pickle
 
 
 class _Header(msgspec.Struct, array_like=True):

@@ -44,10 +44,10 @@ WITHIN = {
     "wait_learner": "waiting for the train ranks, on rollout ranks",
     "optimizer_step": "the optimizer's part of update_actor, in the memory plan",
 }
-"""Names that enclose phases or are parts of a phase; only `step` has a separate metric."""
+"""Names of spans that enclose phases or are part of a phase; only `step` has a separate metric."""
 
 ALL = STEP | BETWEEN | BEFORE | WITHIN
 
 POOLS = ("rollout", "train")
 """Pools of nodes that jobs share. A permit of `rollout` covers gen and reward; a permit of `train`
-covers exchange to update_weights; `step` covers both."""
+covers exchange to update_weights; a permit of `step` covers all these phases."""

@@ -37,7 +37,7 @@ def end_tree(process: subprocess.Popen, mark: str) -> None:
             break
         time.sleep(0.001)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # before `wait`, the pid is not reused
+        os.killpg(process.pid, signal.SIGKILL)  # The pid is not reused before `wait`.
 
 
 def _family(root: int, mark: str) -> set[int]:

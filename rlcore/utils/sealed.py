@@ -28,8 +28,8 @@ class ForgedValueError(ValueError):
 
 
 class SealedStore:
-    """Methods of torch's `Store` that the ranks use, with authenticated values. Counters (`add`)
-    and the existence of keys (`check`) are not authenticated."""
+    """Wrapper of torch's `Store` that authenticates values. Counters (`add`) and the existence of
+    keys (`check`) are not authenticated."""
 
     def __init__(self, store: Any, secret: bytes) -> None:
         self._store, self._secret = store, secret
@@ -64,7 +64,7 @@ class SealedStore:
         self._store.set_timeout(timeout)
 
     def _code(self, key: str, body: bytes) -> bytes:
-        # With the key's length, different pairs of key and body always give different texts.
+        # The key's length makes the text different for each pair of key and body.
         return hmac.digest(self._secret, b"%d:%s" % (len(key), key.encode() + body), "sha256")
 
 

@@ -12,5 +12,5 @@ def derive(seed: int, *names: object) -> int:
 
 
 def rng(seed: int, *names: object) -> random.Random:
-    """Return a random generator for one purpose."""
+    """Return a random generator with the seed that `derive` makes from `seed` and `names`."""
     return random.Random(derive(seed, *names))

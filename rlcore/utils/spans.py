@@ -13,8 +13,8 @@ class Spans:
     """Seconds by phase since the most recent `take`. Phases may nest; the seconds of an inner phase
     then also count for the outer phase. Only one thread may use a `Spans`.
 
-    Listeners, such as the screen and the watchdog, are called with the name of the innermost open
-    phase whenever that changes, "" for none.
+    Listeners, such as the screen and the watchdog, are called at every change of the innermost open
+    phase, with its name, or with "" if no phase is open.
     """
 
     def __init__(self, clock: Clock | None = None, listener: Callable[[str], None] | None = None):
@@ -46,7 +46,7 @@ class Spans:
                 hear(name, start, end)
 
     def listen(self, listener: Callable[[str], None]) -> None:
-        """Add a listener."""
+        """Call `listener` with the innermost open phase whenever that phase changes."""
         self._listeners.append(listener)
 
     def listen_to_ends(self, hear: Callable[[str, float, float], None]) -> None:
@@ -54,7 +54,7 @@ class Spans:
         self._on_end.append(hear)
 
     def add(self, name: str, seconds: float) -> None:
-        """Add seconds that were measured elsewhere."""
+        """Add seconds that were measured elsewhere to the phase `name`."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:

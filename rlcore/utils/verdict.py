@@ -39,7 +39,7 @@ def suspects(
     size: int,
     states: Mapping[int, str],
 ) -> list[Suspect]:
-    """Return the ranks that the other ranks wait for, by the strongest kind of evidence only.
+    """Return the ranks that the other ranks wait for, by the strongest available kind of evidence.
 
     Args:
         records: flight records by rank; not every rank has one.
@@ -97,7 +97,7 @@ def _behind(records: Mapping[int, Record]) -> list[Suspect]:
 
 
 def _busy(records: Mapping[int, Record]) -> list[Suspect]:
-    """Return the ranks that do not wait, if other ranks wait."""
+    """If some ranks wait and others do not, return the ranks that do not wait; else none."""
     busy = [r for r, x in records.items() if not x["waits"]]
     if not busy or len(busy) == len(records) > 1:
         return []
@@ -131,7 +131,7 @@ def table(
     found: Sequence[Suspect],
     reason: str,
 ) -> list[str]:
-    """Format the report: the stuck ranks with place and duration, then a line per rank."""
+    """Format the report: the stuck ranks with code line and duration, then a line per rank."""
     who = [f"rank {s.rank}: {s.why}" for s in found[:4]]
     if len(found) > 4:
         who.append(f"and {len(found) - 4} more ranks")

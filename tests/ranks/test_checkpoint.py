@@ -20,11 +20,17 @@ SAVED: dict[str, dict[str, Any]] = {
     "bfloat16": {"layout": DIST, "dtype": "bfloat16"},
     "plain": {"layout": {"tp": 2}},
     "ep2": {"layout": {"ep": 2} | DIST, "arch": "qwen3_moe"},
+    "cp2": {"layout": {"cp": 2} | DIST},
+    "pp2 untied": {"layout": {"pp": 2} | DIST, "arch": "qwen2"},
 }
 RESHARDED: dict[str, dict[str, Any]] = {
     "tp2 to dp2": {"of": "tp2", "layout": DIST},
     "dp2 to pp2": {"of": "dp2", "layout": {"pp": 2} | DIST},
     "pp2 vpp2 to tp2": {"of": "pp2 vpp2", "layout": {"tp": 2} | DIST},
+    "cp2 to pp2": {"of": "cp2", "layout": {"pp": 2} | DIST},
+    "plain to dp2": {"of": "plain", "layout": DIST},
+    "tp2 to plain": {"of": "tp2", "layout": {}},
+    "pp2 untied to tp2": {"of": "pp2 untied", "layout": {"tp": 2} | DIST, "arch": "qwen2"},
 }
 ALONE: dict[str, dict[str, Any]] = {
     "tp2 to one": {"of": "tp2", "layout": DIST},

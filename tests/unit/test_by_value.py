@@ -19,12 +19,6 @@ OTHERS = {
         "mlp.experts.submodules": "Megatron",
         "parts": "Megatron",
     },
-    "mcore/checkpoint.py": {
-        "DistributedOptimizer": "Megatron",
-        "MCoreLoadPlanner": "Megatron",
-        "buffer": "Megatron",
-        "filesystem_async": "Megatron",
-    },
     "mcore/head.py": {"chunk.output_layer": "Megatron"},
     "mcore/learner.py": {"torch.utils.deterministic": "torch"},
     "mcore/norm.py": {"self.weight": "torch: a parameter, marked for Megatron"},

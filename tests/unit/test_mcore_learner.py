@@ -8,10 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from rlcore.mcore import checkpoint
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.tensors import Batch, LossInputs, LossOutput
+from rlcore.utils.errors import ConfigError
 from tests import kit
 from tests.ranks import learner_ranks as ranks
 
@@ -303,29 +306,74 @@ def test_a_full_disk_is_one_sentence_and_the_old_checkpoint_stays(
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def test_a_disk_that_fills_while_writing_is_the_same_sentence(
-    learner: MegatronLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+FAILURES = {
+    "the disk is full; free some space": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    "the disk is full; free": SafetensorError("I/O error: No space left on device (os error 28)"),
+    "CUDA out of memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+}
+
+
+@pytest.mark.parametrize("sentence", FAILURES)
+def test_a_save_that_fails_is_a_sentence_and_the_old_checkpoint_stays(
+    learner: MegatronLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sentence: str
 ) -> None:
     path = tmp_path / "checkpoint"
     learner.save(path)
 
-    def full(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fail(*args: object, **kwargs: object) -> None:
+        raise FAILURES[sentence]
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.filesystem_async, "_write_item", full)
-        with pytest.raises(OSError, match="the disk is full; free some space"):
+        patch.setattr(checkpoint, "save_file", fail)
+        with pytest.raises(OSError, match=sentence):
             learner.save(path)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
     learner.load(path)
     learner.save(path)
 
 
+def test_a_checkpoint_may_have_many_files(
+    learner: MegatronLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.step(learner, 0)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 4096)
+    learner.save(tmp_path / "checkpoint")
+    assert len(list((tmp_path / "checkpoint").glob("*.safetensors"))) > 10
+    saved = everything(learner)
+    ranks.step(learner, 1)
+    learner.load(tmp_path / "checkpoint")
+    kit.assert_bitwise(everything(learner), saved)
+
+
 def test_a_folder_that_is_no_checkpoint_is_refused(
     learner: MegatronLearner, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="has no complete checkpoint"):
+    with pytest.raises(ConfigError, match="has no complete checkpoint"):
         learner.load(tmp_path)
+
+
+def test_a_checkpoint_of_another_model_or_with_a_damaged_file_is_refused(
+    learner: MegatronLearner, tmp_path: Path
+) -> None:
+    learner.save(tmp_path / "c")
+    index = tmp_path / "c" / checkpoint.INDEX
+    text = index.read_text()
+    index.write_text(text.replace('"format": 2', '"format": 3'))
+    with pytest.raises(ConfigError, match="has format 3, but this version of rlcore reads"):
+        learner.load(tmp_path / "c")
+    index.write_text(text)
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    entries = load_file(file)
+    name = next(n for n in entries if n.startswith("exp_avg/") and entries[n].ndim == 2)
+    save_file(entries | {name: entries[name][:-1].clone()}, file)
+    with pytest.raises(ConfigError, match=r"has \d+ of \d+ values .* is of another model"):
+        learner.load(tmp_path / "c")
+    save_file({k: v for k, v in entries.items() if k != name}, file)
+    with pytest.raises(ConfigError, match=r"has 0 of \d+ values"):
+        learner.load(tmp_path / "c")
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(ConfigError, match="a file is damaged"):
+        learner.load(tmp_path / "c")
 
 
 # ---- away and back

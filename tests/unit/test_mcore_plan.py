@@ -168,13 +168,13 @@ def test_rows_of_all_context_parallel_ranks_predict_every_token_but_the_first(
     train = TrainConfig(tp=tp, cp=cp)
     lengths = [5, 9, 2, 7]
     batch = batch_of(lengths)
-    cuts = []
-    for cp_rank in range(cp):
-        c = cutter(train, rank=cp_rank * tp)
-        cuts.append(c.cut(batch, [[1, 3], [0, 2]], count=3))
-    assert [len(cut.micro_batches) for cut in cuts] == [3] * cp
-    for number in range(3):
-        micros = [cut.micro_batches[number] for cut in cuts]
+    cuts = [
+        cutter(train, rank=cp_rank * tp).cut(batch, [[1, 3], [0, 2]], count=3)
+        for cp_rank in range(cp)
+    ]
+    assert [cut.count for cut in cuts] == [3] * cp
+    made = [list(cut.micro_batches) for cut in cuts]
+    for micros in zip(*made, strict=True):
         assert all(micro.tokens.size(1) % tp == 0 for micro in micros)
         inputs = torch.cat([micro.tokens[0] for micro in micros])
         targets = torch.cat([micro.targets for micro in micros])
@@ -187,14 +187,14 @@ def test_rows_of_all_context_parallel_ranks_predict_every_token_but_the_first(
         assert torch.equal(inputs[micros[0].take][predicted], tokens[predicted] - 1)
         assert int((~predicted).sum()) == micros[0].batch.num_sequences
     order = cuts[0].order
-    seen = torch.cat([micro.batch.tokens for micro in cuts[0].micro_batches])
+    seen = torch.cat([micro.batch.tokens for micro in made[0]])
     assert torch.equal(batch.tokens[order], seen)
-    assert torch.equal(seen - 1, torch.cat([m.batch.advantage for m in cuts[0].micro_batches]))
-    assert cuts[0].micro_batches[2].batch.num_tokens == 0
+    assert torch.equal(seen - 1, torch.cat([micro.batch.advantage for micro in made[0]]))
+    assert len(made[0]) == 3 and made[0][2].batch.num_tokens == 0
 
 
 def test_positions_start_again_with_every_sequence() -> None:
-    micro = cutter(TrainConfig()).cut(batch_of([3, 2]), [[0, 1]], 1).micro_batches[0]
+    (micro,) = cutter(TrainConfig()).cut(batch_of([3, 2]), [[0, 1]], 1).micro_batches
     assert micro.positions.tolist() == [[0, 1, 2, 0, 1]]
     assert micro.sequence.tolist() == [0, 0, 0, 1, 1]
 

@@ -62,6 +62,9 @@ def test_observations_are_loads_but_not_trained_and_failed_episodes_are_nothing(
     p = plan.make([group], AlgoConfig(), num_updates=1, num_ranks=1, seed=1)
     assert rows(p, 0) == ["t0.0", "t0.1"] == [r.id for r in p.groups[0]]
     assert sorted(p.lengths(0)) == [5 - 2, 6] and p.loads(1) == [4 + 5 + 4 + 6]
+    silent = structs.replace(group, observed=(5, 0, 0))  # the policy sampled nothing
+    p = plan.make([silent], AlgoConfig(), num_updates=1, num_ranks=1, seed=1)
+    assert rows(p, 0) == ["t0.0", "t0.1"] and p.lengths(0) == [6]
     lost = structs.replace(group, finishes=("failed",) * 3)
     assert plan.make([lost], AlgoConfig(), num_updates=1, num_ranks=1, seed=1).groups == ()
 

@@ -2,30 +2,16 @@
 sockets by default. ruff has S rules for the common cases; these are those that it does not know."""
 
 import ast
-import io
 import os
-import pickle
 import re
 import stat
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from rlcore.cli import mux
 from rlcore.config.schema import Config
-from rlcore.mcore import checkpoint, metadata
 from rlcore.rollout.transport import listening_host
 from rlcore.utils.secret import hide
 
@@ -43,9 +29,6 @@ MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 REASONS = {
     ("rollout/sglang_engine/weights.py", "all_gather_object"): (
         "a sentence between the ranks of one SGLang engine, over its own process group"
-    ),
-    ("mcore/metadata.py", "pickle"): (
-        "an unpickler that knows the classes of a checkpoint's index and nothing else"
     ),
     ("sandbox/program.py", "exec"): "the sandbox runs the program, behind its walls",
     ("sandbox/judge.py", "exec"): "the tests of a task's author, in a sandbox of their own",
@@ -109,86 +92,6 @@ def test_sockets_listen_on_the_loopback_unless_they_are_told_otherwise():
     assert listening_host("") == listening_host("localhost") == "127.0.0.1"
     assert Config().log.prometheus_port == 0
     assert Config().log.prometheus_host == "127.0.0.1"
-
-
-class _Program:
-    """What a stranger would put into a checkpoint."""
-
-    def __reduce__(self):
-        return os.system, ("touch owned",)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        pickle.dumps(_Program()),
-        b"ctorch.distributed.checkpoint.filesystem\nos.system\n(Vtouch owned\ntR.",
-        b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x8c\x09os.system\x93"
-        b"\x8c\x0btouch owned\x85R.",
-        b"cbuiltins\neval\n(V1\ntR.",
-        b"ctorch\nload\n.",
-        b"not a pickle",
-        b"",
-    ],
-)
-def test_the_index_of_a_checkpoint_runs_no_program(data, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".metadata").write_bytes(data)
-    with pytest.raises(ValueError, match="is not the index of a checkpoint"):
-        metadata.check(tmp_path)
-    assert not (tmp_path / "owned").exists()
-
-
-def _index(folder: Path, entry: object, key: str = "weight", path: str = "0.distcp") -> None:
-    place = _StorageInfo(relative_path=path, offset=0, length=1)
-    index = Metadata({key: entry}, storage_data={MetadataIndex(key): place})
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
-
-
-TENSOR = TensorStorageMetadata(TensorProperties(), torch.Size([1]), [])
-STATE = "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"
-
-
-def test_a_tensor_of_a_checkpoint_cannot_be_declared_a_pickle(tmp_path):
-    _index(tmp_path, TENSOR)
-    metadata.check(tmp_path)
-    _index(tmp_path, BytesStorageMetadata(), STATE)
-    metadata.check(tmp_path)
-    _index(tmp_path, BytesStorageMetadata())
-    with pytest.raises(ValueError, match=r"not the index of a checkpoint \(weight is not a"):
-        metadata.check(tmp_path)
-
-
-@pytest.mark.parametrize("path", ["/etc/passwd", "../other/0.distcp", "a/../../0.distcp"])
-def test_a_checkpoint_names_no_files_outside_its_folder(path, tmp_path):
-    _index(tmp_path, TENSOR, path=path)
-    with pytest.raises(ValueError, match="which is not in its folder"):
-        metadata.check(tmp_path)
-
-
-def _read(data: object) -> object:
-    """What Megatron's own planner makes of an extra state."""
-    value = io.BytesIO()
-    torch.save(data, value)
-    value.seek(0)
-    planner = MCoreLoadPlanner()
-    planner.set_up_planner({STATE: None}, Metadata({}))
-    planner.load_bytes(SimpleNamespace(dest_index=MetadataIndex(STATE)), value)
-    return planner.original_state_dict[STATE]
-
-
-def test_an_extra_state_of_a_checkpoint_runs_no_program(tmp_path, monkeypatch):
-    """Neither its own, nor one in the bytes that Transformer Engine would unpickle."""
-    monkeypatch.chdir(tmp_path)
-    checkpoint._patch_loading()
-    assert _read([None, torch.empty(0, dtype=torch.uint8)])[0] is None
-    with pytest.raises(pickle.UnpicklingError):
-        _read([_Program()])
-    inner = torch.frombuffer(bytearray(pickle.dumps(_Program())), dtype=torch.uint8)
-    for state in ([inner], inner, {"a": 1}):
-        with pytest.raises(ValueError, match="the extra state is not empty"):
-            _read(state)
-    assert not (tmp_path / "owned").exists()
 
 
 @pytest.mark.parametrize(

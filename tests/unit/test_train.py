@@ -118,7 +118,14 @@ class World:
 
     def _cut(self) -> list[str]:
         """Half of a file of the newest checkpoint is lost."""
-        file = self.runs / "whole" / "checkpoints" / "step_000002" / "learner" / "__0_0.distcp"
+        file = (
+            self.runs
+            / "whole"
+            / "checkpoints"
+            / "step_000002"
+            / "learner"
+            / "rank00000_0.safetensors"
+        )
         return ["truncate", "--size=60000", str(file)]
 
     def _tell(self) -> list[str]:
@@ -426,7 +433,7 @@ def test_a_failed_write_is_counted_and_the_run_goes_on_where_it_shall(world: Wor
 def test_a_damaged_checkpoint_costs_a_step_and_is_said(world: World) -> None:
     world.gang.check("damaged")
     text = world.gang.text("damaged")
-    assert "step_000002 is damaged: learner/__0_0.distcp has 60000 of" in text
+    assert "step_000002 is damaged: learner/rank00000_0.safetensors has 60000 of" in text
     assert "1 of 3 steps done" in text
     folder = world.runs / "whole"
     rows, straight = runs.rows(folder), world.rows("straight")

@@ -1,11 +1,10 @@
-"""Builders of a run: each takes settings and returns a complete object.
+"""Build one rank's parts of a run from the settings. Each module builds one kind of part:
 
-folder      the run's folder and log          rollout     worker, rounds, asynchronous rollout
-model       architecture and lengths          sizes       tensor-parallel sizes of the engines
-prompts     data, on rank 0                   learner     actor and critic
-rewards     reward service, judges            weights     channel for weight updates
-engine      torch or SGLang, environments     devices     memory plan, owner of the accelerator
-observers   metrics, alarms, traces           sharing     nodes shared with other jobs
+`folder` (the run's folder and log), `model` (architecture and lengths), `sizes` (tensor-parallel
+sizes of the engines), `engine` (torch or SGLang engine, environments), `rewards` (reward service,
+judges), `rollout` (worker, rounds, asynchronous rollout), `prompts` (data, on rank 0), `learner`
+(actor and critic), `weights` (channel for weight updates), `devices` (memory plan, use of the
+accelerator), `observers` (metrics, alarms, traces), `sharing` (nodes shared with other jobs).
 """
 
 import time
@@ -40,15 +39,15 @@ from rlcore.trainer.shared_device import SharedDevice
 from rlcore.utils import collective
 from rlcore.utils.spans import Spans
 
-if TYPE_CHECKING:  # imports Redis, which only --mux.url needs
+if TYPE_CHECKING:  # importing the gate needs Redis, which only --mux.url requires
     from rlcore.mux.ranks import RanksGate
 
 EvalSets = Sequence[tuple[str, Sequence[Prompt]]]
 
 
 def run(cfg: Config, world: World, eval_sets: EvalSets | None = None) -> Run:
-    """Build one rank's `Run` and restore it from the newest checkpoint, if there is one. On an
-    error, stop all parts that were started.
+    """Build one rank's `Run`, and restore it if --run.resume selects a checkpoint. On an error,
+    stop all parts that were started.
 
     Args:
         eval_sets: validation sets that replace the configured ones, on rank 0.
@@ -82,10 +81,10 @@ def _run(
     progress: Progress,
     closing: ExitStack,
 ) -> Run:
-    """Build a run. The slow engine and reward processes start first and get ready while the learner
-    is built. The data is loaded before the learner, so that errors in the data come early."""
+    """Build a run. Engine and reward processes are slow to start, so they start before the learner
+    is built. Data is also loaded before the learner, so that errors in the data appear early."""
     cfg = prompts.with_tasks(cfg)
-    if world.rollout_ranks:  # engine and learner do not share a device
+    if world.rollout_ranks:  # engine and learner have separate devices, so nothing is offloaded
         cfg = replace(cfg, train=replace(cfg.train, offload=False))
     world.phase("start: engine")
     start = BuildContext(
@@ -106,10 +105,10 @@ def _run(
         data = prompts.load_data(model.with_room(cfg, start.hf), side.tokenizer, eval_sets)
 
     world.phase("start: learner")
-    if cfg.train.offload:  # makes room for the learner; the first weight update wakes the engine
+    if cfg.train.offload:  # the engine sleeps until the first weight update
         assert side.engine is not None
         side.engine.sleep(["weights", "kv_cache"])
-        collective.barrier()  # an engine over several ranks sleeps only after its first rank's call
+        collective.barrier()  # wait until the first rank of every engine has put it to sleep
     async_rollout = (
         rollout.make_async_rollout(start, side, data.source) if cfg.select.mode == "async" else None
     )

@@ -1,4 +1,4 @@
-"""Build the owner of a rank's accelerator, and the rank's memory plan."""
+"""Build a rank's memory plan, and the `Device` that decides which parts its GPU holds."""
 
 import os
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from rlcore.trainer.shared_device import SharedDevice
 from rlcore.utils import log
 from rlcore.utils.errors import ConfigError
 
-if TYPE_CHECKING:  # imports Redis, which only --mux.url needs
+if TYPE_CHECKING:  # importing the gate needs Redis, which only --mux.url requires
     from rlcore.mux.ranks import RanksGate
 
 
@@ -28,7 +28,7 @@ def ranks_per_node(world: World) -> int:
 
 
 def memory_plan(cfg: Config, hf: HFConfig, world: World) -> tuple[memory.MemoryPlan, int]:
-    """Return this rank's memory plan and the bytes of its GPU; 0 bytes without a GPU."""
+    """Return this rank's memory plan, and the memory of its GPU in bytes (0 without a GPU)."""
     cuda = world.device.type == "cuda"
     gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory if cuda else 0
     others = beside(judges_of(cfg)) if cuda and world.samples else memory.NOBODY
@@ -46,7 +46,7 @@ def make_residency(cfg: Config, hf: HFConfig, world: World) -> memory.Residency:
     """Return the object that checks this rank's memory against its plan.
 
     Raises:
-        ConfigError: the plan cannot work, or the settings do not fit the number of ranks.
+        ConfigError: the memory plan is impossible, or the settings do not fit the number of ranks.
     """
     if problems := rules.of_world(cfg, world.size, ranks_per_node(world)):
         raise ConfigError("\n".join(problems))
@@ -65,7 +65,7 @@ def make_device(
     gate: "RanksGate | None",
     on_close: Callable[[Callable[[], None]], object],
 ) -> Device:
-    """Return the owner of this rank's accelerator."""
+    """Return the `Device` that decides whether this rank's GPU holds engine, learner or both."""
     if gate is not None:
         host_cache = HostWeightCache(cfg.rollout.tp) if world.samples else None
         if host_cache is not None:

@@ -55,8 +55,8 @@ def make_engine(cfg: Config, hf: HFConfig, world: World) -> Engine:
 
 
 def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
-    """Return the settings of the engine as plain data. An engine over several ranks also needs the
-    position of each rank."""
+    """Return the settings of the engine as plain data. For an engine over several ranks, the caller
+    adds the position of the rank."""
     r = cfg.rollout
     settings = {
         "config": hf.to_dict(),
@@ -99,8 +99,8 @@ def check_engine(cfg: Config) -> None:
 
 
 def draft_settings(cfg: Config) -> dict[str, Any]:
-    """Return the settings of drafting. With --debug.deterministic_order drafts do not depend on
-    timing: the engine waits for the index of histories, and always drafts."""
+    """Return the settings of drafting. With --debug.deterministic_order the engine waits for its
+    index of earlier responses and always drafts, so drafts do not depend on timing."""
     names = (
         "max_length",
         "initial_length",
@@ -118,12 +118,13 @@ def draft_settings(cfg: Config) -> dict[str, Any]:
 
 
 def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
-    """Start SGLang in a child process, since SGLang kills its process if a part of it fails."""
+    """Start SGLang in a child process, since SGLang kills its whole process on an error."""
     plain = engine_settings(cfg, hf, world)
     where = "CUDA" if world.device.type == "cuda" else "CPU"
     tp = f"tp {cfg.rollout.tp}" + (" at the start" if rules.changes_size(cfg) else "")
     announce("engine", f"sglang on {where}, {plain['dtype']}, {tp}, child process")
-    sizes, starts, sized = 0, itertools.count(), cfg  # resizes; starts since the last resize
+    # Numbers of resizes, and of engine starts since the last resize.
+    sizes, starts, sized = 0, itertools.count(), cfg
 
     def resize(tp: int) -> None:
         nonlocal sizes, starts, sized
@@ -135,7 +136,7 @@ def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
             first = world.rank - world.rank % tp
             meeting = f"engine/{sizes}/{first}/{next(starts)}"
             if world.rank == first:
-                world.sealed.set(meeting, f"127.0.0.1:{free_port()}")  # all ranks are on one node
+                world.sealed.set(meeting, f"127.0.0.1:{free_port()}")  # engines never span nodes
             share = {
                 "tp": tp,
                 "nnodes": tp,
@@ -155,7 +156,7 @@ def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
 
 
 def _value(text: str) -> Any:
-    """Parse a value of --rollout.sglang_args: a number, true, false, a list; otherwise a string."""
+    """Parse a value of --rollout.sglang_args as JSON; keep it as a string if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

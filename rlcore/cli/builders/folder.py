@@ -18,8 +18,8 @@ def run_folder(cfg: Config) -> Path:
 def open_folder(cfg: Config, world: World) -> None:
     """Make the run's folder and start its log. Collective.
 
-    An older run that is not resumed is moved aside first, so that this run opens no log file in the
-    moved folder.
+    If the folder has an older run that is not resumed, the folder is first moved aside. Log files
+    are opened after that, so that none of them is in the moved folder.
 
     Raises:
         ConfigError: the folder cannot be made, or another run uses it.
@@ -75,7 +75,7 @@ def tell_changes(cfg: Config, file: Path) -> None:
 
 
 def save_settings(cfg: Config, folder: Path, *, goes_on: bool) -> None:
-    """Write `config.json`. If the run resumes its own checkpoint (`goes_on`), warn of changes."""
+    """Write `config.json`. If the run resumes (`goes_on`), first warn of changed settings."""
     if goes_on:
         tell_changes(cfg, folder / "config.json")
     resolve.save(cfg, folder / "config.json")

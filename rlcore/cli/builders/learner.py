@@ -22,14 +22,14 @@ def wants(cfg: Config) -> str:
 
 
 def total_updates(cfg: Config, alone: int = 0) -> int:
-    """Return the optimizer steps of the run, excluding its first `alone` steps."""
+    """Return the number of optimizer steps in the run, without its first `alone` training steps."""
     samples = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
     rounds = max(cfg.run.steps - alone, 0)
     return rounds * cfg.train.epochs * (samples // (cfg.train.samples_per_update or samples))
 
 
 def make_learner(cfg: Config, hf: HFConfig, world: World) -> "MegatronLearner":
-    """Build the Megatron learner. Importing Megatron at the top would slow down --help."""
+    """Build the Megatron learner. Megatron is imported here, so that --help stays fast."""
     from rlcore.mcore.learner import MegatronLearner
 
     return MegatronLearner(
@@ -73,7 +73,7 @@ def make_critic(cfg: Config, hf: HFConfig, world: World) -> "MegatronLearner":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """Models in training on one rank; both None on a rank that only samples."""
+    """Learner and critic of one rank; both are None on a rank that only samples."""
 
     learner: "MegatronLearner | None" = None
     critic: "MegatronLearner | None" = None
@@ -91,7 +91,7 @@ class Models:
 
 
 def make_models(start: BuildContext) -> Models:
-    """Build the learner, and the critic if the estimator needs a critic."""
+    """Build the learner, and also the critic if the advantage estimator needs one."""
     cfg, world = start.cfg, start.world
     layout = model_parallel_groups(cfg.train, world.train_ranks)
     if not world.trains:

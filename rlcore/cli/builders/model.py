@@ -11,7 +11,7 @@ from rlcore.utils.log import announce
 
 
 def model_config(cfg: Config) -> HFConfig:
-    """Read the start model's architecture, with --model.num_layers applied."""
+    """Read the architecture of --model.path, with --model.num_layers applied."""
     return with_layers(cfg, HFConfig.from_folder(cfg.model.path))
 
 
@@ -32,8 +32,8 @@ def with_layers(cfg: Config, hf: HFConfig) -> HFConfig:
 
 
 def with_room(cfg: Config, hf: HFConfig) -> Config:
-    """Limit prompts so that the longest prompt and response fit the model's positions. Otherwise
-    the engine would refuse a long prompt in the middle of the run.
+    """Lower data.max_prompt_tokens, if needed, so that prompt and response fit the model's
+    positions. Otherwise the engine would refuse a long prompt in the middle of the run.
 
     Raises:
         ConfigError: a response of maximum length alone fills all positions.

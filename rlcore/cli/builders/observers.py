@@ -26,7 +26,7 @@ from rlcore.utils.log import announce
 
 
 def make_sinks(cfg: Config) -> list[Sink]:
-    """Return the receivers of metrics besides the run's folder.
+    """Return the receivers of metrics other than the run's folder: Prometheus and wandb.
 
     Raises:
         ConfigError: a receiver cannot work.
@@ -43,12 +43,12 @@ def make_sinks(cfg: Config) -> list[Sink]:
 def watch(
     start: BuildContext, screen: Screen | None, heartbeat: Heartbeat
 ) -> Callable[[str], None]:
-    """Return the listener of phases. It updates screen, flight record and watchdog, and sends a
-    heartbeat to ranks that only sample.
+    """Return the function to call with the name of each new phase. The function updates screen,
+    flight record and watchdog, and sends a heartbeat to ranks that only sample.
 
-    If a phase hangs, the watchdog raises the alarm. With gloo it also ends the process, since
-    Megatron's gradient reduction has no timeout with gloo; NCCL has one. Rounds of sampling and
-    waits for rank 0 are not watched, since their own code detects hangs.
+    If a phase hangs, the watchdog raises the alarm. With gloo the watchdog also ends the process,
+    since Megatron's gradient reduction has a timeout with NCCL but none with gloo. Generation,
+    evaluation and waits for train ranks are not watched, since their own code detects hangs.
     """
     cfg, world = start.cfg, start.world
     ends, health = world.size > 1 and world.device.type == "cpu", world.health
@@ -81,8 +81,8 @@ def watch(
 
 
 def make_balance(cfg: Config, hf: HFConfig, world: World) -> Balance:
-    """Return the planner that proposes how many ranks sample. Announce its proposal, based on the
-    run's most recent steps or on the GPU's data sheet."""
+    """Return the planner that proposes how many ranks should sample. Log its first proposal, from
+    the run's most recent steps or else from the GPU's data sheet."""
     plan = splits.planner(cfg, world.size, ranks_per_node(world))
     folder, said = run_folder(cfg), ""
     if world.device.type == "cuda":
@@ -96,7 +96,7 @@ def make_balance(cfg: Config, hf: HFConfig, world: World) -> Balance:
 
 
 def of_agent(start: BuildContext) -> list[Callable[[AnyCommand | AnyEvent], None]]:
-    """Return the observers of the commands and events of this rank's worker: the trace, with
+    """Return the observers of commands and events of this rank's rollout worker: the trace, with
     --log.trace_steps, and the flight record. Collective."""
     found: list[Callable[[AnyCommand | AnyEvent], None]] = []
     cfg, world, progress = start.cfg, start.world, start.progress
@@ -121,8 +121,8 @@ def make_observers(
     pieces: Callable[[Sequence[int]], list[str]],
     on_step: Sequence[Callable[[dict[str, float]], None]],
 ) -> Observers:
-    """Return the receivers of metrics, on rank 0. Call it after the checkpoint is loaded, since the
-    files are truncated to the checkpoint's step."""
+    """Return the receivers of metrics, on rank 0. The checkpoint must already be loaded, since
+    metric files are truncated to the checkpoint's step."""
     cfg, step = start.cfg, start.progress.step
     balance = make_balance(cfg, start.hf, start.world) if cfg.select.mode == "async" else None
     writer = MetricsWriter(

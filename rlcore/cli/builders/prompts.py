@@ -28,14 +28,14 @@ def with_tasks(cfg: Config) -> Config:
 
 
 def is_chat(cfg: Config) -> bool:
-    """Return whether the chat template is used. Environments then write user messages; otherwise,
-    as in generated tasks, they write plain text."""
+    """Return whether prompts use the chat template. If so, environments write user messages;
+    otherwise, as in generated tasks, environments write plain text."""
     template, tasks = cfg.data.template, prompts.TASKS.keys() & set(cfg.data.train)
     return template == "chat" or (template == "auto" and not tasks)
 
 
 def counts_rows(cfg: Config) -> bool:
-    """Return whether one bad row, or too few rows, can end the run."""
+    """Return whether an invalid row, or too few rows, can end the run."""
     return cfg.data.bad_rows == "refuse" or cfg.select.schedule == "tail_batching"
 
 
@@ -44,12 +44,12 @@ def load_data(
     tokenizer: Tokenizer,
     eval_sets: Sequence[tuple[str, Sequence[Prompt]]] | None = None,
 ) -> Data:
-    """Load prompts, their order, and the validation sets; `eval_sets` replaces these sets."""
+    """Load prompts, their order and the validation sets, which `eval_sets` replaces if given."""
     train = prompts.load(cfg.data, "train", tokenizer, cfg.run.seed)
     order = ShuffledEpochs(len(train) if train.is_finite else None, cfg.run.seed, cfg.data.shuffle)
     if eval_sets is None:
         held_out = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
-        prompts.overlap(train, held_out)  # logs a warning about prompts in both sets
+        prompts.overlap(train, held_out)  # warns of validation prompts in the training data
         eval_sets = [(name, found.rows) for name, found in held_out]
     source = make_source(cfg, order, train.__getitem__)
     return Data(order=order, source=source, eval_sets=eval_sets)

@@ -15,9 +15,9 @@ from rlcore.trainer import memory
 
 
 def make_deadlines(cfg: Config) -> AdaptiveTimeout | None:
-    """Return reward deadlines that adapt to prompts; None if no reward has adaptive_timeout."""
+    """Return the per-prompt timeouts of rewards; None if no reward has adaptive_timeout."""
     for r in reward_sections(cfg.reward).values():
-        if r.adaptive_timeout:  # a rule allows one per sum of rewards
+        if r.adaptive_timeout:  # `rules.py` allows adaptive_timeout for only one reward of a sum
             return AdaptiveTimeout(r.min_timeout_s, r.timeout_s, r.timeout_factor)
     return None
 
@@ -25,7 +25,7 @@ def make_deadlines(cfg: Config) -> AdaptiveTimeout | None:
 def make_scorer(
     cfg: Config, world: World, deadlines: AdaptiveTimeout | None
 ) -> RewardService | None:
-    """Return the reward service of a rank; None if only the environment scores."""
+    """Return the reward service of a rank; None if the environment scores its own episodes."""
     if cfg.select.env and envs.resolve(cfg.select.env).scored_by == "env":
         return None
     return RewardService(
@@ -38,19 +38,19 @@ def make_scorer(
 
 
 def judges_of(cfg: Config) -> list[tuple[JudgeRewardConfig, HFConfig]]:
-    """Return the judges that run on the run's own GPUs, with their architectures."""
+    """Return the configuration and architecture of each judge on the run's own GPUs."""
     own = own_judges(cfg).values()
     return [(section, HFConfig.from_folder(section.model, "--reward.model")) for section in own]
 
 
 def judge_sections(cfg: Config) -> dict[str, JudgeRewardConfig]:
-    """Return the sections of all judges, by key."""
+    """Return the configuration sections of all judges, by key such as `reward.judge`."""
     sections = reward_sections(cfg.reward).items()
     return {k: s for k, s in sections if isinstance(s, JudgeRewardConfig)}
 
 
 def own_judges(cfg: Config) -> dict[str, JudgeRewardConfig]:
-    """Return the sections of judges that run on the run's own GPUs, by key."""
+    """Return the configuration sections of judges on the run's own GPUs, by key."""
     return {k: s for k, s in judge_sections(cfg).items() if not s.url}
 
 

@@ -42,16 +42,16 @@ class SamplingSide:
     tokenizer: Tokenizer
     sampling: Sampling
     engine: Engine | None
-    """None on a rank that only trains."""
+    """Engine of this rank; None on a rank that only trains."""
     in_child: bool
-    """Whether the engine runs in a process of its own."""
+    """Whether the engine runs in a child process."""
     hub: Hub
     worker: RolloutWorker
     rollout: Rollout
     deadlines: AdaptiveTimeout | None
-    """Reward deadlines that adapt to prompts."""
+    """Per-prompt timeouts of rewards; None if no reward has adaptive_timeout."""
     screen: Screen | None
-    """Terminal output, on rank 0."""
+    """Terminal output of rank 0; None on other ranks."""
 
 
 def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
@@ -114,8 +114,8 @@ def _make_sampler(
     deadlines: AdaptiveTimeout | None,
     worker: Callable[[], RolloutWorker],
 ) -> tuple[Scorer, Engine, bool]:
-    """Return rewards and engine of a rank that samples, and whether the engine runs in a process of
-    its own. `worker` returns the rank's worker, which is made later and has a round's prompts."""
+    """Return rewards and engine of a rank that samples, and whether the engine is a child process.
+    `worker` returns the rank's worker, which is built later and knows a round's prompts."""
     cfg, world = start.cfg, start.world
     rewards = make_scorer(cfg, world, deadlines)
     engine = make_engine(cfg, start.hf, world)
@@ -131,7 +131,7 @@ def _make_sampler(
 
 
 def _make_rounds(start: BuildContext) -> Rounds:
-    """Return the log of rounds. With --debug.replay it also replays the rounds of another log."""
+    """Return the log of this run's rounds, which also replays the log of --debug.replay."""
     debug, replay = start.cfg.debug, None
     if debug.replay and start.cfg.select.mode != "async":
         replay = Log(Path(debug.replay))
@@ -144,7 +144,7 @@ def _make_rounds(start: BuildContext) -> Rounds:
 
 
 def _make_library(cfg: Config) -> HistoryStore | None:
-    """Return the store of earlier responses; None if they are not a draft source."""
+    """Return the store of earlier responses; None if --rollout.draft does not use them."""
     if cfg.rollout.draft not in rules.FROM_HISTORY:
         return None
     return HistoryStore(max_tokens=cfg.draft.max_history_tokens, epochs=cfg.draft.history_epochs)
@@ -153,8 +153,8 @@ def _make_library(cfg: Config) -> HistoryStore | None:
 def make_async_rollout(
     start: BuildContext, side: SamplingSide, source: PromptSource | None
 ) -> AsyncRollout:
-    """Return this rank's part of `--mode async`. `source` is the prompt source on rank 0, which has
-    the controller; None on other ranks."""
+    """Return this rank's part of the asynchronous rollout (--mode async). `source` is the prompt
+    source on rank 0, which runs the controller, and None on other ranks."""
     cfg, world, sampling = start.cfg, start.world, side.sampling
     controller, log_ = None, None
     rollout_ranks = range(world.train_ranks, world.size)

@@ -18,26 +18,26 @@ from rlcore.trainer import report
 from rlcore.utils import collective, phases
 from rlcore.utils.errors import ConfigError
 
-if TYPE_CHECKING:  # imports Redis, which only --mux.url needs
+if TYPE_CHECKING:  # importing gates needs Redis, which only --mux.url requires
     from rlcore.mux.gate import NoGate, PermitGate
     from rlcore.mux.ranks import RanksGate
 
 
 POOLS = {"start": phases.POOLS, "testing": ("rollout",), "save_checkpoint": ("train",)}
-"""Pools of each phase whose name is not the name of its pool."""
+"""Node pools used by each phase whose name is not a pool's name."""
 POOLS_COLOCATED = dict.fromkeys(
     ("start", "step", "train", "testing", "save_checkpoint"), phases.POOLS
 )
-"""Pools of each phase if every rank samples and trains."""
+"""Node pools that each phase uses if every rank samples and trains."""
 
 
 NODE, ROLLOUT_NODE = "RLCORE_NODE", "RLCORE_ROLLOUT_NODE"
-"""Environment variables with the node's name, if host names do not distinguish nodes.
-`RLCORE_ROLLOUT_NODE` is for ranks that only sample."""
+"""Environment variables that replace the host name as a node's name. `RLCORE_ROLLOUT_NODE` is for
+ranks that only sample."""
 
 
 def check_mux(cfg: Config) -> None:
-    """Raise ConfigError if a job with --mux.url runs its own judge, which never leaves its GPU."""
+    """Raise ConfigError if a job with --mux.url runs its own judge, since judges keep their GPU."""
     if cfg.mux.url and own_judges(cfg):
         raise ConfigError(
             "--mux.url: a job that shares nodes cannot run its own judge, which stays on the GPU; "
@@ -51,12 +51,12 @@ def make_gate(
     alive: Callable[[], None],
     tell: Callable[[dict[str, float]], None],
 ) -> "RanksGate | None":
-    """Return this rank's gate to the nodes of --mux.url; None if the job does not share its nodes.
-    Collective.
+    """Return this rank's gate, at which every phase waits for a permit of the shared nodes; None if
+    the job does not share its nodes. Collective.
 
     Args:
-        alive: called while all ranks wait for a permit.
-        tell: called on rank 0 with the metrics of every phase.
+        alive: called about every second while all ranks wait for a permit.
+        tell: called on rank 0 with metrics of how long each phase waits, loads and stores.
 
     Raises:
         ConfigError: the settings cannot work; raised on every rank.
@@ -108,7 +108,7 @@ def make_gate(
 
 
 def address_of(url: str) -> str:
-    """Resolve --mux.url, which may name an environment variable as `env:NAME`.
+    """Return the address of --mux.url; for `env:NAME`, read it from the environment variable.
 
     Raises:
         ConfigError: the variable is not set.
@@ -125,11 +125,11 @@ def address_of(url: str) -> str:
 
 def node_name(cfg: Config, world: World) -> str:
     """Return the name of this rank's node. Jobs that use the same name share the node. Without
-    GPUs, each set of cores may be a node of its own (`--cluster.rollout_cores`)."""
+    GPUs, each set of cores in --cluster.rollout_cores or train_cores counts as one node."""
     name = os.environ.get(NODE) or socket.gethostname()
     if not world.trains:
         name = os.environ.get(ROLLOUT_NODE) or name
-    if world.device.type != "cpu":  # jobs on other cores would still use the same GPUs
+    if world.device.type != "cpu":  # jobs on different cores still share the node's GPUs
         return name
     cores = cfg.cluster.train_cores if world.trains else cfg.cluster.rollout_cores
     return f"{name} core {'+'.join(map(str, sorted(cores)))}" if cores else name
@@ -140,9 +140,8 @@ def nodes_by_pool(
 ) -> dict[str, list[str]]:
     """Return a job's nodes by pool, in rank order. `names` are the nodes of all ranks.
 
-    If every rank samples and trains, the nodes are sorted by name. The first nodes, as many as the
-    profile has train nodes, form the train pool, the others the rollout pool. A single node is in
-    both pools.
+    If every rank samples and trains, the nodes are sorted by name. The train pool gets the first
+    `profile.train_nodes` nodes, the rollout pool the others. A single node is in both pools.
     """
     split = len(names) - rollout_ranks
     if rollout_ranks:
@@ -150,13 +149,13 @@ def nodes_by_pool(
             "rollout": list(dict.fromkeys(names[split:])),
             "train": list(dict.fromkeys(names[:split])),
         }
-    nodes = sorted(set(names))  # so that jobs with another order of nodes get the same pools
+    nodes = sorted(set(names))  # sorted, so that all jobs on these nodes get the same pools
     apart = profile.train_nodes if len(nodes) > 1 else 0
     return {"rollout": nodes[apart:], "train": nodes[: apart or 1]}
 
 
 def cells_by_node(names: Sequence[str], rollout_ranks: int) -> list[Cell]:
-    """Return the cell (ranks that change role together) of every rollout node; tp is 1."""
+    """Return a cell (ranks that change role together) per rollout node; an engine is one rank."""
     found: dict[str, list[int]] = {}
     split = len(names) - rollout_ranks
     for rank, name in enumerate(names):
@@ -167,8 +166,8 @@ def cells_by_node(names: Sequence[str], rollout_ranks: int) -> list[Cell]:
 
 def make_profiler(cfg: Config, names: Sequence[str], rollout_ranks: int) -> Profiler:
     """Return the profiler that writes this job's profile for the scheduler of shared nodes. `names`
-    are the nodes of all ranks. If every rank samples and trains, half of the nodes count to each
-    pool; a single node counts to both pools."""
+    are the nodes of all ranks. If every rank samples and trains, one half of the nodes counts as
+    rollout nodes, the other half as train nodes; a single node counts as both."""
     split = len(names) - rollout_ranks
     rollout, train = len(set(names[split:])), len(set(names[:split]))
     if not rollout_ranks:
@@ -185,8 +184,8 @@ def make_profiler(cfg: Config, names: Sequence[str], rollout_ranks: int) -> Prof
 def on_step(
     cfg: Config, world: World, gate: "RanksGate | None"
 ) -> tuple[Callable[[dict[str, float]], None], ...]:
-    """Return the functions to call on rank 0 with the metrics of every step: the gate's, or
-    the profiler's if the job may share its nodes later. Collective."""
+    """Return the functions that rank 0 calls with the metrics of every step. The functions report
+    to the gate, or to the profiler of a job that may share its nodes later. Collective."""
     if gate is not None:
         return (gate.see,) if world.rank == 0 else ()
     if cfg.select.mode != "sync" or not report.counts_nodes(cfg):

@@ -25,13 +25,13 @@ from rlcore.utils.log import announce
 
 
 def engine_ranks(cfg: Config, rank: int) -> range:
-    """Return the ranks of the engine of `rank`; the first rank receives the requests."""
+    """Return the ranks of the engine of `rank`; requests are sent to the first of these ranks."""
     first = rank - rank % cfg.rollout.tp
     return range(first, first + cfg.rollout.tp)
 
 
 def with_tp(cfg: Config, tp: int) -> Config:
-    """Set another engine size. All engines together keep their cache size and request limit."""
+    """Return `cfg` with engines of `tp` ranks and the same KV cache and request limit in total."""
     r = cfg.rollout
     changed = replace(
         r,
@@ -45,8 +45,8 @@ def with_tp(cfg: Config, tp: int) -> Config:
 def make_elastic(
     cfg: Config, hf: HFConfig, world: World, lengths: LengthDistribution | None = None
 ) -> StreamWindow | None:
-    """Return the policy of ranks that train in the middle of a round, with --mode stream. `lengths`
-    has the known response lengths.
+    """Return the policy by which ranks start to train before a round ends (--mode stream); None in
+    other modes. `lengths` has the known response lengths.
 
     Raises:
         ConfigError: all ranks form one engine or one model-parallel group.
@@ -72,10 +72,10 @@ def make_elastic(
 
 
 def make_sizes(cfg: Config, hf: HFConfig, world: World, tail: Elastic | None) -> EngineSizes:
-    """Return the size of the engines and the objects that depend on it.
+    """Return the tensor-parallel size of the engines, and the objects that depend on this size.
 
     Args:
-        tail: decides on rank 0 which nodes the tail of a rollout releases (--mux.tail_nodes).
+        tail: policy that releases nodes near the end of a rollout (--mux.tail_nodes), on rank 0.
 
     Raises:
         ConfigError: a configured size is not possible.
@@ -91,7 +91,7 @@ def make_sizes(cfg: Config, hf: HFConfig, world: World, tail: Elastic | None) ->
             except ConfigError:
                 if tp == cfg.rollout.tp:
                     raise
-                elastic = None  # one engine over all ranks: none can train early
+                elastic = None  # if one engine has all ranks, no rank can train early
         return Sized(
             tp=tp,
             engine_ranks=engine_ranks(here, world.rank) if world.samples else (),
@@ -105,7 +105,7 @@ def make_sizes(cfg: Config, hf: HFConfig, world: World, tail: Elastic | None) ->
 
 
 def size_policy(cfg: Config, hf: HFConfig, world: World) -> EngineSizePolicy | None:
-    """Return the policy that chooses the size of every round; None if the size is fixed.
+    """Return the policy that chooses the engine size of every round; None if the size is fixed.
 
     Raises:
         ConfigError: a configured size is not possible.
@@ -144,8 +144,8 @@ def size_policy(cfg: Config, hf: HFConfig, world: World) -> EngineSizePolicy | N
 def make_controller(
     cfg: Config, world_size: int, stop: Stop, elastic: Elastic | None = None
 ) -> Controller:
-    """Return the controller of one round, over the engines of all ranks or of the last
-    --cluster.rollout_ranks. `stop` decides when the round ends."""
+    """Return the controller of one round, with the engines of all ranks or, if set, of the last
+    --cluster.rollout_ranks ranks. `stop` decides when the round ends."""
     tp, apart = cfg.rollout.tp, cfg.cluster.rollout_ranks
     leaders = range(world_size - apart if apart else 0, world_size, tp)
     return Controller(
@@ -161,10 +161,10 @@ def make_controller(
 
 
 def make_place(cfg: Config) -> LeastLoaded:
-    """Return the router of requests to engines; with `histopipe` it serves only evaluations.
+    """Return the router of requests to engines; with histopipe routing, only for evaluations.
 
     Without --rollout.queue all requests are sent at once and wait inside the engines. With
-    --rollout.queue the controller fills engines as they become free, so batch composition depends
+    --rollout.queue the controller sends requests as slots become free, so batch composition depends
     on timing. Log-probs then differ in their last bits, and a resumed run is not bit-exact.
     """
     r = cfg.rollout
@@ -173,7 +173,7 @@ def make_place(cfg: Config) -> LeastLoaded:
 
 
 def make_pipe(cfg: Config, leaders: Sequence[int]) -> HistoPipe:
-    """Return the router that places requests by their lengths in the previous epoch."""
+    """Return the router that places requests by response lengths of the previous epoch."""
     return HistoPipe(
         engines=leaders,
         batch=cfg.data.prompts_per_step,

@@ -25,7 +25,7 @@ class BuildContext:
     spans: Spans
     progress: Progress
     closing: ExitStack
-    """Stops all parts in reverse order of their start, at the end of the run."""
+    """Functions that close the parts, called in reverse order at the end of the run."""
 
     @property
     def is_first(self) -> bool:
@@ -33,5 +33,5 @@ class BuildContext:
         return self.world.rank == 0
 
     def on_close(self, close: Callable[[], None]) -> None:
-        """Call `close` at the end of the run."""
+        """Register `close` to be called at the end of the run."""
         self.closing.callback(close)

@@ -15,7 +15,7 @@ from rlcore.utils.log import announce
 def make_weight_channel(
     cfg: Config, world: World, *, in_child: bool, to_shelf: bool
 ) -> WeightChannel:
-    """Return the channel from the learner to this rank's engine, or to its host cache."""
+    """Return the channel that sends the learner's weights to this rank's engine or host cache."""
     cuda = world.device.type == "cuda"
     transport: Transport = "shm" if in_child else "bytes"
     if cfg.rollout.engine == "sglang" and cuda:
@@ -38,7 +38,7 @@ def make_weight_channel(
 
 
 def make_peers(cfg: Config, world: World) -> Peers:
-    """Return the transport between all ranks, also between ranks of different default groups."""
+    """Return the `Peers` that connect all ranks, also ranks of different default process groups."""
     if world.everyone is None:
         return Peers(timeout_s=cfg.cluster.timeout_s)
     return Peers(world.rank, world.size, world.store, timeout_s=cfg.cluster.timeout_s)

@@ -18,7 +18,7 @@ class JudgeRewardConfig(RewardConfig):
     """Hugging Face folder of the judge; with reward.url the model's name at that server."""
     url: str = ""
     """OpenAI-compatible server of the judge, such as http://judge0:8000/v1; empty: a model on the
-    run's own devices. With it, reward.workers is the number of concurrent requests."""
+    run's own devices. With a server, reward.workers is the number of concurrent requests."""
     retries: Annotated[int, at_least(0)] = 4
     """Number of retries of a failed request to reward.url, within reward.timeout_s."""
     backoff_s: Annotated[float, at_least(0)] = 0.25
@@ -40,13 +40,13 @@ class JudgeRewardConfig(RewardConfig):
     """Verdicts that score 0; with `prefill` each must be one token of the judge."""
     pattern: str = r"Verdict:\s*(\S+)"
     """Regular expression for the verdict, with `generate`. Its one group must match a word of
-    reward.good or reward.bad, or points; the last match counts."""
+    reward.good or reward.bad, or a number of points; the last match counts."""
     max_points: Annotated[float, above(0)] = 10.0
-    """Number of points that is a score of 1, with `generate`."""
+    """Number of points that gives a score of 1, with `generate`."""
     max_new_tokens: Annotated[int, at_least(1)] = 128
     """Maximum number of tokens that the judge writes, with `generate`."""
     max_tokens: Annotated[int, at_least(1)] = 8192
-    """Maximum number of tokens in the judge's prompt; too long a response loses its beginning."""
+    """Maximum number of tokens in the judge's prompt; a longer response loses its beginning."""
     batch_rows: Annotated[int, at_least(1)] = 32
     """Maximum number of requests in a batch."""
     batch_tokens: Annotated[int, at_least(1)] = 32768
@@ -75,7 +75,7 @@ class JudgeRewardConfig(RewardConfig):
     """Maximum device memory in GB for the judge, enforced by MPS; 0: no limit."""
 
     def problems(self, key: str) -> list[str]:
-        """See `RewardConfig`."""
+        """Return errors for conflicting keys (`RewardConfig.problems`)."""
         out = []
         if not self.model:
             what = (

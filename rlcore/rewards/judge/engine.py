@@ -1,9 +1,10 @@
 """Judge backend that uses a server with OpenAI's chat completions, such as SGLang or vLLM.
 
-With `prefill` it requests one token and the log-probs of the likeliest tokens; with `generate` it
-requests text. `rewards/http.py` handles requests, retries and deadlines.
+With `--reward.method prefill`, the backend requests one token and the log-probs of the likeliest
+tokens; with `generate`, it requests text. `rewards/http.py` handles requests, retries and
+deadlines.
 
-Own code instead of the package openai: its requests share retries and deadlines with http.py.
+Own code instead of the package openai, so that requests share retries and deadlines with http.py.
 """
 
 import json
@@ -23,7 +24,7 @@ from rlcore.rewards.wire import ScoreJob
 from rlcore.utils.errors import ConfigError
 
 _TOP = 20
-"""Number of likeliest tokens requested: the maximum of OpenAI's interface."""
+"""Number of likeliest tokens whose log-probs are requested: the maximum of OpenAI's interface."""
 
 
 def key_of(cfg: JudgeRewardConfig) -> str:
@@ -36,7 +37,7 @@ def key_of(cfg: JudgeRewardConfig) -> str:
 
 
 class EngineBackend:
-    """`runner.Backend` over HTTP with at most `workers` requests at a time."""
+    """`runner.Backend` that sends HTTP requests, at most `workers` at a time."""
 
     def __init__(
         self,
@@ -44,8 +45,7 @@ class EngineBackend:
         host: RunnerHost,
         settle: Callable[[int, RewardResult, str], None],
     ) -> None:
-        """Start the HTTP client. Raises ValueError if `api_key_env` names a variable that is not
-        set."""
+        """Start the HTTP client. Raises ValueError if the variable `api_key_env` is not set."""
         self._cfg, self._settle, self._rubric = cfg, settle, Rubric(cfg)
         headers = {}
         if key := key_of(cfg):
@@ -60,15 +60,15 @@ class EngineBackend:
         )
 
     def ask(self, job: ScoreJob) -> None:
-        """See `Backend`."""
-        sample = msgspec.structs.replace(job.sample, id=str(job.key))  # so `drop` can cancel by key
+        """Send the request for a verdict (`Backend.ask`)."""
+        sample = msgspec.structs.replace(job.sample, id=str(job.key))  # `drop` cancels by this id
         try:
             self._requests.submit(msgspec.structs.replace(job, sample=sample))
         except ValueError as error:
             self._settle(job.key, RewardResult(score=0.0, error=f"rubric: {error}"), "")
 
     def drop(self, keys: Collection[int]) -> None:
-        """See `Backend`."""
+        """Cancel the requests with these keys (`Backend.drop`)."""
         self._requests.cancel([str(key) for key in keys])
 
     def close(self) -> None:
@@ -76,8 +76,7 @@ class EngineBackend:
         self._requests.close()
 
     def _body(self, job: ScoreJob) -> bytes:
-        """Encode the body of a request. Raises ValueError if the rubric cannot be rendered for the
-        job."""
+        """Encode the body of a request. Raises ValueError if the rubric cannot be rendered."""
         cfg, prompt = self._cfg, job.prompt
         text = self._rubric.render(prompt.text, prompt.answer, job.text, prompt.fields)
         body: dict[str, Any] = {
@@ -114,8 +113,8 @@ class EngineBackend:
         return RewardResult(score=score, details=details)
 
     def _shares(self, top: list[dict[str, Any]]) -> tuple[float, float]:
-        """Sum the probabilities of good words, and of bad words, among the likeliest tokens. White
-        space around a token is ignored."""
+        """Sum the probabilities of the good verdicts and of the bad verdicts among the likeliest
+        tokens. White space around a token is ignored."""
         shares = {True: 0.0, False: 0.0}
         for entry in top:
             word = entry["token"].strip()

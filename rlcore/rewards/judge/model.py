@@ -53,8 +53,9 @@ class JudgeModel:
     ) -> None:
         """Load the weights that always stay on the device.
 
-        `memory_bytes` is the judge's limit on the device; 0: all free memory. `free` replaces the
-        query of free memory, for tests. Raises ValueError if the folder has no supported model.
+        `memory_bytes` is the judge's limit on the device; 0: all free memory. In tests, the
+        function `free` returns the free bytes. Raises ValueError if the folder has no supported
+        model.
         """
         self.hf = HFConfig.from_folder(folder, "--reward.model")
         self.dtype, self.device = _DTYPES[dtype], device
@@ -82,8 +83,9 @@ class JudgeModel:
 
     @torch.no_grad()
     def probabilities(self, rows: Sequence[Sequence[int]], ids: Sequence[int]) -> Tensor:
-        """Return the probability of each token in `ids` after each row, over the whole vocabulary:
-        [rows, ids] float32 on the CPU. Keys and values of only one layer are kept at a time."""
+        """Return the probability of each token in `ids` as the next token of each row: [rows, ids]
+        float32 on the CPU. The softmax is over the whole vocabulary. Only one layer's KV is
+        kept."""
         longest = max(map(len, rows))
         self._decide(work_bytes(self.hf, self.dtype, len(rows), longest))
         logits = self._prefill(rows, self._cache(len(rows), longest, shared=True))
@@ -93,8 +95,8 @@ class JudgeModel:
     def generate(
         self, rows: Sequence[Sequence[int]], max_tokens: int, stop_ids: Collection[int]
     ) -> list[list[int]]:
-        """Generate greedily after each row, up to `max_tokens` or a stop token, which is not
-        returned. Streamed layers are copied once per token."""
+        """Generate tokens greedily for each row, up to `max_tokens` or a stop token, which is not
+        returned. Streamed layers are copied to the device once per token."""
         count, longest = len(rows), max(map(len, rows))
         self._decide(work_bytes(self.hf, self.dtype, count, longest, max_tokens))
         cache = self._cache(count, longest + max_tokens, shared=False)
@@ -130,8 +132,8 @@ class JudgeModel:
             torch.cuda.empty_cache()
 
     def shrink(self) -> None:
-        """Stream all layers, because another process took the memory that a batch needed. No layer
-        becomes resident until `may_grow` is called, however much memory seems free."""
+        """Stream all layers, after a batch ran out of memory that another process had taken. No
+        layer becomes resident until `may_grow` is called, however much memory seems free."""
         self.is_small = True
         self.layers.set_resident(0)
 
@@ -163,8 +165,7 @@ class JudgeModel:
         return logits
 
     def _cache(self, rows: int, length: int, shared: bool) -> Cache:
-        """Allocate the KV cache of a batch. `shared`: all layers use the same space, one after
-        another."""
+        """Allocate the KV cache of a batch. `shared`: all layers use the same space in turn."""
         hf = self.hf
         cache = Cache(
             hf.num_layers,
@@ -181,7 +182,7 @@ class JudgeModel:
         return cache
 
     def _decide(self, work: int) -> None:
-        """Keep as many layers resident as fit in memory with a batch that takes `work` bytes."""
+        """Keep as many layers resident as fit in memory beside a batch that takes `work` bytes."""
         if self.is_small:
             return
         held = self.layers.num_buffers * self._sizes.layer

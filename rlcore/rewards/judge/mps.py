@@ -40,8 +40,8 @@ class MPSError(RuntimeError):
 
 
 class Daemon:
-    """MPS daemon of this node, started by this or another process. `environment` has the variables
-    that clients of the daemon need."""
+    """MPS daemon of this node, started by this or another process. `environment` has the
+    environment variables that clients of the daemon need."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Daemon:
         lock: int | None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Record the daemon. By default, `environment` has the variables for pipes in `folder`."""
+        """Store the daemon's data. By default, `environment` has the variables for `folder`."""
         self.folder = folder
         self._process, self._lock = process, lock
         of_folder = {PIPES: str(folder / "pipe"), LOGS: str(folder / "log")}
@@ -78,8 +78,8 @@ class Daemon:
 
 
 def wanted(reward: RewardConfig | RewardSum) -> tuple[str, bool]:
-    """Return the key of a local judge's section that may use MPS ("" if none), and whether its
-    `mps` is `on`. Raises ConfigError if `mps` is `on` and there is no GPU."""
+    """Return the config key of a local judge that may use MPS ("" if none), and whether its `mps`
+    is `on`. Raises ConfigError if `mps` is `on` and there is no GPU."""
     judges = [
         (key, section)
         for key, section in reward_sections(reward).items()
@@ -94,7 +94,7 @@ def wanted(reward: RewardConfig | RewardSum) -> tuple[str, bool]:
 
 
 def of_run(reward: RewardConfig | RewardSum) -> Daemon | None:
-    """Join or start the MPS daemon of a run with a local judge; None: the run uses no MPS.
+    """Join or start the MPS daemon of a run with a local judge. Return None if the run uses no MPS.
 
     Sets the daemon's environment variables for this process and its children, so call it before any
     CUDA call. Raises ConfigError if MPS is `on` and cannot be used.
@@ -187,8 +187,8 @@ def join(folder: Path, timeout_s: float = 30.0) -> Daemon:
 
 
 def _start(folder: Path, environment: dict[str, str], deadline: float) -> subprocess.Popen:
-    """Start a daemon and wait until it answers. Existing pipes are stale, because this process
-    holds the lock and no daemon answers."""
+    """Start an MPS daemon and wait until it answers. Existing pipes are removed as stale, because
+    this process holds the lock and no daemon answers."""
     pipes, logs = folder / "pipe", folder / "log"
     if pipes.exists():
         log.warning("MPS: removing %s, left behind by a daemon that has failed", pipes)
@@ -201,7 +201,7 @@ def _start(folder: Path, environment: dict[str, str], deadline: float) -> subpro
         raise MPSError(f"its folder {folder} cannot be used ({error})") from error
     libc = ctypes.CDLL(None)
 
-    def tie() -> None:  # SIGTERM when the parent exits, so that no daemon outlives its run
+    def tie() -> None:  # send SIGTERM when the parent exits, so that no daemon outlives its run
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
     with output:
@@ -228,7 +228,7 @@ def _start(folder: Path, environment: dict[str, str], deadline: float) -> subpro
 
 
 def answers(environment: dict[str, str]) -> bool:
-    """Return whether a daemon answers at these pipes."""
+    """Return whether an MPS daemon answers at the pipes that `environment` names."""
     if not Path(environment[PIPES], "control").exists():
         return False
     try:
@@ -239,8 +239,8 @@ def answers(environment: dict[str, str]) -> bool:
 
 
 def command(environment: dict[str, str], line: str, timeout_s: float) -> str:
-    """Send a command to the daemon at these pipes and return its output. Raises MPSError if the
-    command fails."""
+    """Send a command to the MPS daemon that `environment` names, and return its output. Raises
+    MPSError if the command fails."""
     try:
         done = subprocess.run(
             [CONTROL],
@@ -265,7 +265,8 @@ def _said(logs: Path) -> str:
 
 
 def _end(process: subprocess.Popen, timeout_s: float) -> None:
-    """Wait for a child process to exit; then send SIGTERM, then SIGKILL, to its whole session."""
+    """Wait until a child process exits. If it does not, send SIGTERM, then SIGKILL, to its
+    group."""
     for kill in (None, signal.SIGTERM, signal.SIGKILL):
         if kill is not None:
             with contextlib.suppress(ProcessLookupError):

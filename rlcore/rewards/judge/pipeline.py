@@ -1,4 +1,4 @@
-"""Layers of a model in order, of which only some stay on the device: RollPacker's layer-wise
+"""Pipeline over the layers of a model that is only partly on the device: RollPacker's layer-wise
 pipeline (arXiv 2509.21009, PAPERS.md A4).
 
     device    [0][1] . [3][4] . [6]     resident layers stay in their buffers
@@ -13,8 +13,8 @@ result is bitwise the same for any number of resident layers.
 On CUDA, streamed layers are kept in pinned host memory and copied on a separate stream. On the CPU,
 a thread reads them from the mapped safetensors and releases the pages.
 
-Own code instead of accelerate's offloading: without resident layers a batch takes 0.80 of the time
-with accelerate, and layers may stay resident (`tools/results/judge_pipeline.json`).
+Own code instead of accelerate's offloading: without resident layers, a batch takes 0.80 times as
+long as with accelerate, and layers may stay resident (`tools/results/judge_pipeline.json`).
 """
 
 from collections import deque
@@ -38,8 +38,8 @@ OnRead = Callable[[int], None]
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """Memory for one layer. Matrices have the same layout as in the file, so that filling a buffer
-    is plain copying."""
+    """Memory that holds one layer. Matrices have the same layout as in the file, so that filling a
+    buffer is plain copying."""
 
     flat: Tensor
     layer: Layer
@@ -58,14 +58,14 @@ class Ticket(Protocol):
     """Handle of a copy in progress."""
 
     def wait(self) -> None:
-        """Block until newly queued work may use the layer."""
+        """Make all work queued from now on wait for the copy. On the CPU, block until it ends."""
 
 
 class Carrier(Protocol):
-    """Interface that copies layers to buffers on the device."""
+    """Interface for copying layers to buffers on the device."""
 
     def bring(self, number: int, buffer: Buffer, stays: bool = False) -> Ticket:
-        """Start to fill the buffer with layer `number`, after the work queued on the buffer so far.
+        """Start to copy layer `number` to the buffer, after all queued work that uses the buffer.
         `stays`: the layer becomes resident, so it is not requested again soon."""
 
     def close(self) -> None:
@@ -73,15 +73,14 @@ class Carrier(Protocol):
 
 
 class FileCarrier:
-    """Carrier for the CPU, where device and host share memory. It reads mapped safetensors in one
-    thread."""
+    """Carrier for the CPU: reads mapped safetensors into buffers, in one thread."""
 
     def __init__(self, reader: WeightReader, on_read: OnRead | None = None) -> None:
         self._reader, self._on_read = reader, on_read
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge layers")
 
     def bring(self, number: int, buffer: Buffer, stays: bool = False) -> Ticket:
-        """See `Carrier`. On the CPU, all earlier work on the buffer has already ended."""
+        """Start to read a layer (`Carrier.bring`). On the CPU, the buffer is no longer in use."""
         return _Read(self._thread.submit(read_layer, self._reader, number, buffer, self._on_read))
 
     def close(self) -> None:
@@ -109,13 +108,13 @@ class PinnedCarrier:
         self._host: dict[int, Buffer] = {}
 
     def bring(self, number: int, buffer: Buffer, stays: bool = False) -> Ticket:
-        """See `Carrier`. The copy is queued and not awaited."""
+        """Queue the copy of a layer on the CUDA stream, without waiting (`Carrier.bring`)."""
         host = self._host.pop(number, None)
         if host is None:
             host = make_buffer(self._hf, self._dtype, torch.device("cpu"), pinned=True)
             read_layer(self._reader, number, host)
         if not stays:
-            self._host[number] = host  # else torch frees the host buffer after the copy
+            self._host[number] = host  # if `stays`, torch frees the host buffer after the copy
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             buffer.flat.copy_(host.flat, non_blocking=True)
@@ -140,7 +139,7 @@ class _Copy:
 def read_layer(
     reader: WeightReader, number: int, buffer: Buffer, on_read: OnRead | None = None
 ) -> None:
-    """Fill a buffer in host memory from the files, and release the pages that were read."""
+    """Read a layer from the files into a buffer in host memory, and release the mapped pages."""
     prefix = layer_prefix(number)
     for name, view in buffer.views.items():
         tensor = reader.get(prefix + name)
@@ -152,8 +151,8 @@ def read_layer(
 
 
 class LayerPipeline:
-    """Iterable over the layers in order, once per forward pass. Asking for the next layer signals
-    that all work of the previous layer is queued. The layer's slot is refilled after that work."""
+    """Iterable over the layers in order, once per forward pass. Before the caller requests the next
+    layer, it must queue all work of the current layer, because the buffer is then refilled."""
 
     def __init__(
         self,
@@ -188,21 +187,21 @@ class LayerPipeline:
         return len(self._resident) + len(self._slots)
 
     def set_resident(self, number: int) -> None:
-        """Set the number of resident layers, between two forward passes. Layers are evicted before
-        new layers are loaded."""
+        """Set the number of resident layers; called between two forward passes. Layers are evicted
+        before new layers are loaded."""
         num_streamed = self._hf.num_layers - number
         assert 0 <= num_streamed <= self._hf.num_layers, number
         wanted = sorted(self._leaving[:num_streamed])
         is_so = wanted == self._streamed and num_streamed == self.num_streamed
         if is_so and len(self._slots) == min(SLOTS, num_streamed):
-            return  # no change, and the last change did not run out of memory
+            return  # no change, and the previous call did not run out of memory
         self._stop()
         self._streamed = wanted
         for leaving in self._resident.keys() & set(self._streamed):
             del self._resident[leaving]
         del self._slots[min(SLOTS, num_streamed) :]
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # give evicted memory to other processes
+            torch.cuda.empty_cache()  # give the evicted layers' memory to other processes
         coming = [n for n in range(self._hf.num_layers) if n not in self._streamed]
         for number in coming:
             if number not in self._resident:
@@ -231,7 +230,7 @@ class LayerPipeline:
                     self._fetch(self._following(after), slot)
             done = True
         finally:
-            if not done:  # the forward was abandoned, and `_ahead` lacks the slot in use
+            if not done:  # the caller stopped early, so the next pass must restart the copies
                 self._stop()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Judge process: receives requests, runs batches through the model, and sends verdicts.
 
-    python -m rlcore.rewards.judge.process FD PARENT
+    python -m rlcore.rewards.judge.process CHANNEL_DESCRIPTOR PARENT_PID
 
 `runner.ProcessBackend` starts this process, which exits with its parent. It inherits the parent's
 environment and adds the MPS limits before CUDA starts.
@@ -45,7 +45,7 @@ restarts the parent's time-out."""
 def main() -> None:
     try:
         serve(open_guarded_channel("judge"))
-    except EOFError:  # the parent has closed its end
+    except EOFError:  # the parent has closed the channel
         sys.exit(0)
 
 
@@ -55,7 +55,7 @@ def serve(channel: Channel) -> None:
     sys.path[:] = load.sys_path
     cfg = msgspec.convert(load.config, JudgeRewardConfig)
     device, _, number = load.device.partition(":")
-    if device == "cuda":  # CUDA reads these variables when it starts in this process
+    if device == "cuda":  # set the MPS limits before CUDA starts in this process
         os.environ.update(mps.limits(cfg.mps_percent, cfg.mps_gb, int(number)))
     try:
         judge = JudgeServer(cfg, load.device)
@@ -93,7 +93,7 @@ def take(channel: Channel, judge: "JudgeServer", timeout_s: float | None) -> Non
 
 @dataclass(eq=False, slots=True)
 class JudgeRow:
-    """Tokenized request."""
+    """Tokenized request to the judge."""
 
     key: int
     ids: list[int]
@@ -103,7 +103,7 @@ class JudgeRow:
 
 
 class JudgeServer:
-    """Judge in its process: the model with its tokenizer and rubric."""
+    """Judge inside its process: model, tokenizer, rubric and the waiting requests."""
 
     def __init__(self, cfg: JudgeRewardConfig, device: str) -> None:
         """Load the model. Raises ValueError if settings, rubric and model are incompatible."""
@@ -150,9 +150,9 @@ class JudgeServer:
     def _read(self, begins: Callable[[int], None]) -> None:
         """Tokenize received requests, up to `_READ_CHARS` characters.
 
-        Nothing is scored meanwhile and the parent's time-out runs, so `begins` is called with the
-        next key after every chunk. If a request cannot be rendered, its error is returned when its
-        batch is scored.
+        Meanwhile nothing is scored, but the parent's time-out runs. After every chunk, `begins`
+        therefore notifies the parent, given the key of the next request. If a request cannot be
+        rendered, its error is returned when its batch is scored.
         """
         num_chars = stretch = 0
         while self._unread and num_chars < _READ_CHARS:
@@ -183,7 +183,7 @@ class JudgeServer:
         if over <= 0:
             return ids, False
         words = self._tokenizer.encode(response)
-        kept = words[over + 8 :]  # tokenizing the cut text may add tokens
+        kept = words[over + 8 :]  # cut 8 more: tokenizing the cut text may add tokens
         if kept:
             ids = self._render(prompt, ask, self._tokenizer.decode(kept))
         if not kept or len(ids) > self._longest:
@@ -201,7 +201,7 @@ class JudgeServer:
 
     def next_batch(self, begins: Callable[[int], None] = lambda key: None) -> list[JudgeRow]:
         """Take the oldest request and further requests of similar length, to keep padding small.
-        `begins`: see `_read`."""
+        `begins` restarts the parent's time-out, given the key of a request (see `_read`)."""
         self._read(begins)
         if not self.waiting:
             return []
@@ -222,8 +222,8 @@ class JudgeServer:
         return batch
 
     def score(self, batch: list[JudgeRow]) -> list[RewardResult]:
-        """Score a batch and return results in its order. If device memory is too small, retry the
-        batch in halves, without resident layers."""
+        """Score a batch and return the results in the batch's order. If device memory is too small,
+        retry the batch in halves, without resident layers."""
         if batch[0].error:
             return [RewardResult(score=0.0, error=batch[0].error)]
         found = self._fit(batch)
@@ -236,7 +236,7 @@ class JudgeServer:
         try:
             return self._score(batch)
         except torch.OutOfMemoryError as error:
-            why = sentence(error)  # the error object keeps the tensors of the forward alive
+            why = sentence(error)  # keep no error object: it would hold the forward pass's tensors
         was_small = self.model.is_small
         self.model.shrink()
         if len(batch) == 1:
@@ -281,7 +281,7 @@ class JudgeServer:
 
 
 def _verdict(errors: dict[int, str], row: int, score: Callable[..., float], *args: Any) -> float:
-    """Return the score of a row. If the row has no verdict, record the error and return 0."""
+    """Return a row's score. If the judge gave no verdict, record the error and return 0."""
     try:
         return score(*args)
     except ValueError as error:

@@ -25,7 +25,7 @@ class JudgeSizes:
     layer: int
     """Bytes of one layer."""
     outer: int
-    """Bytes of embedding, last norm and head, which always stay."""
+    """Bytes of embedding, final norm and head, which always stay on the device."""
 
 
 def sizes_of(hf: HFConfig, dtype: torch.dtype) -> JudgeSizes:
@@ -45,11 +45,11 @@ def most_resident(num_layers: int, ratio: float) -> int:
 
 
 def num_resident(sizes: JudgeSizes, ratio: float, free_bytes: float) -> int:
-    """Return how many layers stay on the device if `free_bytes` are free for layers and slots
-    together.
+    """Return how many layers stay on the device if `free_bytes` are free for resident layers and
+    slots (the buffers of streamed layers).
 
-    If all layers stay, no slots are needed; otherwise `SLOTS` slots are. Returns 0 even if not all
-    slots fit, because the judge needs at least the slots.
+    If all layers stay, no slots are needed; otherwise `SLOTS` slots are. If even the slots do not
+    fit, return 0, because the judge cannot run without them.
     """
     fit = int(free_bytes * (1 - MARGIN) // sizes.layer)
     most = most_resident(sizes.num_layers, ratio)
@@ -62,11 +62,11 @@ def work_bytes(
     hf: HFConfig, dtype: torch.dtype, rows: int, longest: int, new_tokens: int = 0
 ) -> int:
     """Estimate the bytes that a batch of `rows` x `longest` padded tokens takes besides weights.
-    With `new_tokens`, keys and values of all layers are kept, otherwise those of a single layer."""
+    With `new_tokens`, keys and values of all layers are kept, otherwise of only one layer."""
     tokens = rows * longest
     inner = hf.experts_per_token * hf.moe_intermediate_size or hf.intermediate_size
     heads = (hf.num_heads + 2 * hf.num_kv_heads) * hf.head_dim
-    # hidden states in and out, their norm, q k v before and after RoPE, gate and up and product
+    # activations: hidden states (in, out, norm), q k v before and after RoPE, gate, up and product
     per_token = 4 * hf.hidden_size + 3 * heads + 3 * inner
     kept = 2 * hf.num_kv_heads * hf.head_dim * (hf.num_layers if new_tokens else 1)
     cache = rows * (longest + new_tokens + 16) * kept
@@ -78,7 +78,7 @@ class Footprint:
     """Memory of one judge besides its CUDA context, in bytes."""
 
     stay: int
-    """Device bytes of embedding, last norm, head, resident layers and slots, at most."""
+    """Maximum device bytes of embedding, final norm, head, resident layers and slots."""
     work: int
     """Estimated device bytes of the largest batch."""
     host: int
@@ -109,8 +109,8 @@ def footprint(cfg: JudgeRewardConfig, hf: HFConfig) -> Footprint:
 
 
 def host_growth(cfg: JudgeRewardConfig, hf: HFConfig, device_type: str) -> int:
-    """Return the bytes of host memory by which a healthy judge may grow after its start: for its
-    layers, which are read on first use, and on the CPU also for its largest batch."""
+    """Return how many bytes of host memory a healthy judge may add after its start: for its layers,
+    which are read on first use, and on the CPU also for its largest batch."""
     sizes = sizes_of(hf, getattr(torch, cfg.dtype))
     if device_type == "cuda":
         return 2 * sizes.num_layers * sizes.layer  # torch rounds pinned memory up to powers of two
@@ -118,11 +118,12 @@ def host_growth(cfg: JudgeRewardConfig, hf: HFConfig, device_type: str) -> int:
 
 
 def spread(num_layers: int) -> list[int]:
-    """Return the layers in the order of their eviction. Any number of evicted layers is spread
-    evenly over the model, and the next eviction moves no other layer.
+    """Return the layers in the order of their eviction. However many layers are evicted, they are
+    spread evenly over the model.
 
     In RollPacker, the first layers stay and all others stream, so a copy overlaps with the
-    computation of one layer. Here it also overlaps with the resident layers before that layer.
+    computation of one layer. Here the copy also overlaps with the resident layers between two
+    streamed layers.
     """
     bits = max(1, (num_layers - 1).bit_length())
     return sorted(range(num_layers), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
@@ -130,7 +131,7 @@ def spread(num_layers: int) -> list[int]:
 
 def free_on(device: torch.device, available: Callable[[], int]) -> int:
     """Return the bytes that this process could allocate on the device now. `available` returns the
-    free host memory."""
+    free host memory, which counts if the device is the CPU."""
     if device.type != "cuda":
         return available()
     ours = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -12,8 +12,8 @@ RUBRIC = Path(__file__).with_name("rubric.jinja")
 
 
 class Rubric:
-    """Jinja template of the judge's prompt, with the names `prompt answer response fields method
-    good bad`."""
+    """Jinja template of the judge's prompt, with the variables `prompt`, `answer`, `response`,
+    `fields`, `method`, `good` and `bad`."""
 
     def __init__(self, cfg: JudgeRewardConfig) -> None:
         """Load the template. Raises ValueError if the file cannot be read or is not a valid
@@ -57,7 +57,7 @@ class Rubric:
                 good=cfg.good,
                 bad=cfg.bad,
             )
-        except Exception as error:  # an expression on a row's fields may raise anything
+        except Exception as error:  # the template's use of a row's fields may raise anything
             raise ValueError(f"--reward.rubric: {type(error).__name__}: {error}") from error
 
     def read(self, text: str) -> float:
@@ -68,7 +68,7 @@ class Rubric:
         return self.of_word(found[-1])
 
     def of_word(self, word: str) -> float:
-        """Convert one verdict to a score. Raises ValueError if the verdict is invalid."""
+        """Convert a verdict (word or points) to a score. Raises ValueError if it is invalid."""
         cfg, bare = self._cfg, word.strip().strip(".,;:!*`\"'()[]")
         if bare in cfg.good or bare in cfg.bad:
             return float(bare in cfg.good)
@@ -80,7 +80,7 @@ class Rubric:
 
 
 def of_probabilities(good: float, bad: float) -> float:
-    """Compute P(good) / (P(good) + P(bad)). Raises ValueError if both are 0."""
+    """Compute the score P(good) / (P(good) + P(bad)). Raises ValueError if both are 0."""
     if not good + bad > 0:
         raise ValueError("the judge gives none of the verdict tokens a probability")
     return good / (good + bad)

@@ -41,17 +41,17 @@ _CLOSE_S = 20.0
 _MEMORY_CHECK_S = 0.25
 
 Settle = Callable[[int, RewardResult, str], None]
-"""Callback with a request's key, its result, and the judge's output if the request failed."""
+"""Callback for a result: the request's key, the result, and after a failure the judge's output."""
 
 
 class Backend(Protocol):
-    """Backend that obtains verdicts. No call blocks, except `close`."""
+    """Interface of a backend, which obtains verdicts. No call blocks, except `close`."""
 
     def ask(self, job: ScoreJob) -> None:
-        """Request a verdict, which is passed to `Settle` later with the job's key."""
+        """Request a verdict. The callback `Settle` later gets it, with the job's key."""
 
     def drop(self, keys: Collection[int]) -> None:
-        """Cancel these requests."""
+        """Cancel the requests with these keys."""
 
     def close(self) -> None:
         """Stop the backend and everything that it started."""
@@ -70,12 +70,12 @@ class JudgeRunner:
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[bytes, float] = OrderedDict()
         self._waiting: dict[bytes, tuple[int, list[ScoreJob]]] = {}
-        """Requests in flight: the backend's key, and the jobs that wait for the verdict."""
+        """Requests in flight, by digest: the backend's key, and the jobs that wait."""
         self._digests: dict[int, bytes] = {}
         self._backend = make(self._settle)
 
     def submit(self, job: ScoreJob) -> None:
-        """See `Runner`."""
+        """Request a verdict, unless it is cached or already requested (`Runner.submit`)."""
         digest = digest_of(job)
         with self._lock:
             known = self._verdicts.get(digest)
@@ -93,7 +93,7 @@ class JudgeRunner:
             self._backend.ask(job)
 
     def cancel(self, ids: Collection[RequestId]) -> None:
-        """See `Runner`."""
+        """Cancel samples (`Runner.cancel`), and requests for which no other sample waits."""
         idle = []
         with self._lock:
             for digest, (key, jobs) in list(self._waiting.items()):
@@ -105,13 +105,13 @@ class JudgeRunner:
             self._backend.drop(idle)
 
     def close(self) -> None:
-        """See `Runner`."""
+        """Close the backend."""
         self._backend.close()
 
     def _settle(self, key: int, result: RewardResult, printed: str) -> None:
         with self._lock:
             digest = self._digests.pop(key, None)
-            if digest is None:  # cancelled
+            if digest is None:  # the request was cancelled
                 return
             _, jobs = self._waiting.pop(digest)
             if not result.error and self._room:
@@ -151,7 +151,7 @@ class _Entry:
         self.sent = False
 
     def send_alone(self) -> None:
-        """Send the request in a batch of its own from now on."""
+        """Mark the request to be sent in a batch of its own."""
         self.ask = msgspec.structs.replace(self.ask, alone=True)
 
 
@@ -181,11 +181,11 @@ class ProcessBackend:
         self._running: tuple[int, ...] = ()
         self._since = self._limit_s = 0.0
         self._is_asked = False
-        """Whether the judge has requests. If so, it is restarted unless it sends a message within
-        the time-out."""
+        """Whether the judge has unanswered requests. If so, the judge is restarted unless it sends
+        a message within the time-out."""
         self._growth = self._begin_growth = 0
-        """`_growth`: bytes by which the judge may grow after its start. `_begin_growth`: bytes by
-        which the judge exceeded `_growth` when its batch began."""
+        """`_growth`: bytes by which the judge's memory may grow after its start. `_begin_growth`:
+        bytes by which the judge exceeded `_growth` when its current batch began."""
         self._memory_checked = 0.0
         self._worker: RewardWorker | None = None
         self._failed_starts = 0
@@ -196,10 +196,10 @@ class ProcessBackend:
         self._thread = threading.Thread(target=self._main, name="judge", daemon=True)
         self._thread.start()
 
-    # ---- the caller's side
+    # ---- the caller's thread
 
     def ask(self, job: ScoreJob) -> None:
-        """See `Backend`."""
+        """Queue a request for the judge process (`Backend.ask`)."""
         prompt = job.prompt
         ask = GradeRequest(job.key, prompt.text, prompt.answer, job.text, prompt.fields)
         with self._lock:
@@ -207,7 +207,7 @@ class ProcessBackend:
         os.eventfd_write(self._wake, 1)
 
     def drop(self, keys: Collection[int]) -> None:
-        """See `Backend`. A running batch continues."""
+        """Cancel waiting requests (`Backend.drop`). A running batch continues."""
         with self._lock:
             self._dropped |= set(keys)
         os.eventfd_write(self._wake, 1)
@@ -224,13 +224,13 @@ class ProcessBackend:
             return
         os.close(self._wake)
 
-    # ---- the thread's side
+    # ---- the backend's thread
 
     def _main(self) -> None:
         try:
             while not self._closing and not self._failure:
                 self._step()
-        except Exception as error:  # must not be silent: poll raises the error
+        except Exception as error:  # report the failed thread, so that `poll` raises an error
             log.exception("judge: its thread failed")
             self._fail(f"the judge's thread failed: {type(error).__name__}: {error}")
         finally:
@@ -265,7 +265,7 @@ class ProcessBackend:
             entry = self._entries.pop(key, None)
             if entry is not None and entry.sent:
                 gone.append(key)
-        self._update_deadline(is_new=False)  # no deadline if no sent request is left
+        self._update_deadline(is_new=False)  # if no sent request is left, there is no deadline
         if gone and self._worker is not None:
             self._worker.send(frame(CancelRequests(tuple(gone))))
 
@@ -280,7 +280,7 @@ class ProcessBackend:
                 self._update_deadline(is_new=not self._is_asked)
 
     def _update_deadline(self, is_new: bool = True) -> None:
-        """Update `_is_asked`. If `is_new`, restart the judge's time-out."""
+        """Update whether the judge has requests. If `is_new`, restart the judge's time-out."""
         self._is_asked = any(entry.sent for entry in self._entries.values())
         if is_new:
             self._since, self._limit_s = time.monotonic(), self._cfg.timeout_s
@@ -354,7 +354,7 @@ class ProcessBackend:
             self._ended(f"timeout after {self._limit_s:g} s")
 
     def _grown(self, worker: RewardWorker) -> int:
-        """Return the bytes by which the judge exceeds its allowed growth."""
+        """Return the bytes by which the judge's memory exceeds its allowed growth."""
         return worker.rss() - worker.start_rss - self._growth
 
     def _check_memory(self) -> None:
@@ -375,7 +375,8 @@ class ProcessBackend:
     def _ended(self, reason: str, is_innocent: bool = False) -> None:
         """Stop the process, which has exited or must be killed. The running batch fails if it has
         one request or timed out; otherwise its requests are retried one by one. Other requests are
-        sent again. With `is_innocent` the batch is not the cause: all requests are sent again."""
+        sent again. With `is_innocent` the batch is not the cause, so all requests are sent
+        again."""
         worker, self._worker = self._worker, None
         assert worker is not None
         status = worker.end(exiting=not reason)

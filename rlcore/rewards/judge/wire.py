@@ -8,10 +8,10 @@ from rlcore.records import RewardResult
 
 
 class LoadJudge(Struct, frozen=True, tag=True):
-    """First message: the settings to load, and the device."""
+    """First message to the judge process: the judge's settings and its device."""
 
     config: dict[str, Any]
-    """Values of the config section."""
+    """Values of the judge's config section, by key."""
     device: str
     sys_path: tuple[str, ...]
 
@@ -25,26 +25,26 @@ class GradeRequest(Struct, frozen=True, tag=True):
     text: str
     fields: dict[str, Any]
     alone: bool = False
-    """Whether to score the request in its own batch, because an earlier batch with it crashed the
-    judge."""
+    """Whether to score the request in a batch of its own, because an earlier batch with this
+    request crashed the judge."""
 
 
 class CancelRequests(Struct, frozen=True, tag=True):
-    """Cancellation of requests."""
+    """Message that cancels the requests with these keys."""
 
     keys: tuple[int, ...]
 
 
 class JudgeReady(Struct, frozen=True, tag=True):
-    """Reply that the judge is loaded, or the error if loading failed."""
+    """Reply to `LoadJudge`: the judge is loaded, or `error` says why loading failed."""
 
     error: str = ""
     growth_bytes: int = 0
-    """Bytes of host memory by which layers and batches may make the judge grow."""
+    """Bytes of host memory by which the judge may grow after its start, for layers and batches."""
 
 
 class BatchStarted(Struct, frozen=True, tag=True):
-    """Start of a batch, from which the batch's deadline is measured."""
+    """Message that a batch has started. Its arrival restarts the parent's time-out."""
 
     keys: tuple[int, ...]
 

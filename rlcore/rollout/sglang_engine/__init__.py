@@ -1,1 +1,1 @@
-"""SGLang as an `Engine`. Only this package imports sglang."""
+"""Adapter that runs SGLang as an `Engine`; only this package imports sglang."""

@@ -19,10 +19,10 @@ def extend(
     forward_batch: Any,
     save_kv_cache: bool = True,
 ) -> Tensor:
-    """Wrap `TorchNativeAttnBackend.forward_extend`. Prefills still use SGLang's method.
+    """Wrap `TorchNativeAttnBackend.forward_extend` for steps that verify drafts, not for prefills.
 
-    When drafts are verified, each request has `draft_token_num` tokens after the `seq_lens` tokens
-    in the cache. Attention is causal. A single token is computed as in SGLang's decode step.
+    A verify step has `draft_token_num` tokens per request after the `seq_lens` tokens in the cache.
+    Attention is causal. A single token is computed as in SGLang's decode step.
     """
     if not forward_batch.forward_mode.is_target_verify():
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache)

@@ -1,6 +1,5 @@
-"""Counters of decode steps and drafts, in a memory-mapped file. The scheduler process adds to the
-counters and the engine reads them. Counters are never reset: the engine takes the difference since
-its last read."""
+"""Counters of decode steps and drafts in a memory-mapped file. The scheduler adds to the counters.
+The engine reads the difference since its last read, because counters are never reset."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -27,14 +26,15 @@ class Counters:
     """One process's access to the shared counters. Names and units are those of `Stats`."""
 
     def __init__(self, folder: str, *, new: bool = False) -> None:
-        """`new`: create the file; if false, open an existing file."""
+        """Map the counter file. If `new`, create the file, else open the existing file."""
         shape = (len(_NAMES) + 3 * _SIZES,)
         mode: Literal["w+", "r+"] = "w+" if new else "r+"
         self._numbers = np.memmap(Path(folder) / FILE, np.float64, mode, shape=shape)
         self._taken: np.ndarray = self._numbers.copy()
 
     def add(self, **numbers: float) -> None:
-        """Add these numbers to the counters of the same names. `knee` is no counter: replace it."""
+        """Add these numbers to the counters of the same names. For `knee`, set the value
+        instead."""
         for name, number in numbers.items():
             at = _NAMES.index(name)
             self._numbers[at] = number if name == "knee" else self._numbers[at] + number

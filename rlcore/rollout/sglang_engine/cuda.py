@@ -1,9 +1,8 @@
-"""CUDA set-up for SGLang's processes: paths of the CUDA runtime library and of the compilers for
-kernels that SGLang builds at run time.
+"""Paths of the CUDA runtime library and the compilers that SGLang's processes need at run time.
 
-SGLang preloads its memory saver into every scheduler and compiles at the first forward. If the
-library is missing, a scheduler exits before it runs any Python. If a compiler is missing, the error
-comes only after minutes. So `prepare` checks library and compilers before SGLang starts.
+SGLang preloads its memory saver into every scheduler and compiles kernels at the first forward. If
+the runtime library is missing, a scheduler exits before it runs any Python. If a compiler is
+missing, the error comes only after minutes. So `prepare` checks all of them before SGLang starts.
 """
 
 import importlib.util
@@ -41,7 +40,7 @@ def prepare(env: MutableMapping[str, str], version: str) -> None:
             f"{compiler} is not on PATH; install one on every node with GPUs (Debian and Ubuntu: "
             "apt install g++), or set CXX to its path"
         )
-    if shutil.which("ninja", path=env.get("PATH")) is None:  # the Python environment is not active
+    if shutil.which("ninja", path=env.get("PATH")) is None:  # Python's scripts are not on PATH
         env["PATH"] = os.pathsep.join(filter(None, (env.get("PATH"), _scripts())))
 
 
@@ -113,7 +112,7 @@ def _check_runtime(env: MutableMapping[str, str], major: str) -> None:
 
 
 def _prepend(env: MutableMapping[str, str], name: str, folder: str) -> None:
-    """Put a folder first in a path variable, and remove its other entries of this folder."""
+    """Put a folder first in a path variable, and remove its other occurrences."""
     rest = [part for part in env.get(name, "").split(os.pathsep) if part and part != folder]
     env[name] = os.pathsep.join([folder, *rest])
 

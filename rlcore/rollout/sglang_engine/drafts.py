@@ -21,15 +21,15 @@ from rlcore.rollout.torch_engine.drafter import Drafter, DraftSettings
 
 _NEVER = 1 << 30
 _NEAR = 2.0
-"""Limit for consecutive steps, as a multiple of a step's duration. If a step ends within this time
-after the end of the previous step, the time between the two steps counts as part of the step."""
+"""Limit for consecutive steps, as a multiple of a step's duration. If the ends of two steps are
+closer than this limit, the time between the steps counts as part of the second step."""
 
 
 @dataclass(slots=True)
 class _Row:
     """A running request."""
 
-    prompt: np.ndarray  # [P] int32, with the earlier response tokens of a resumed request
+    prompt: np.ndarray  # [P] int32; a resumed request's response tokens are included
     prompt_key: int
     seat: int
 
@@ -59,7 +59,7 @@ class Drafts:
         self._begin = self._end = 0.0
 
     def remember(self, histories: Sequence[History], wanted: Sequence[int]) -> None:
-        """Index `histories`; see `Drafter.remember`."""
+        """Index `histories`. Remove earlier histories of prompts that are not in `wanted`."""
         self._drafter.remember(histories, set(wanted))
 
     def propose(self, reqs: Sequence[Any], longest: int) -> np.ndarray:
@@ -82,8 +82,8 @@ class Drafts:
         return out
 
     def verified(self, reqs: Sequence[Any], tokens: np.ndarray, taken: np.ndarray) -> None:
-        """Record the result of the step after the last `propose`. Of each request's sampled
-        `tokens` [N, W] the first `taken` [N] are accepted."""
+        """Record the result of the step after the last `propose`. `tokens` [N, W]: sampled tokens.
+        `taken` [N]: number of accepted tokens per request, counted from the first."""
         gained = taken.copy()
         for i, req in enumerate(reqs):
             stops = req.sampling_params.stop_token_ids or ()
@@ -100,7 +100,7 @@ class Drafts:
             drafts=self._wanted,
             tokens=tokens.size,
             gained=num,
-            seconds=now - self._end if near else step_s,  # includes SGLang's work between steps
+            seconds=now - self._end if near else step_s,  # a step includes SGLang's work before it
         )
         self._end = now
         self._counters.step(running, num, self._wanted)
@@ -127,7 +127,7 @@ class Drafts:
         req.sampling_params.stream_interval = 1 if crossed else _NEVER
 
     def _seat(self, reqs: Sequence[Any]) -> None:
-        """Assign seats to new requests, free the seats of ended requests, and copy new tokens."""
+        """Give new requests a seat (fixed number), free unused seats, and copy new tokens."""
         here = {req.rid for req in reqs}
         gone = [rid for rid in self._rows if rid not in here]
         if gone:

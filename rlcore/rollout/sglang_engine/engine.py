@@ -1,11 +1,11 @@
 """The production engine: an `Engine` on SGLang, over the ranks of a tensor-parallel group.
 
 Requests wait in a heap in this process. At most `max_running` requests are in flight, that is, in
-SGLang. A flight (`_Stay`) is the time from a request's submission to SGLang until SGLang ends it.
-Its task on SGLang's event loop appends the streamed tokens to the request. Abort, sleep and a pause
-in mode `recompute` end flights. Unfinished requests then return to the heap with their tokens and
-are resubmitted as a longer prompt. Samples do not change, because random numbers depend on the
-token's position. A pause in mode `in_place` keeps the flights in SGLang.
+SGLang. For each request in flight, a task on SGLang's event loop appends the streamed tokens to the
+request (`_Stay`). Abort, sleep and a pause in mode `recompute` take requests out of SGLang.
+Unfinished requests then return to the heap with their tokens and are resubmitted as a longer
+prompt. Samples do not change, because random numbers depend on the token's position. A pause in
+mode `in_place` keeps the requests in SGLang.
 
 Requests of a group share a prefill: after the first request's first token, the others start.
 """
@@ -72,7 +72,7 @@ class _SGLangRequest:
     number."""
     prompt: list[int]
     prompt_key: int
-    """Key of the prompt's history; 0 without drafts."""
+    """Key of the prompt in the histories (earlier responses); 0 without drafts."""
     tokens: list[int]
     logps: list[float]
     versions: list[int]
@@ -118,23 +118,23 @@ class _SGLangRequest:
 
 @dataclass(slots=True, eq=False)
 class _Stay:
-    """A flight: one stay of a request in SGLang, from submission until SGLang ends it."""
+    """State of a request in flight: from submission to SGLang until SGLang ends the request."""
 
     rid: str
-    """SGLang's request id. All ids have the same length, because SGLang aborts by prefix."""
+    """SGLang's request id. All ids are equally long, because SGLang's abort matches prefixes."""
     base: int
-    """Number of response tokens that the request had before this flight."""
+    """Number of response tokens that the request had when it was submitted to SGLang."""
     task: "asyncio.Task[None]" = field(init=False)
     retractions: int = 0
     begun: bool = False
-    """Whether the flight has produced a token; the cache then holds the request's tokens."""
+    """Whether SGLang has returned a token; its cache then holds the request's tokens."""
     deaf: bool = False
-    """Whether further tokens are dropped, because the weights that sample them are invalid."""
+    """Whether to drop further tokens, because SGLang samples them with incomplete weights."""
     followers: list[_SGLangRequest] = field(default_factory=list)
-    """Requests of the same group that wait for this flight's first token."""
+    """Requests of the same group that wait for this request's first token."""
 
     def follow(self, task: "asyncio.Task[None]") -> None:
-        """Set the task that receives the flight's tokens."""
+        """Set the asyncio task that receives the request's tokens."""
         self.task = task
 
     def begin(self) -> None:
@@ -148,11 +148,11 @@ class _Stay:
         return more
 
     def deafen(self) -> None:
-        """Drop the flight's further tokens."""
+        """Drop all further tokens that SGLang returns for the request."""
         self.deaf = True
 
     def free_followers(self) -> list[_SGLangRequest]:
-        """Return the waiting followers and clear the list."""
+        """Return the requests that wait for this request's first token, and clear their list."""
         followers, self.followers = self.followers, []
         return followers
 
@@ -166,8 +166,8 @@ class SGLangEngine(InProcess):
       same seed, this engine and the torch engine sample the same tokens, up to rounding.
     - A pause in mode `in_place` keeps the cache until a request is aborted or the engine sleeps.
     - Progress events are sent every `progress_s`, with lengths that are up to `stream_interval`
-      tokens old. With `tell_tokens` the events contain the new tokens. In Stats, `decode_steps` is
-      the growth of the request that grew most since the last report.
+      tokens old. With `tell_tokens` the events contain the new tokens. `Stats.decode_steps` is the
+      largest number of tokens that one request has got since the last report.
     - A pause in mode `in_place` has no time limit. With SGLang's overlapped scheduler it waits for
       the token being sampled, which keeps its version. Only the step after a pause runs without
       overlap.
@@ -177,8 +177,8 @@ class SGLangEngine(InProcess):
       overlapped scheduler off.
 
     `cache_tokens` is SGLang's max_total_tokens. If it is 0, `memory_fraction` (SGLang's
-    mem_fraction_static) sets the cache size. `sglang` has further arguments of SGLang's server and
-    overrides ours. `deadline_s` is the deadline of each call; `ChildEngine` reads it too.
+    mem_fraction_static) sets the cache size. `sglang` has further arguments of SGLang's server,
+    which override ours. `deadline_s` is the deadline of each call; `ChildEngine` reads it too.
     """
 
     def __init__(
@@ -230,9 +230,9 @@ class SGLangEngine(InProcess):
         self._jobs: dict[RequestId, _SGLangRequest] = {}
         self._waiting: list[
             tuple[tuple[int, int], _SGLangRequest]
-        ] = []  # heap; `_admit` skips requests that have ended
+        ] = []  # heap with requests that may have ended; `_admit` skips these
         self._flying: dict[_SGLangRequest, None] = {}
-        self._held = 0  # number of followers: they count in max_running but have no flight yet
+        self._held = 0  # requests that wait for a group's prefill; they count in max_running
         self._leaders: dict[tuple[str, tuple[int, ...]], _SGLangRequest] = {}
         self._events: queue.SimpleQueue[AnyEvent] = queue.SimpleQueue()
         self._arrivals = self._flights = self._loads = 0
@@ -242,12 +242,12 @@ class SGLangEngine(InProcess):
         self._session = False  # whether SGLang is in a weight-update session
         self._asleep: set[Tag] = set()
         self._paused = False
-        self._still = False  # whether flights are paused inside SGLang
+        self._still = False  # whether requests in flight are paused inside SGLang
         self._closed = False
         self._totals = _no_counts()
         self._grown: dict[RequestId, int] = {}
-        self._sharing: dict[tuple[str, tuple[int, ...]], int] = {}  # begun flights per group
-        self._cached = self._most_cached = 0  # tokens of begun flights: now, most since last report
+        self._sharing: dict[tuple[str, tuple[int, ...]], int] = {}  # cached requests per group
+        self._cached = self._most_cached = 0  # tokens in the cache: now, maximum since last report
         self._busy_since = 0.0
         self._drafts = draft != "none"
         self._tellings = itertools.count()
@@ -267,10 +267,10 @@ class SGLangEngine(InProcess):
             "context_length": max_model_tokens + _SPARE + room,
             "max_running_requests": max_running,
             "random_seed": seed % 2**31,
-            "sampling_backend": "pytorch",  # never used: our sampler replaces it; needs no library
+            "sampling_backend": "pytorch",  # unused (our sampler replaces it), but needs no library
             "stream_interval": stream_interval,
             "enable_fp32_lm_head": fp32_head,
-            "sleep_on_idle": True,  # leave the CPU to the learner
+            "sleep_on_idle": True,  # idle schedulers leave the CPU to the learner
             "tp_size": tp,
             "nnodes": nnodes,
             "node_rank": node_rank,
@@ -339,7 +339,7 @@ class SGLangEngine(InProcess):
             job = _SGLangRequest(
                 request=request,
                 arrival=self._arrivals,
-                # The sampler adds the position of the last known token, prompt tokens included.
+                # The sampler's positions include the prompt, so subtract the prompt's length.
                 seed=_signed(key + (1 - len(prompt)) * GOLDEN),
                 prompt=prompt,
                 prompt_key=prompt_key(request.prompt) if self._drafts else 0,
@@ -361,11 +361,11 @@ class SGLangEngine(InProcess):
         for job in jobs:
             job.abort()
         flying = [job for job in jobs if job.flight is not None]
-        # Paused flights end only once SGLang resumes all flights. So land and requeue all flights.
+        # A paused SGLang ends no request. So resume it, take out all requests and requeue them.
         if flying:
             await self._land(list(self._flying) if self._still else flying)
         for job in jobs:
-            if job.request.id in self._jobs:  # it was not in flight, so `_land` has not ended it
+            if job.request.id in self._jobs:  # the job was not in flight, so `_land` did not end it
                 self._end(job, "abort")
         self._admit()
         if jobs and not self._jobs:
@@ -433,7 +433,7 @@ class SGLangEngine(InProcess):
         self._loaded = False
 
     def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
-        """Pass a bucket to the schedulers, which load it into the model.
+        """Pass a bucket of weights to SGLang's schedulers, which load it into the model.
 
         Raises:
             ValueError: a tensor has an unknown name or a wrong shape, or the number of payloads is
@@ -467,7 +467,7 @@ class SGLangEngine(InProcess):
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=weights.encode(bucket, payloads),
             load_format=weights.LOAD_FORMAT,
-            flush_cache=False,  # not needed: `extra_key` separates the entries of weight versions
+            flush_cache=False,  # not needed: cache entries of old weights have another `extra_key`
         )
         try:
             _must(await self._manager.update_weights_from_tensor(request, None))
@@ -559,7 +559,7 @@ class SGLangEngine(InProcess):
             self._call(self._remember(histories), "remember")
 
     async def _remember(self, histories: Sequence[History]) -> None:
-        """Pass histories to the schedulers in a file, because SGLang logs messages in full."""
+        """Pass histories to SGLang's schedulers in a file, because SGLang logs whole messages."""
         wanted = sorted({job.prompt_key for job in self._jobs.values()})
         file = Path(self._server.folder) / f"histories-{next(self._tellings)}"
         file.write_bytes(encode((tuple(histories), wanted)))
@@ -571,7 +571,7 @@ class SGLangEngine(InProcess):
             self._closed = True
             self._server.close()
 
-    # ---- on SGLang's loop
+    # ---- on SGLang's event loop
 
     @property
     def _manager(self) -> Any:
@@ -651,7 +651,7 @@ class SGLangEngine(InProcess):
             self._server.fail(f"request {job.request.id}: {type(error).__name__}: {error}")
 
     def _take(self, job: _SGLangRequest, flight: _Stay, out: Mapping[str, Any]) -> None:
-        """Append new tokens of a flight to its request."""
+        """Append the new tokens of SGLang's output `out` to the request."""
         if flight.deaf:
             return
         meta, ids = out["meta_info"], out["output_ids"]
@@ -685,16 +685,16 @@ class SGLangEngine(InProcess):
             self._emit(Preempted, id=job.request.id)
 
     def _up_to_stop(self, job: _SGLangRequest, new: Sequence[int]) -> int:
-        """Return how many of the new tokens belong to the response, up to its stop token. If SGLang
-        aborts the request in a step with drafts, it keeps accepted tokens after a stop token."""
+        """Return how many new tokens belong to the response, up to its stop token. If SGLang aborts
+        a request in a step with drafts, it also returns accepted tokens after a stop token."""
         stops = job.request.sampling.stop_ids
         if job.tokens and job.tokens[-1] in stops:
             return 0
         return next((i for i, token in enumerate(new, 1) if token in stops), len(new))
 
     def _free_followers(self, job: _SGLangRequest, flight: _Stay) -> None:
-        """Start the followers of a flight once the group's prefill is done. If the flight ended
-        without a prefill, requeue the followers."""
+        """Start the requests that wait for the first token of `job`. If `job` has no tokens or
+        SGLang may not decode, requeue them instead."""
         if self._leaders.get(job.group) is job:
             del self._leaders[job.group]
         followers = flight.free_followers()
@@ -736,8 +736,8 @@ class SGLangEngine(InProcess):
             self._report()
 
     async def _land(self, jobs: Sequence[_SGLangRequest]) -> None:
-        """End the flights of `jobs`. If SGLang is paused, `jobs` must be all requests in flight;
-        SGLang is then resumed, even for no jobs, because a paused SGLang never becomes idle."""
+        """Take `jobs` out of SGLang. If SGLang is paused, `jobs` must be all requests in flight, if
+        any. SGLang is then resumed, because a paused SGLang never becomes idle."""
         flights = [job.flight for job in jobs if job.flight is not None]
         for flight in flights:
             if not self._loaded:
@@ -753,12 +753,12 @@ class SGLangEngine(InProcess):
             await asyncio.wait([flight.task for flight in flights], timeout=_SEND_S)
 
     def _sent(self, flight: _Stay) -> bool:
-        """Return whether SGLang has dispatched the flight to its schedulers and not ended it."""
+        """Return whether SGLang has dispatched the request to its schedulers and not ended it."""
         state = self._manager.rid_to_state.get(flight.rid)
         return state is not None and state.dispatched
 
     async def _hold(self) -> None:
-        """Pause all flights inside SGLang. Return once all tokens sampled so far have arrived."""
+        """Pause requests in flight inside SGLang. Return once all sampled tokens have arrived."""
         if self._still or not self._flying:
             return
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -768,7 +768,7 @@ class SGLangEngine(InProcess):
             await asyncio.sleep(0)
         self._totals["busy_s"] += time.monotonic() - self._busy_since
         await self._manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
-        for _ in range(2):  # twice, as replies and tokens arrive over two sockets
+        for _ in range(2):  # twice, because replies and tokens arrive over two sockets
             await self._round_trip()
         await asyncio.sleep(0)
 
@@ -794,7 +794,7 @@ class SGLangEngine(InProcess):
         )
 
     async def _idle(self) -> None:
-        """Wait until the schedulers have no batch left; SGLang's memory release asserts that."""
+        """Wait until the schedulers have no batch left, as SGLang's release of memory requires."""
         await self._round_trip()  # else flush_cache finds a batch and looks again only after 1 s
         result = await self._manager.flush_cache(timeout_s=self._deadline_s)
         if not result.success:
@@ -840,7 +840,7 @@ class SGLangEngine(InProcess):
             self._server.fail(f"progress report: {type(error).__name__}: {error}")
 
     def _report(self) -> None:
-        """Send Progress and Stats events."""
+        """Emit a `LengthReport` (progress event) and a `Stats` event."""
         now, running = time.monotonic(), list(self._flying)
         if running:
             self._totals["busy_s"] += now - self._busy_since
@@ -891,7 +891,7 @@ def _signed(number: int) -> int:
 
 
 def _cpu_tokens(max_running: int, max_model_tokens: int) -> int:
-    """Return the cache tokens on a CPU; SGLang's default would take most of the memory."""
+    """Return the cache size in tokens on a CPU; SGLang's default would take most of the memory."""
     return min(max_running * max_model_tokens, 2**16)
 
 

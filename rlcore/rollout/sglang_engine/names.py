@@ -1,4 +1,4 @@
-"""Names shared by our processes and SGLang's."""
+"""Names shared by our processes and SGLang's processes."""
 
 OWNER = "RLCORE_SGLANG"
 """Environment variable with the process id of the engine that started SGLang's processes."""

@@ -27,7 +27,7 @@ def install() -> None:
     from sglang.srt.utils import kill_itself_when_parent_died
 
     kill_itself_when_parent_died()
-    if os.getppid() != int(owner):  # the parent exited before the line above took effect
+    if os.getppid() != int(owner):  # the parent exited before SGLang began to watch it
         os._exit(1)
     from rlcore.rollout.sglang_engine import sampler, weights
     from rlcore.utils import listen
@@ -63,7 +63,7 @@ def install() -> None:
 
 
 def _draft() -> None:
-    """Install what drafting needs: a method of the scheduler and, on a CPU, an attention."""
+    """Install the hooks for drafting: a scheduler method and, on a CPU, attention over drafts."""
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins.hook_registry import HookType
     from sglang.srt.utils import is_cpu
@@ -97,8 +97,8 @@ def _tell(_: None, scheduler: Any, request: Any) -> None:
     if scheduler.enable_overlap and scheduler.last_batch and scheduler.result_queue:
         batch, result = scheduler.result_queue.popleft()
         scheduler.process_batch_result(batch, result)
-        scheduler.result_queue.append((batch, None))  # the scheduler pops it; `_once` skips it
-    scheduler.cur_batch_for_debug = None  # else the watchdog reports a long pause as a stuck batch
+        scheduler.result_queue.append((batch, None))  # `_once` skips this entry when it is popped
+    scheduler.cur_batch_for_debug = None  # else SGLang's watchdog takes a long pause for a hang
     reqs = [
         req
         for req in (*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue)

@@ -16,11 +16,11 @@ from torch import Tensor
 from rlcore.rollout.torch_engine.sampler import GOLDEN, SamplingTensors, sample
 
 NO_TOP_K = 1 << 30
-"""Value of SGLang's top_k that keeps all tokens. Its value 1 means greedy."""
+"""Value of SGLang's top_k that keeps all tokens. A top_k of 1 means greedy."""
 
 
 class Sampler(sampler.Sampler):
-    """Replacement for SGLang's sampler."""
+    """Replacement for SGLang's sampler; samples as the torch engine does."""
 
     def forward(
         self,
@@ -49,8 +49,8 @@ def create(backend: str | None = None) -> Sampler:
 
 
 def verify(logits_output, info, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample the token after each of `positions` [N, W]: the token of plain decoding if all earlier
-    tokens are right. Logits: [N * W, V]. Return tokens int64 and log-probs float32, [N, W]."""
+    """Sample a token after each of `positions` [N, W] from logits [N * W, V]: the token of plain
+    decoding, if the tokens before are right. Return int64 tokens and float32 log-probs, [N, W]."""
     count, width = positions.shape
     counter = info.sampling_seed[:, None] + positions.to(torch.int64) * GOLDEN
     logits = logits_output.next_token_logits.float()

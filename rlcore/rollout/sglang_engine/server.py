@@ -34,12 +34,12 @@ from rlcore.utils.errors import ConfigError
 T = TypeVar("T")
 
 _FOLDER = "rlcore-sglang-"
-_OWNER = "owner"  # name of the locked file
+_OWNER = "owner"  # name of the file that a running server locks
 _LOADS = Path("/dev/shm")  # noqa: S108 - SGLang writes its load statistics here
 _MOST_PATH = 107  # longest path that Linux allows for a socket, in bytes
 _WATCH_S = 0.2  # interval between checks of the processes
 _ANSWER_S = 0.001
-_START_S = 3600.0  # `ChildEngine` has a shorter deadline for the start
+_START_S = 3600.0  # upper limit; `ChildEngine` has a shorter deadline for the start
 _HERE = Path(__file__).parent
 
 
@@ -80,7 +80,7 @@ class Server:
         """Run a coroutine on SGLang's event loop and return its result.
 
         Raises:
-            TimeoutError: the deadline is over.
+            TimeoutError: the coroutine has not ended within the deadline.
             EngineFailedError: a process of SGLang has exited.
         """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -210,8 +210,8 @@ def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = 
 
     Args:
         device: "cpu" or "cuda".
-        ranks: tensor-parallel ranks of the engine.
-        drafts: draft settings, which `worker.Worker` reads; None turns drafting off.
+        ranks: number of tensor-parallel ranks of the engine.
+        drafts: draft settings, which `worker.DraftWorker` reads; None turns drafting off.
 
     Raises:
         ConfigError: the plug-in is not installed, or a CUDA library or compiler is missing.
@@ -228,13 +228,13 @@ def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = 
         env[names.DRAFTS] = json.dumps(drafts)
     env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "rlcore.rollout.sglang_engine.models"
     env["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
-    env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # the engine adds _SPARE positions
+    env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # the engine adds spare positions
     if env.get("SGLANG_PLUGINS"):
         env["SGLANG_PLUGINS"] += ",rlcore"
     env.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
     if device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
-        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)  # no effect without AMX
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)  # ignored on CPUs without AMX
         folder = str(_HERE / "cpu")
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, env.get("PYTHONPATH", ""))))
         if folder not in sys.path:

@@ -1,8 +1,8 @@
-"""Transfer of weight buckets into SGLang's model. `encode` runs in the engine's process, `take`
-in every scheduler.
+"""Transfer of weight buckets into SGLang's model.
 
-The scheduler itself opens and checks the payload, so it reads a bucket in shared memory in place.
-Either all ranks load a bucket or no rank does.
+`encode` runs in the engine's process, `take` in every scheduler. The scheduler itself opens and
+checks the payload, so it reads a bucket in shared memory in place. Either all ranks load a bucket
+or no rank does.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
-"""Drafting for the torch engine. One call drafts for all rows of a batch, from each row's own text
-and from earlier responses (`rollout/histospec.py`).
+"""Drafting for the torch engine, from each row's own text and from earlier responses.
 
+One call drafts for all rows of a batch. `rollout/histospec.py` has the index of earlier responses.
 A draft is a guess of the next tokens. The engine samples every drafted position as without a draft,
 with the random number of this position. It accepts the draft tokens before the first that differs
 from the sampled token. So the output is that of plain decoding for every draft.
@@ -21,8 +21,8 @@ from rlcore.rollout.histospec import Draft, Index
 from rlcore.sched.histospec import DraftGate
 
 _KNEE = 1 << 20
-"""Value of the forest's `knee`. The forest divides it by `running` to limit draft lengths, so
-`propose` chooses `running` to set the limit."""
+"""Constant that the forest divides by `running` to limit draft lengths. `propose` passes the value
+of `running` that gives the wanted limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ class Drafter:
             self._index = Index(self._forest, rewards=kind == "history_reward", wait=s.wait)
         self._handle = np.full(num_seats, -1)
         self._fed = np.zeros(num_seats, np.int64)  # number of response tokens given to the forest
-        self._accepted = np.zeros(num_seats, np.int32)  # in the last step; not yet in the forest
+        self._accepted = np.zeros(num_seats, np.int32)  # draft tokens accepted in the last step
         self._had_histories = False
 
     def remember(self, histories: Sequence[History], wanted: Collection[int]) -> None:
@@ -128,7 +128,7 @@ class Drafter:
         self._accepted[seats] = counts
 
     def leave(self, seats: np.ndarray) -> None:
-        """Free the seats of requests that no longer run."""
+        """Free the seats (fixed numbers) of requests that no longer run."""
         self._close(seats[self._handle[seats] >= 0])
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Continuous batching over `CausalLM`: an `Engine` in plain torch.
 
 A request waits, then runs in a row of the decode batch, then ends. Row i owns cache slot i. When
-rows end, the last rows of the batch replace them. All tokens of a request except the last are
+requests end, the last rows of the batch fill the gaps. All tokens of a request except the last are
 prefilled. The last token goes through the decode step like a generated token, so that only the
 decode step samples. Requests of a group share a prefill: while one request of the group runs, the
 others copy the prompt's keys and values from its cache slot.
@@ -12,8 +12,8 @@ With drafts (`drafter.py`), a decode step runs a row's last token and its draft 
 It samples every position, each with its own random number. If the draft tokens before position i
 are right, sampled token i equals that of plain decoding. So sampled tokens are accepted up to and
 including the first that differs from the draft. By induction, the accepted tokens are those of
-plain decoding, at any temperature and with any filter. The engine accepts a draft token d with
-probability p(d).
+plain decoding, at any temperature and with any filter. A draft token is accepted with the
+probability that the model gives it.
 
 transformers' `generate` is slower: TRL, which uses it, samples for .91 s per step, this engine for
 .27 s (`tools/results/README.md`).
@@ -60,9 +60,9 @@ from rlcore.utils.seed import derive
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 
-_PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}  # padded tokens of one prefill
+_PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}  # maximum tokens of one prefill, with padding
 _IDLE_S = 0.002  # longest sleep of an idle `poll`, so that the caller's thread is free again soon
-_SPAN = 64  # number of rows that attend to the same number of columns when lengths differ a lot
+_SPAN = 64  # rows that attention pads to the same length, if lengths differ a lot
 _WASTE = 1.25  # ratio of attended to needed columns above which rows are sorted by length
 
 
@@ -78,7 +78,7 @@ class _TorchRequest:
     prefix: bytes
     """The prompt as bytes. Group and prefix together are the key of the shared prefill."""
     prompt_key: int
-    """Key of the prompt's history; 0 without drafts."""
+    """Key of the prompt in the histories (earlier responses); 0 without drafts."""
     tokens: np.ndarray  # [R] int32, response so far; outdated while the request runs (see _Seats)
     logps: np.ndarray
     versions: np.ndarray
@@ -117,8 +117,8 @@ class _Seats:
     """Tables with the state of the running requests, in numpy on the host. A request has one fixed
     index (its seat) in all tables."""
 
-    prompt: np.ndarray  # prompt tokens
-    count: np.ndarray  # response tokens
+    prompt: np.ndarray  # number of prompt tokens
+    count: np.ndarray  # number of response tokens
     limit: np.ndarray  # maximum number of response tokens
     last: np.ndarray  # newest token, not yet in the KV cache
     key: np.ndarray
@@ -158,7 +158,7 @@ class _Seats:
         )
 
     def take(self, job: _TorchRequest) -> None:
-        """Assign a free seat to the job and fill in this seat's entries in the tables."""
+        """Give the request a free seat (table index) and fill in its entries in the tables."""
         seat, sampling, count = self.free.pop(), job.request.sampling, len(job.tokens)
         job.sit(seat)
         self._widen(count + 1, len(sampling.stop_ids))
@@ -179,7 +179,7 @@ class _Seats:
         self.drafted[seat, :count] = job.drafted
 
     def leave(self, job: _TorchRequest) -> None:
-        """Free the job's seat and copy its response to the job."""
+        """Free the request's seat (table index) and copy its response from the tables."""
         seat, count = job.seat, self.count[job.seat]
         job.leave(
             tokens=self.tokens[seat, :count].copy(),
@@ -203,7 +203,7 @@ class _Seats:
     def write(
         self, seats: np.ndarray, tokens: np.ndarray, logps: np.ndarray, version: int
     ) -> np.ndarray:
-        """Append one token to each seat. Return which responses end with this token, [N] bool."""
+        """Append a token per seat (table index). Return which responses end with it, [N] bool."""
         at = self.count[seats]
         self._widen(int(at.max()) + 1, 0)
         self.tokens[seats, at] = tokens
@@ -224,8 +224,8 @@ class _Seats:
         sizes: np.ndarray,
         version: int,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Append the first `sizes` (1 or more) tokens of each row, up to a stop token. Of these
-        `sizes` tokens all except the last were drafted. `tokens` and `logps` are [N, S].
+        """Append the first `sizes` (1 or more) of `tokens` [N, S] to the responses, up to a stop
+        token. All of these tokens except the last were drafted. `logps` is [N, S].
 
         Returns:
             Which responses end, [N] bool, and the number of tokens appended to each, [N].
@@ -251,14 +251,14 @@ class _Seats:
 
 @dataclass(slots=True)
 class _Batch:
-    """Inputs of a decode step on the device, reused while the same rows run."""
+    """Inputs of a decode step on the device, reused while the batch has the same rows."""
 
     step: ForwardInputs
     counter: torch.Tensor  # [N]
     settings: SamplingTensors
 
     def advance(self, tokens: torch.Tensor) -> None:
-        """Advance by one position, with the newest token of each row, [N]."""
+        """Advance every row by one position. `tokens` [N] are the newest tokens."""
         self.step.advance(tokens[:, None])
         self.counter += GOLDEN
 
@@ -285,7 +285,7 @@ class _Totals:
         self.prefill_tokens += num_tokens
 
     def draft(self, seconds: float) -> None:
-        """Count the time for making drafts."""
+        """Count the time spent on making drafts."""
         self.draft_s += seconds
 
     def verify(self, drafted: int, accepted: int) -> None:
@@ -329,11 +329,11 @@ class TorchEngine(InProcess):
       over. If there is nothing to do, it returns early.
     - The engine decodes only while it is loaded, awake and not paused; otherwise requests wait.
     - Log-probs are of the distribution that was sampled; greedy samples have log-prob 0.
-    - Progress and Stats events are sent every `progress_s`; Stats also when the last request ends.
+    - LengthReport and Stats are sent every `progress_s`; Stats also when the last request ends.
 
-    `cache_tokens` limits the number of rows x the longest row. 0 takes the size of `max_running`
-    full-length rows, or less if memory is short. If the cache is full, the latest request of the
-    lowest priority is preempted. `decode_floor_ms` is the shortest time of a decode step.
+    `cache_tokens` limits running requests x length of the longest request. 0 means room for
+    `max_running` full-length requests, or less if memory is short. If the cache is full, the latest
+    request of lowest priority is preempted. `decode_floor_ms` is a decode step's shortest time.
 
     `quantize` rounds the projections of every weight update to a coarse grid (`quantize.py`); the
     log-probs are those of the rounded model. `draft` verifies guesses of the next tokens in one
@@ -390,14 +390,14 @@ class TorchEngine(InProcess):
         )
         self._model.allocate()
         self._budget = 0
-        """Cache size in tokens if `cache_tokens` is 0: the smallest size for which memory was free
-        at the start or at a wake. Otherwise 0."""
+        """Cache size in tokens if `cache_tokens` is 0: the smallest size that fitted into free
+        memory at the start and at all wakes so far. Otherwise 0."""
         self._cache: Cache | None = self._make_cache()
         self._seats = _Seats.make(max_running)
         self._jobs: dict[RequestId, _TorchRequest] = {}
         self._waiting: list[
             tuple[tuple[int, int], _TorchRequest]
-        ] = []  # heap; `_admit` skips requests that have ended
+        ] = []  # heap with requests that may have ended; `_admit` skips these
         self._rows: list[_TorchRequest] = []
         self._groups: dict[
             tuple[str, bytes], dict[_TorchRequest, None]
@@ -489,13 +489,13 @@ class TorchEngine(InProcess):
 
     def pause(self, mode: PauseMode) -> None:
         """Stop decoding; `protocols.Engine` documents the modes. `submit` is still allowed."""
+        if mode not in ("in_place", "recompute", "abort"):
+            raise ValueError(f"pause mode {mode}: must be in_place, recompute or abort")
         self._paused = True
         if mode == "abort":
             self.abort(list(self._jobs))
         elif mode == "recompute":
             self._requeue(list(self._rows))
-        elif mode != "in_place":
-            raise ValueError(f"pause mode {mode}: must be in_place, recompute or abort")
 
     def resume(self) -> None:
         """Resume decoding after `pause`."""
@@ -545,7 +545,7 @@ class TorchEngine(InProcess):
         self.version = self._next_version
 
     def sleep(self, tags: Collection[Tag]) -> None:
-        """Free the memory of `tags`. Without a cache, paused requests are prefilled again later."""
+        """Free the memory of `tags`. If the cache is freed, paused requests are prefilled again."""
         check_tags(tags)
         if self._rows and not self._paused:
             raise RuntimeError(f"{len(self._rows)} requests are running; pause the engine first")
@@ -593,7 +593,7 @@ class TorchEngine(InProcess):
 
     @property
     def cache_bytes(self) -> int:
-        """Size of the KV cache in bytes; 0 while the engine sleeps."""
+        """Size of the KV cache in bytes; 0 while the cache is freed."""
         return self._cache.num_bytes if self._cache is not None else 0
 
     def _make_cache(self) -> Cache:
@@ -620,7 +620,7 @@ class TorchEngine(InProcess):
 
     @contextmanager
     def _own_threads(self):
-        """Set torch's number of threads to the engine's, and restore the caller's number after."""
+        """Context manager: use the engine's number of torch threads, then restore the caller's."""
         before = torch.get_num_threads()
         if before != self._threads:
             torch.set_num_threads(self._threads)
@@ -655,7 +655,7 @@ class TorchEngine(InProcess):
         return True
 
     def _longest(self) -> int:
-        """Return the length of the longest row in tokens, prompt included."""
+        """Return the length of the longest running request in tokens, prompt included."""
         seats = self._row_seats()
         return int((self._seats.prompt[seats] + self._seats.count[seats]).max(initial=0))
 
@@ -663,7 +663,7 @@ class TorchEngine(InProcess):
         return np.fromiter((job.seat for job in self._rows), np.int64, len(self._rows))
 
     def _admit(self) -> None:
-        """Start waiting requests while rows, cache and the step's prefill tokens allow it."""
+        """Start waiting requests while free rows, cache space and the prefill limit allow it."""
         picked: list[_TorchRequest] = []
         cache = self._cache
         assert cache is not None
@@ -687,7 +687,7 @@ class TorchEngine(InProcess):
             self._start(picked, longest, cache)
 
     def _start(self, picked: list[_TorchRequest], longest: int, cache: Cache) -> None:
-        """Add rows for the requests and prefill all tokens of each request except the last."""
+        """Add the requests to the batch and prefill all tokens of each except the last."""
         leaders: list[_TorchRequest] = []
         followers: list[tuple[_TorchRequest, _TorchRequest]] = []
         for job in picked:
@@ -717,8 +717,8 @@ class TorchEngine(InProcess):
         self._fill(jobs[:resumed], first + len(leaders), shared[:resumed], cache)
 
     def _fill(self, jobs: list[_TorchRequest], slot: int, starts: list[int], cache: Cache) -> None:
-        """Prefill the rows from `slot` on. Each row is prefilled from its position in `starts` to
-        its last token, exclusive. `jobs` are sorted longest first."""
+        """Prefill `jobs`, which are sorted longest first, in the batch rows from `slot` on. Prefill
+        each from its position in `starts` up to its last token, exclusive."""
         budget = _PREFILL_TOKENS.get(self._device.type, 2048)
         parts = [
             np.concatenate((job.prompt, job.tokens))[start:-1]
@@ -735,7 +735,7 @@ class TorchEngine(InProcess):
             begin = np.array(starts[done : done + len(batch)])
             end = int((begin + [len(part) for part in batch]).max())
             # Padding is written behind the row's end, where tokens overwrite it before it is read.
-            # Column `end` exists in the cache: it is reserved for the row's last token.
+            # Column `end` exists in the cache, because it is reserved for the row's last token.
             positions = np.minimum(begin[:, None] + np.arange(width), end)
             step = ForwardInputs(
                 tokens=torch.from_numpy(tokens).to(self._device),
@@ -750,7 +750,7 @@ class TorchEngine(InProcess):
 
     def _make_room(self) -> None:
         """Reserve cache so that every row can write its next token. If the cache is too small,
-        preempt requests, from the last in `order` on, until the others fit."""
+        preempt the last requests in `order` until the others fit."""
         cache, longest = self._cache, self._longest()
         assert cache is not None
         lost: list[_TorchRequest] = []
@@ -764,12 +764,12 @@ class TorchEngine(InProcess):
             self._emit(Preempted, id=job.request.id)
         self._used = max(self._used, cache.share(len(self._rows), longest))
         if cache.reserve(len(self._rows), longest, len(self._rows)) and self._batch:
-            # Keep the batch: a rebuild may sort rows, so order would depend on cache growth.
+            # Keep the batch: a rebuild may sort rows, and their order must not depend on the cache.
             self._batch.step.forget_cache()
 
     def _decode(self) -> tuple[int, int]:
         """Decode one token for every row. Return the number of tokens in the forward and the number
-        of new response tokens, as `_verify` does."""
+        of new response tokens."""
         if self._batch is None:
             self._batch = self._make_batch()
         batch = self._batch
@@ -777,7 +777,7 @@ class TorchEngine(InProcess):
         hidden = self._model.forward(batch.step, self._cache)
         logits = self._model.logits(hidden[:, 0])
         tokens, logps = sample(logits, batch.counter, batch.settings)
-        host = torch.stack((tokens.double(), logps)).cpu().numpy()  # only one transfer per step
+        host = torch.stack((tokens.double(), logps)).cpu().numpy()  # one copy to the host per step
         self._check_finite(host[1], np.arange(len(self._rows)))
         seats = self._row_seats()
         done = self._seats.write(seats, host[0].astype(np.int64), host[1], self.version)
@@ -788,13 +788,13 @@ class TorchEngine(InProcess):
         return len(seats), len(seats)
 
     def _verify(self) -> tuple[int, int]:
-        """Make drafts and run one forward over all drafts. Append to every row the accepted draft
-        tokens and one more token. Return the two numbers that `_decode` returns."""
+        """Make drafts and run one forward over them. Append the accepted draft tokens and one more
+        token to every row. Return the numbers of forward tokens and of new response tokens."""
         drafter, table, cache = self._drafter, self._seats, self._cache
         assert drafter is not None and cache is not None
         seats = self._row_seats()
         lengths = table.prompt[seats] + table.count[seats]
-        if self._batch is None and self._sort_rows(lengths):  # rows were added or removed
+        if self._batch is None and self._sort_rows(lengths):  # lengths of rows may have diverged
             seats = self._row_seats()
             lengths = table.prompt[seats] + table.count[seats]
         begin = self._clock()
@@ -808,7 +808,7 @@ class TorchEngine(InProcess):
             return self._decode()
         ends = lengths + sizes
         cache.reserve(len(seats), int(ends.max()), len(seats))
-        self._batch = None  # the next plain step starts at other positions
+        self._batch = None  # the next step without drafts starts at other positions
         column = np.arange(int(sizes.max()) + 1)  # [S], S: last token and longest draft
         is_real = column <= sizes[:, None]  # [N, S], false for padding
         row, at = np.nonzero(is_real)  # [T], row and column of each token in the forward
@@ -830,7 +830,7 @@ class TorchEngine(InProcess):
         )
         hidden = self._model.forward(step, cache)
         sampled, logps = sample(self._model.logits(hidden), flat[1], self._settings(seats[row]))
-        host = torch.stack((sampled.double(), logps)).cpu().numpy()  # only one transfer per step
+        host = torch.stack((sampled.double(), logps)).cpu().numpy()  # one copy to the host per step
         self._check_finite(host[1], row)
         found = np.full(is_real.shape, -1)
         found[row, at] = host[0].astype(np.int64)
@@ -906,8 +906,8 @@ class TorchEngine(InProcess):
         )
 
     def _sort_rows(self, lengths: np.ndarray) -> bool:
-        """Sort rows by length if attention over short rows is padded too much. Return whether rows
-        were moved."""
+        """If attention over short rows is padded too much, sort the batch rows by length. Return
+        whether rows were moved."""
         if len(lengths) <= _SPAN:
             return False
         order = np.argsort(-lengths, kind="stable")
@@ -922,7 +922,7 @@ class TorchEngine(InProcess):
     # ---- rows and events
 
     def _unseat(self, jobs: Collection[_TorchRequest]) -> None:
-        """Remove jobs from their rows and fill the gaps with the last rows."""
+        """Remove requests from the batch and fill the gaps with its last rows."""
         if not jobs:
             return
         self._batch = None
@@ -947,7 +947,7 @@ class TorchEngine(InProcess):
                 del self._groups[key]
 
     def _requeue(self, jobs: Collection[_TorchRequest]) -> None:
-        """Remove jobs from their rows and return the jobs to their former places in the queue. They
+        """Remove requests from the batch and return them to their former places in the queue. They
         are prefilled again later."""
         self._unseat(jobs)
         for job in jobs:
@@ -985,7 +985,7 @@ class TorchEngine(InProcess):
         )
 
     def _report(self) -> None:
-        """Send Progress and Stats events if `progress_s` is over or no request is left."""
+        """Emit `LengthReport` and `Stats` events if `progress_s` is over or no request is left."""
         due = self._clock() - self._reported >= self._progress_s
         if not due and self._jobs:
             return
@@ -1018,8 +1018,8 @@ def build(config: Mapping[str, Any], **options: Any) -> TorchEngine:
 
 
 def _spans(lengths: np.ndarray) -> list[Span]:
-    """Split rows into ranges (first row, end, attended columns). Return one range unless several
-    ranges save much attention work."""
+    """Split batch rows into ranges (first row, end row, attended cache columns). Return one range
+    unless several ranges save much attention work."""
     rows, longest = len(lengths), int(lengths.max())
     if rows <= _SPAN or rows * longest < _WASTE * _attended(lengths):
         return [(0, rows, longest)]
@@ -1037,7 +1037,7 @@ def _attended(lengths: np.ndarray) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the most bytes for a cache: free memory minus room for growth and activations."""
+    """Return the maximum cache size in bytes: free memory minus room for growth and activations."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.8)
     with open("/proc/meminfo") as file:
@@ -1051,5 +1051,5 @@ def _return_memory(device: torch.device) -> None:
     """Return freed memory to the system; by default the allocators keep it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc only
+    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # a glibc function
         trim(0)

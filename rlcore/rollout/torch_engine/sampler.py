@@ -4,9 +4,9 @@ A random number is a hash of its request's key and the token's position, so a sa
 on the rest of the batch. Log-probs are of the distribution that was sampled, after temperature and
 filters. Greedy decoding always takes the best token, so its log-probs are 0.
 
-The order is: temperature; the `top_k` most likely tokens (ties by lower id); the smallest set of
-the remaining tokens whose renormalised mass reaches `top_p`; the remaining tokens that are at least
-`min_p` times as likely as the best token.
+Temperature applies first. Filters then keep the `top_k` most likely tokens (ties by lower id), of
+these the smallest set whose renormalised mass reaches `top_p`, and of these the tokens that are at
+least `min_p` times as likely as the best token.
 
 Letters: N rows, V vocabulary.
 
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-"""Difference between the counters of neighbouring positions, as a signed 64-bit number."""
+"""Increment of the random-number counter per token position, as a signed 64-bit number."""
 _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX2 = 0x94D049BB133111EB - 2**64
 _BITS = 48
-_BLOCK = 512  # block size of the search in a large vocabulary
+_BLOCK = 512  # tokens per block of the search in a large vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class SamplingTensors:
     """Sampling settings per row, [N]; `filtered` and the filters are None if no row has filters."""
 
     scale: Tensor
-    """1 / temperature, 1 for greedy rows."""
+    """Inverse of each row's temperature; 1 for greedy rows."""
     greedy: Tensor | None  # bool
     filtered: Tensor | None  # [F] int64, rows with filters; top_k, top_p and min_p are [F] too
     top_k: Tensor | None = None
     top_p: Tensor | None = None
     min_p: Tensor | None = None
     plain: bool = False
-    """Whether every scale is 1."""
+    """Whether `scale` is 1 in every row."""
 
 
 def uniform(counter: Tensor) -> Tensor:

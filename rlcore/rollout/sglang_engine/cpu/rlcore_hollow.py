@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Kind(type):
-    """Class of hollow classes. Each of their members, as of an enumeration, is its own name."""
+    """Metaclass of stand-in classes. A missing attribute is a string with the attribute's name."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("_"):
@@ -46,8 +46,8 @@ class _Hollow(types.ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and callable(args[0]) and not kwargs:
-            return args[0]  # a bare decorator
-        return _as_it_is  # called as a decorator with arguments, or the result is never used
+            return args[0]  # used as a decorator without arguments
+        return _as_it_is  # a decorator with arguments, or a call whose result is never used
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -71,7 +71,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def hollow(package: str) -> None:
-    """Turn the package that is being imported into a hollow package; keep what it defines."""
+    """Turn the package, which is being imported, into a hollow one. Keep the names it defines."""
     module = sys.modules[package]
     module.__class__ = _Hollow
     sys.meta_path.insert(0, _Finder(package))

@@ -14,7 +14,7 @@ __version__ = "0.0.0"
 def assign_req_to_token_pool_cpu(
     rows: Any, table: Any, starts: Any, ends: Any, places: Any, width: int
 ) -> None:
-    """Fill table[rows[i], starts[i] : ends[i]] for every i, from `places` [T] in order."""
+    """Set table[rows[i], starts[i] : ends[i]] for every i to the next elements of `places` [T]."""
     done = 0
     for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
         table[row, start:end] = places[done : done + end - start].to(table.dtype)
@@ -22,8 +22,8 @@ def assign_req_to_token_pool_cpu(
 
 
 def copy_all_layer_kv_cache_cpu(buffers: Any, row_bytes: Any, targets: Any, sources: Any) -> None:
-    """Copy rows of every layer's keys and values, which `buffers` gives as addresses. Read all rows
-    of a buffer before writing. SGLang calls this once at its start, as a test."""
+    """Copy cache rows `sources` to `targets` in every buffer (keys or values of a layer, given by
+    address), reading all rows before writing. SGLang calls this once at its start, as a test."""
     pairs = list(zip(targets.tolist(), sources.tolist(), strict=True))
     for address, size in zip(buffers.tolist(), row_bytes.tolist(), strict=True):
         rows = [ctypes.string_at(address + source * size, size) for _, source in pairs]
