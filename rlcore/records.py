@@ -319,9 +319,9 @@ class Stats(Event):
     accepted_tokens: int = 0
     """Number of drafted tokens that became part of a response."""
     draft_s: float = 0.0
-    """Part of `busy_s` spent on making drafts."""
+    """Seconds of `busy_s` spent on making drafts."""
     verify_s: float = 0.0
-    """Part of `busy_s` spent in verify steps (decode steps with drafting on), drafting included."""
+    """Seconds of `busy_s` in verify steps (decode steps with drafting on), drafting included."""
     by_batch: tuple[tuple[int, int, int], ...] = ()
     """Counts for each range of decode batch sizes (1, 2 to 3, 4 to 7, and so on): requests,
     generated tokens, and requests in steps with drafting on."""
@@ -520,11 +520,11 @@ class DropEngine(Command):
 
 
 class Repair(Command):
-    """No engine works. Restart this rank's engine if failed, join a weight update, send `Ready`."""
+    """No engine works. Restart this rank's failed engine, join a weight update, send `Ready`."""
 
 
 class Alive(Command):
-    """Heartbeat while other ranks are busy; a waiting rank that gets it restarts its deadline."""
+    """Heartbeat to a waiting rank, which then restarts its deadline; other ranks are busy."""
 
 
 class JoinSync(Command):

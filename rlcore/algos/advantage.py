@@ -129,7 +129,7 @@ def reinforce_plus_plus_baseline(groups: Groups, cfg: AlgoConfig) -> list[list[f
 
 def opo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
     """Return each reward minus the length-weighted mean reward of its group. This baseline has the
-    least variance if a response's gradient grows with its length. It is 0 without tokens."""
+    least variance if a response's gradient grows with its length. Without tokens it is 0."""
     out = []
     for g in groups:
         tokens = sum(g.lengths)
@@ -189,7 +189,7 @@ def whitened(values: list[list[float]], groups: Groups) -> list[list[float]]:
     tokens = sum(n for _, n in flat)
     if tokens < 2:
         return [[0.0] * len(row) for row in values]
-    start = flat[0][0]  # subtracted, so that the mean of equal values is exact
+    start = flat[0][0]  # subtract this value, so that the mean of equal values is exact
     mean = start + math.fsum(n * (a - start) for a, n in flat) / tokens
     variance = math.fsum(n * (a - mean) ** 2 for a, n in flat) / (tokens - 1)
     scale = math.sqrt(variance + WHITEN_EPSILON)

@@ -99,7 +99,7 @@ class AlgoConfig:
     """Final share of rollout.max_tokens in which a response loses reward, linearly with its length
     up to overlong_penalty (DAPO's soft overlong punishment); 0: off."""
     overlong_penalty: Annotated[float, at_least(0)] = 1.0
-    """Reward subtracted from a response of rollout.max_tokens tokens, with overlong_share."""
+    """Reward subtracted from a response of rollout.max_tokens tokens, if overlong_share > 0."""
 
     rollout_is: Literal["none", "token", "sequence"] = "token"
     """Importance weight min(p_old / p_sampler, threshold) on the policy loss. `token`: of each

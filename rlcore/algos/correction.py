@@ -115,7 +115,7 @@ def thresholds(cfg: AlgoConfig) -> list[Rule]:
     if given and len(given) != len(cfg.rollout_rs):
         raise ConfigError(
             f"--algo.rollout_rs_threshold {','.join(given)}: {len(given)} values for the "
-            f"{len(cfg.rollout_rs)} of rollout_rs; give one for each, in order"
+            f"{len(cfg.rollout_rs)} of rollout_rs; give one for each rule, in order"
         )
     if given:
         return [_parsed(name, text) for name, text in zip(cfg.rollout_rs, given, strict=True)]
@@ -123,7 +123,7 @@ def thresholds(cfg: AlgoConfig) -> list[Rule]:
         if name not in DEFAULTS:
             raise ConfigError(
                 f"--algo.rollout_rs {name}: has no default; set --algo.rollout_rs_threshold, one "
-                "value for each of rollout_rs"
+                "value for each rule of rollout_rs"
             )
     return [_parsed(name, DEFAULTS[name]) for name in cfg.rollout_rs]
 

@@ -26,7 +26,7 @@ class Clipped(Protocol):
 
 
 def problems(name: str, cfg: AlgoConfig) -> list[str]:
-    """Return one error message per setting that the fused loss cannot compute with `name`."""
+    """Return one error message per setting of algorithm `name` that the fused loss cannot have."""
     if name not in NAMES:
         return [
             f"--train.fused_loss: loss {name} cannot be fused, only {', '.join(NAMES)}; turn it "

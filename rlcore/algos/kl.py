@@ -53,7 +53,7 @@ class AdaptiveController:
         scale = scale (1 + e samples / horizon)
 
     Differs from verl: a step with more samples than the horizon counts as one horizon, so that the
-    factor cannot become negative. A KL that is not finite (of a skipped update) changes nothing.
+    factor cannot become negative. If the KL is not finite (skipped update), the factor stays.
     """
 
     def __init__(self, target: float, horizon: float) -> None:

@@ -51,7 +51,7 @@ class PaddedPlan:
     query_index: Tensor  # [padded queries] index of this rank's token in each padded query row
     key_index: Tensor  # [padded keys] token in each padded key row, as index in the packed batch
     query_rows: Tensor  # [T] padded query row of each token of this rank
-    key_rows: Tensor | None  # [T] padded key row of each token; None if cp > 1 (several per key)
+    key_rows: Tensor | None  # [T] padded key row of each token; None if cp > 1: keys repeat in rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class AttentionPlan:
 
     padded: PaddedPlan | None  # None if only flash attention or Transformer Engine uses the plan
     gathered: Tensor | None  # [cp*T] position of each token in the all-gather's output, if cp > 1
-    cu_query: Tensor  # [units + 1] int32: cumulative numbers of queries of this rank's units
-    cu_key: Tensor  # [units + 1] int32: cumulative numbers of keys of this rank's units
-    prefix: Tensor | None  # [keys of all units] index of each key in the packed batch, if cp > 1
+    cu_query: Tensor  # [sequences or chunks + 1] int32: this rank's cumulative query counts
+    cu_key: Tensor  # [sequences or chunks + 1] int32: this rank's cumulative key counts
+    prefix: Tensor | None  # [all chunks' keys] index of each key in the packed batch, if cp > 1
     max_query: int
     max_key: int
 
@@ -78,17 +78,17 @@ class Packed(PackedSeqParams):
 
     @property
     def gathered(self) -> Tensor:
-        """Return `AttentionPlan.gathered`, which exists only with context parallelism."""
+        """Position of each token in the output of the context-parallel all-gather."""
         assert self.plan is not None and self.plan.gathered is not None
         return self.plan.gathered
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    rows: range  # indices of the unit's tokens among this rank's tokens
+    rows: range  # indices of the sequence's or chunk's tokens among this rank's tokens
     start: int  # index of the sequence's first token in the whole packed batch
-    first: int  # position of the unit's first query in its sequence
-    key: int  # number of keys that the unit's last query attends to
+    first: int  # position of the first query in the sequence
+    key: int  # number of keys that the last query attends to
 
     @property
     def query(self) -> int:
@@ -192,7 +192,7 @@ def _padded(units: Sequence[_Unit], cp: int) -> PaddedPlan:
             key_rows[query_index[-1][real]] = place
         mask = None
         if cp > 1:
-            # A padded query attends at least to key 0, so that no mask row is empty (softmax: NaN).
+            # A padded query attends at least to key 0: softmax of an empty mask row would be NaN.
             mask = at_key <= (firsts + at_query.minimum(q_len - 1)).unsqueeze(-1)
             mask = mask.unsqueeze(1)
         buckets.append(PaddedBucket(len(group), query, key, mask))

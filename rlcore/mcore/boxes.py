@@ -1,4 +1,4 @@
-"""Rectangles of tensors, and the rectangles that a range of a flattened tensor consists of."""
+"""Rectangular parts of tensors, and the division of a flattened range into rectangles."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ Offset = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of a whole tensor."""
+    """Rectangular part of a tensor."""
 
     offset: Offset
     shape: tuple[int, ...]
@@ -19,7 +19,7 @@ class Box:
         return math.prod(self.shape)
 
     def overlap(self, other: "Box") -> "Box | None":
-        """Return the common rectangle, or None."""
+        """Return the intersection of this and another rectangle; None if it is empty."""
         first = tuple(map(max, self.offset, other.offset))
         ends = ((o + n for o, n in zip(b.offset, b.shape, strict=True)) for b in (self, other))
         last = map(min, *ends)
@@ -27,22 +27,22 @@ class Box:
         return Box(first, shape) if all(n > 0 for n in shape) else None
 
     def slices(self, part: "Box") -> tuple[slice, ...]:
-        """Return the place of `part`, a rectangle inside this one."""
+        """Return slices that select the rectangle `part` from the values of this rectangle."""
         starts = [p - o for p, o in zip(part.offset, self.offset, strict=True)]
         return tuple(slice(a, a + n) for a, n in zip(starts, part.shape, strict=True))
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, int]]:
     """Divide the values `start : stop` of a flattened tensor into rectangles of consecutive values.
-    Yield each rectangle with the position of its first value. At most two per dimension."""
+    Yield each rectangle with its first value's position: at most two rectangles per dimension."""
     if start >= stop:
         return
     if len(shape) <= 1:
         yield Box((start,), (stop - start,)), start
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # rows that are whole
-    if first > last:  # within one row
+    first, last = -(-start // row), stop // row  # whole rows: first to last - 1
+    if first > last:  # the range lies within one row
         yield from _row(shape, last, start, stop)
         return
     yield from _row(shape, first - 1, start, first * row)

@@ -206,7 +206,7 @@ def _parameters(
 
 def _whole_name(name: str, numbers: Sequence[int], first_expert: int) -> str:
     """Convert a parameter's name on this rank to its name in the unsplit model. Transformer Engine
-    keeps a norm inside the next projection, and puts a grouped expert's number at the end."""
+    keeps a norm's weight in the next projection, and an expert's number at the name's end."""
     name = re.sub(r"^decoder\.layers\.(\d+)", lambda m: f"layers.{numbers[int(m[1])]}", name)
     name = name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
     name = name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
@@ -389,7 +389,7 @@ def _gather(
     layout: ParallelLayout,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Return a bundle's Hugging Face tensors, gathered over TP; experts are not split over TP."""
+    """Return a bundle's Hugging Face tensors. Except for experts, gather the bundle over TP."""
     local = [params[piece.name].detach().to(dtype) for piece in bundle]
     if layout.tp == 1 or bundle[0].expert >= 0:
         parts = [[tensor] for tensor in local]
@@ -408,7 +408,7 @@ def _gather(
 
 
 def _group(kind: str) -> dist.ProcessGroup:
-    """Return this rank's process group: `tensor_model`, `pipeline_model` or `expert_model`."""
+    """Return this rank's group of kind `tensor_model`, `pipeline_model` or `expert_model`."""
     # Import late: the shim must be installed first, and a single rank needs no groups.
     from megatron.core import parallel_state
 

@@ -4,13 +4,13 @@
     learner/rank00003_0.safetensors
 
 Each rank writes the part of the optimizer that it owns, so nothing is gathered and no tensor is
-written twice. An entry is a box of a whole tensor: its name holds kind, key and offset, as in
-`exp_avg/decoder.layers.mlp.linear_fc2.weight@3,0,512`. A rank loads the boxes that overlap its own,
-from the files of any other layout. Weights are not stored: they are the main parameters, rounded.
+written twice. A file entry is a rectangle of a whole tensor. Its name has the kind of value
+(`param`, `exp_avg` or `exp_avg_sq`), the parameter and the rectangle's offset, as in
+`exp_avg/decoder.layers.mlp.linear_fc2.weight@3,0,512`. Under any layout, a rank loads the entries
+that overlap its rectangles. Weights are not stored, because they are the rounded main parameters.
 
-Own code instead of Megatron's `dist_checkpointing`: the one format of 0.16 that
-loads correctly gathers a whole tensor-parallel partition in float32 on the GPU, and its index is a
-pickle.
+Own code instead of Megatron's `dist_checkpointing`: the one format of 0.16 that loads correctly
+gathers a whole tensor-parallel partition in float32 on the GPU, and its index is a pickle.
 
 The loading run keeps its own parameter groups, so learning rate and decay may differ from the run
 that saved.
@@ -44,23 +44,23 @@ INDEX = "checkpoint.json"
 WRITERS = 2
 """Number of files that a rank writes concurrently."""
 FILE_BYTES = 512 * 2**20
-"""Size at which a file is complete. While a file is written, host memory holds it twice."""
+"""Bytes after which a rank begins a new file. Host memory holds a file twice while writing."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A rectangle of a tensor that this rank holds as consecutive values."""
+    """Rectangle of a main parameter or moment that this rank holds as consecutive values."""
 
     name: str
-    """Kind and key."""
+    """Kind of value (`param`, `exp_avg` or `exp_avg_sq`), a slash, and the parameter's name."""
     box: Box
     values: Tensor
-    """1-D view of the rank's own tensor."""
+    """The rectangle's values, as a 1-D view of the rank's own tensor."""
     is_saved: bool
-    """Whether this rank saves the piece; False for copies of what another rank saves."""
+    """Whether this rank saves the rectangle; false if another rank saves a copy of it."""
     may_lack: bool
-    """Whether rows may be missing in a checkpoint, as the padding of a vocabulary may."""
+    """Whether a checkpoint may lack rows of the rectangle, such as padding of the vocabulary."""
 
 
 # ---- save and load
@@ -107,15 +107,15 @@ def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm")
     """Load a checkpoint that `save` wrote into model and optimizer; return its `state`. Collective.
 
     Raises:
-        ConfigError: `path` holds no checkpoint, or the checkpoint is of another model. The head
-            is compared first, since a value head is as wide as one row of an lm head.
+        ConfigError: `path` holds no checkpoint, or the checkpoint is of another model. The kind
+            of head is compared first: a value head has the width of one row of an lm head.
     """
     try:
         found = json.loads((path / INDEX).read_text())
         state, step, written = found["state"], found["optimizer_step"], found["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path}: has no complete checkpoint; choose another or start a new run"
+            f"{path}: has no complete checkpoint; choose another folder or start a new run"
         ) from error
     if written != FORMAT:
         raise ConfigError(
@@ -148,7 +148,7 @@ def _pieces(models: Sequence[Any], optimizer: Any) -> list[Piece]:
     found = []
     for param, first, tensors, is_shared in _states(optimizer):
         for leaf in sharded[param]:
-            # A leaf is a part of the parameter: its values lie in `start : stop` of it.
+            # A leaf is a part of the parameter; `start` is the index of the leaf's first value.
             start = leaf.data.storage_offset() - param.data.storage_offset()
             low, high = max(start, first), min(start + leaf.data.numel(), first + _size(tensors))
             replica = leaf.replica_id if isinstance(leaf.replica_id, tuple) else (leaf.replica_id,)
@@ -171,7 +171,7 @@ def _pieces(models: Sequence[Any], optimizer: Any) -> list[Piece]:
 
 
 def _sharded(models: Sequence[Any]) -> dict[Tensor, list[ShardedTensor]]:
-    """Return where each parameter lies in the whole model, by parameter."""
+    """Return the parts of each parameter with their positions in the whole model."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     found: dict[Tensor, list[ShardedTensor]] = {}
     for model in models:
@@ -179,7 +179,7 @@ def _sharded(models: Sequence[Any]) -> dict[Tensor, list[ShardedTensor]]:
         for entry in nested_values(entries):
             if isinstance(entry, ShardedTensorFactory):
                 found[entry.data] = list(nested_values(entry.build()))
-            elif isinstance(entry, ShardedTensor):  # else an extra state, empty without FP8
+            elif isinstance(entry, ShardedTensor):  # others: extra states, empty without FP8
                 found[entry.data] = [entry]
     if buffers := [key for key in found if not isinstance(key, torch.nn.Parameter)]:
         raise NotImplementedError(f"checkpoint: {len(buffers)} saved tensors are no parameters")
@@ -187,9 +187,9 @@ def _sharded(models: Sequence[Any]) -> dict[Tensor, list[ShardedTensor]]:
 
 
 def _states(optimizer: Any) -> Iterator[tuple[Tensor, int, dict[str, Tensor], bool]]:
-    """Yield each parameter of this rank's optimizers with the first position of the parameter that
-    the optimizer holds, main parameter and moments by kind, and whether data-parallel ranks share
-    the parameter among them."""
+    """Yield each parameter of this rank's optimizers with the index of the first value that the
+    optimizer holds, with main parameter and moments by kind, and with a flag: whether the parameter
+    is divided among data-parallel ranks."""
     for part in optimizer.chained_optimizers:
         if getattr(part, "optimizer", None) is None:
             continue
@@ -257,7 +257,7 @@ class _Shards:
 
     folder: Path
     entries: dict[str, list[tuple[Box, Any, str]]] = field(default_factory=dict)
-    """Rectangle, open file and name of each entry, by kind and key."""
+    """Rectangle, open file and entry name of each file entry, by `Piece.name`."""
 
     def open(self) -> None:
         for path in sorted(self.folder.glob("*.safetensors")):
@@ -269,7 +269,7 @@ class _Shards:
                 self.entries.setdefault(key, []).append((box, file, name))
 
     def read(self, piece: Piece) -> None:
-        """Fill a piece."""
+        """Read a rectangle's values from the files. Raise ConfigError if values are missing."""
         values = piece.values.to("cpu", copy=True).view(piece.box.shape)
         count = 0
         for box, file, name in self.entries.get(piece.name, ()):
@@ -300,8 +300,8 @@ def _read(pieces: Sequence[Piece], folder: Path) -> None:
 
 
 def _attempt(work: Callable[[], None], folder: Path) -> None:
-    """Do `work`. If a rank failed, raise OSError on every rank, so that no rank waits for it.
-    Too little memory is such a failure."""
+    """Do `work`, which writes files; collective. If it fails on any rank, also for lack of memory,
+    raise OSError on all ranks, so that no rank waits for the failed rank."""
     problem: Exception | None = None
     try:
         work()
@@ -312,7 +312,7 @@ def _attempt(work: Callable[[], None], folder: Path) -> None:
     if problem is None and not int(failed):
         return
     number = getattr(problem, "errno", None) or errno.EIO
-    if "os error 28" in str(problem):  # as safetensors says it
+    if "os error 28" in str(problem):  # safetensors' message for a full disk
         number = errno.ENOSPC
     if number == errno.ENOSPC:
         reason = "the disk is full; free some space or choose another --run.dir"
@@ -339,7 +339,7 @@ def _check_space(folder: Path, pieces: Sequence[Piece]) -> None:
 
 
 def _there(number: Tensor) -> Tensor:
-    """Return `number` where the collectives of the default group take it."""
+    """Return `number` on the device that collectives of the default process group need."""
     return number.to("cuda") if dist.get_backend() == "nccl" else number
 
 
@@ -354,7 +354,7 @@ def _inner(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 def _is_torchs(inner: torch.optim.Optimizer) -> bool:
-    """Return whether torch's Adam counts steps per parameter; TE and Apex count per group."""
+    """Return whether this is torch's Adam, which counts steps per parameter, not per group."""
     return isinstance(inner, torch.optim.AdamW | torch.optim.Adam)
 
 

@@ -31,7 +31,7 @@ def of_policy(micro: MicroBatch, logp: Tensor, entropy: Tensor) -> LossInputs:
 
 
 def of_value(micro: MicroBatch, value: Tensor) -> ValueInputs:
-    """Return value-loss inputs from values [T] and the batch; only an empty batch lacks returns."""
+    """Return value-loss inputs from values [T] and the batch. An empty batch may lack returns."""
     batch, own = micro.batch, value.detach()
     return ValueInputs(
         value=value,

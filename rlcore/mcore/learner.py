@@ -149,7 +149,7 @@ class MegatronLearner:
         self._sums: dict[str, Tensor] = {}
         self._kept = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._compared: set[bool] = set()
-        """Cases in which the fused policy loss was compared with the torch loss and agreed. True:
+        """Kinds of batches for which fused and torch policy loss were compared and agreed. True:
         batches without old log-probs. False: batches with old log-probs."""
         self._accumulated = False
         self._has_told = False
@@ -601,7 +601,7 @@ class MegatronLearner:
                 )
 
     def _policy(self, loss: Any, micro: MicroBatch) -> tuple[PolicyInputs, PolicySpec]:
-        """Return the fused op's inputs, in the order of this rank's rows, and its settings."""
+        """Return the fused op's inputs, in the order of this rank's rows, and the op's settings."""
         batch = micro.batch
         dtype = statistics_dtype(self._config.params_dtype)
         unknown = torch.zeros(batch.num_tokens, dtype=dtype, device=self.device)
@@ -743,5 +743,5 @@ def _output(loss: Loss | ValueLoss, x: LossInputs | ValueInputs) -> LossOutput:
 
 
 def _metrics_of(x: LossInputs | ValueInputs, out: LossOutput) -> dict[str, Tensor]:
-    """Return the metrics by name, [T] each, to average over tokens."""
+    """Return the loss's metrics by name, [T] each; the caller averages them over tokens."""
     return out.metrics if isinstance(x, ValueInputs) else {"actor/entropy": x.entropy} | out.metrics

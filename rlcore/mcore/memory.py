@@ -17,7 +17,7 @@ two, so a single allocation of 17 GB would take 34 GB of host memory."""
 
 class Parked:
     """Part of a model's state, such as the weights: on the accelerator, or offloaded to host
-    memory. On the CPU, parts stay in place, except that parts with `zeros` are freed."""
+    memory. On the CPU, only parts whose contents are not kept (`zeros`) are freed."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, zeros: bool = False) -> None:
         """Define the part: each call of `tensors` returns the part's current tensors. With `zeros`

@@ -26,7 +26,7 @@ class MicroBatch:
     positions: Tensor  # [1, L]
     targets: Tensor  # [L] token that each row predicts; 0 for rows that predict no token
     packed: Packed
-    take: Tensor  # [T] row (of all cp ranks) that predicts each token; undefined if not predicted
+    take: Tensor  # [T] row, over all cp ranks, that predicts each token; undefined for first tokens
     predicted: Tensor  # [T] bool: False for the first token of each sequence
     sequence: Tensor  # [T] int64 index of the token's sequence
 
@@ -77,7 +77,7 @@ class Cutter:
         budget: int,
         padded: bool = True,
     ) -> None:
-        """Args: `padded` as in `attention.plan`."""
+        """`padded`: whether attention may run on padded buckets."""
         self._layout, self._padded = layout, padded
         self._fill = layout.tp if sequence_parallel else 1
         self._device, self._dtype, self._budget = device, dtype, budget

@@ -46,7 +46,7 @@ class _Shared:
 
 _shared: _Shared | None = None
 _left: list[dist.ProcessGroup] = []
-"""Process groups that Megatron has released but that still exist (three threads per gloo group)."""
+"""Process groups that Megatron has released but that are not destroyed yet."""
 
 
 def initialise(

@@ -49,7 +49,7 @@ def log_probs(
     Args:
         hidden: [T, H].
         weight: [V/tp, H], this rank's rows, in the hidden states' dtype; padding comes last.
-        tokens: [T] int64, ids in the whole vocabulary; invalid ids as in `logprob.log_probs`.
+        tokens: [T] int64, ids in the whole vocabulary; an invalid id raises ValueError (GPU: nan).
         chunk_tokens: maximum number of tokens whose logits exist at a time.
         group: tensor-parallel group, None or of size 1 for the whole vocabulary.
         weight_grad: [V/tp, H] buffer to which backward adds the weight's gradient, instead of

@@ -1,9 +1,9 @@
 """Copy many parts of tensors to or from one flat buffer, in one launch, with a checksum.
 
-A `ReshardPlan` is made once for a layout; each call of `pack` and `unpack` takes the tensors and
-the buffer (bucket). C++ and CUDA code (`csrc/reshard`) is used if built; otherwise torch copies
-piece by piece, with the same bytes and checksum. Casts round to nearest even, as in torch, and turn
-every NaN into the positive quiet NaN.
+A `ReshardPlan` is made once for given tensor shapes; each call of `pack` and `unpack` takes the
+tensors and the buffer (bucket). C++ and CUDA code (`csrc/reshard`) is used if built; otherwise
+torch copies piece by piece, with the same bytes and checksum. Casts round to nearest even, as in
+torch, and turn every NaN into the positive quiet NaN.
 
     specs = [TensorSpec((2, 3), torch.float32)]
     plan = ReshardPlan(specs, [TensorPiece(tensor=0, offset=0, shape=(2, 3))], num_bytes=24)
@@ -37,7 +37,7 @@ _DIMS = 4
 _TILE_BYTES = 32 << 10
 _GAP = -1
 _MAX_RUNS = 1 << 26
-_FEW = 1024  # maximum number of gaps in a table, in addition to one per piece
+_FEW = 1024  # maximum number of byte ranges outside pieces, in addition to one per piece
 
 # Type codes of csrc/reshard/plan.h.
 _FLOATS = {torch.float64: 5, torch.float32: 6, torch.bfloat16: 7, torch.float16: 8}
@@ -47,7 +47,7 @@ _FIELDS = 22
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, type and strides of a tensor in a plan."""
+    """Shape, dtype and strides of a tensor that a `ReshardPlan` copies."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -66,8 +66,8 @@ class _Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPiece:
-    """Box of elements in a tensor, and its position in the bucket. Strides in the tensor and in the
-    bucket count elements, each in the dtype that the box has there."""
+    """Box of elements in a tensor, and its position in the bucket. Strides in the tensor count
+    elements of the tensor's dtype; strides in the bucket count elements of the dtype there."""
 
     tensor: int
     """Index into the plan's tensors."""
@@ -82,7 +82,8 @@ class TensorPiece:
     start: int = 0
     """Index of the first element of the box, counted from the start of the tensor."""
     tensor_strides: tuple[int, ...] | None = None
-    """Strides of the box in the tensor; None means the tensor's (same number of dimensions)."""
+    """Strides of the box in the tensor. None means the tensor's strides; box and tensor must then
+    have equally many dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,7 @@ def _signed(x: int) -> int:
 
 
 def _finish(total: int, num_bytes: int) -> int:
-    """Add the checksum value of the byte count, computed as for a word at position -1 (key 0)."""
+    """Add the checksum value of the number of bytes, computed as for a word at position -1."""
     y = num_bytes ^ num_bytes >> 29
     return (total + (y ^ y >> 32)) & _MASK
 
@@ -433,7 +434,7 @@ def _runs(offset: int, shape: Sequence[int], strides: Sequence[int], item: int) 
         length *= dims.pop(0)[1]
     count = math.prod(n for _, n in dims)
     if count > _MAX_RUNS:
-        raise ValueError(f"pieces: one has {count} separate runs; must be at most {_MAX_RUNS}")
+        raise ValueError(f"pieces: one has {count} byte ranges; must be at most {_MAX_RUNS}")
     starts = np.array([offset], dtype=np.int64)
     for step, n in reversed(dims):
         starts = (starts[:, None] + np.arange(n, dtype=np.int64) * (step * item)).reshape(-1)
@@ -441,7 +442,7 @@ def _runs(offset: int, shape: Sequence[int], strides: Sequence[int], item: int) 
 
 
 def _bucket_runs(boxes: Sequence[_Box]) -> tuple[Any, Any]:
-    """Return the contiguous runs of all pieces in the bucket, by start, and their piece numbers."""
+    """Return the contiguous runs of all pieces in the bucket, by start, and each run's piece."""
     runs = [_runs(b.offset, b.shape, b.strides, b.dtype.itemsize) for b in boxes]
     return _sorted(runs, [b.number for b in boxes])
 
@@ -543,7 +544,7 @@ class _Table:
         self._addresses = torch.zeros(0, dtype=torch.int64)
 
     def addresses(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the tensors' addresses as a tensor on the device, uploaded only after a change."""
+        """Return the tensors' addresses as a tensor on the device. Upload them only if changed."""
         now = [tensor.data_ptr() for tensor in tensors]
         if now != self._known or not now:
             self._addresses = torch.tensor(now, dtype=torch.int64, device=self._device)

@@ -13,7 +13,7 @@ is the continuation with the largest sum of rewards.
     draft   the highest-ranked branch at every token, at most `window` tokens. The draft ends where
             the product of branch probabilities, count(path) / count(match), falls below `min_prob`.
             If the first token's probability is below `min_prob`, the most frequent first token
-            replaces it (on a tie, the smaller id). If its probability is below, too, no draft.
+            replaces it (on a tie, the smaller id). If that token is below, too, there is no draft.
     live    match in the request's own stream. Candidates are the most recent `candidates` earlier
             positions at which the stream's last `live_match` tokens occur. The candidate with the
             longest match backwards is used (at most `limit` tokens, 64 if `limit` is 0), on a tie
@@ -170,12 +170,12 @@ class Forest:
 
         Args:
             handles: [B] handles of open requests.
-            windows: [B] maximum draft lengths; None: each request's own window and budget.
+            windows: [B] maximum draft lengths; None: each request's window, limited by `knee`.
             running: number of requests that share the forward pass; 0: B.
 
         Returns:
             tokens [B, W], filled up with -1, and draft lengths [B]. W is the largest of `windows`;
-            if `windows` is None, a request's budget by the load rule (max_window without a knee).
+            if `windows` is None, the maximum length under `knee` (max_window if it is 0).
         """
         return self._impl.draft(handles, windows, check_running(running))
 
@@ -236,7 +236,7 @@ class Forest:
 
 @dataclass(slots=True)
 class _History:
-    """History of a prompt. `ends` maps each run of min_match tokens to all its (response, end)."""
+    """History of a prompt. `ends`: occurrences (response, end) of each run of min_match tokens."""
 
     responses: list[list[int]]
     weights: list[int]
@@ -458,7 +458,7 @@ class ReferenceForest:
         check_windows(windows, batch, self.max_window)
 
     def _load(self, running: int) -> tuple[int, int, int]:
-        """Return budget, start and growth of windows if `running` requests share a forward pass."""
+        """Return maximum, start and growth of windows if `running` requests share a forward."""
         if self.knee == 0 or running <= 0:
             return self.max_window, self.start_window, self.growth
         budget = max(1, min(self.knee // running - 1, self.max_window))
@@ -535,8 +535,8 @@ class ReferenceForest:
     def _children(
         history: _History, places: list[tuple[int, int]]
     ) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Return each token that follows one of `places` (response, end), with the places after the
-        token, in descending priority."""
+        """Return the tokens that follow one of `places` (response, end), by descending priority.
+        Return each token with its own places, which lie after the token."""
         after: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for r, end in places:
             if end < len(history.responses[r]):
@@ -628,7 +628,7 @@ def check_running(running: Any) -> int:
     """Return `running` as an int. Raise ValueError unless it is a whole number, 0 or more."""
     _check_whole("running", running)
     if running < 0:
-        raise ValueError(f"running {running}: must be 0 (the batch) or the requests in the forward")
+        raise ValueError(f"running {running}: must be 0 (the batch size) or more")
     return int(running)
 
 

@@ -196,12 +196,12 @@ class DeviceForest:
             accepted: [B] int32, accepted length of each last draft; None: keep all windows.
             tokens: [N] int32 to append.
             offsets: [B + 1] int64: tokens[offsets[i] : offsets[i + 1]] go to handles[i].
-            windows: [B] int32, maximum draft lengths; None: each request's window and budget.
+            windows: [B] int32 maximum draft lengths; None: each request's window, cut by `knee`.
             running: number of requests that share the forward pass; 0: B.
 
         Returns:
             tokens [B, W], filled up with -1, and draft lengths [B]. W is max_window; if `windows`
-            is None, a request's budget by the load rule.
+            is None, the maximum length under `knee`.
 
             On a GPU values are not checked, because a check would wait for the device. A handle
             that is not open or occurs twice gets length -1; negative tokens match nothing; other

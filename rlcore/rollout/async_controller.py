@@ -1,9 +1,9 @@
 """Controller of `--mode async`: one endless sampling round (ROLL Flash, arXiv:2510.11345).
 
 `AsyncController` extends `Controller`, which handles placement, rewards and engine failures.
-Responses survive a weight update. In addition, it handles this call and these events:
+Responses survive a weight update. `AsyncController` adds this call and these events:
 
-    go(version)   engines have new weights: abort stale groups, submit once all have sent Ready
+    go(version)   weights loaded: abort stale groups; submit requests once all engines are `Ready`
     Wanted        the learner wants a batch: send TrainOrder once the buffer has a full batch
     Holding       the learner wants to update weights: send Hold; all rollout ranks answer Held
 
@@ -47,7 +47,7 @@ from rlcore.sched.stop import EQUAL_REWARDS
 
 
 class SavedGroup(Struct, frozen=True):
-    """Group in a checkpoint. `RequestState.resume` has the tokens of an unfinished request."""
+    """State of a group in a checkpoint. An unfinished request has its tokens so far in `resume`."""
 
     work: Work
     requests: tuple[RequestState, ...]
@@ -84,8 +84,8 @@ class AsyncController(Controller):
         """
         Args:
             issue: function that returns the work of the next n prompts.
-            place: router of requests to engines. A `HistoPipe` also orders new work and may move
-                running requests to another engine.
+            place: router of requests to engines. A router of class `HistoPipe` also orders new
+                work and may move running requests to another engine.
             dynamic: if true, start other prompts in place of groups with equal rewards.
         """
         self._pipe = place if isinstance(place, HistoPipe) else None
@@ -111,8 +111,8 @@ class AsyncController(Controller):
         self.prompts: dict[GroupId, Prompt] = {}
         """Prompts of the most recent batch, by group."""
         self._found: dict[str, float] = {}
-        """Longest time in seconds to score a right answer since the last `Hold`, by prompt;
-        adaptive reward deadlines use it."""
+        """Scoring time in seconds of the slowest right answer since the last `Hold`, by prompt; for
+        adaptive reward deadlines."""
 
     def _issue_by(self, issue: Callable[[int], list[Work]]) -> Callable[[int], list[Work]]:
         pipe = self._pipe
@@ -178,7 +178,7 @@ class AsyncController(Controller):
     def take_stats(self) -> dict[str, float]:
         """Return the counters since the last call and reset them."""
         found, self._stats = self._stats, {}
-        found.pop("timing_s/reward", None)  # an endless round has no phase that waits for rewards
+        found.pop("timing_s/reward", None)  # in an endless round, no phase waits for rewards
         return found | (self._pipe.metrics() if self._pipe is not None else {})
 
     # ---- requests of the learner
@@ -218,7 +218,7 @@ class AsyncController(Controller):
         return [TrainOrder(rank=r, groups=groups, stats=stats) for r in self._learners]
 
     def _hold(self, event: Holding, now: float) -> list[AnyCommand]:
-        """Return commands that stop decoding on all rollout ranks and list the removed groups."""
+        """Return a `Hold` per rollout rank, which stops decoding and names the removed groups."""
         equal = [g for g, why in self._dropped.items() if why == EQUAL_REWARDS]
         self._count("async/equal_groups", len(equal))
         self._count("async/stale_groups", len(self._dropped) - len(equal))

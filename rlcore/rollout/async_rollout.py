@@ -116,7 +116,7 @@ class AsyncRollout:
         """
         assert self.controller is not None and self._thread is not None
         self._hub.send(0, "controller", [Holding(mode=mode)])
-        # After one deadline the controller fails and names the silent rank, so wait for two.
+        # Wait for two deadlines: after one, the controller fails and names the silent rank.
         self._thread.join(timeout=2 * self._deadline_s)
         if self._thread.is_alive():
             raise TimeoutError(
@@ -162,7 +162,7 @@ class AsyncRollout:
             events = self._hub.receive("controller", list[AnyEvent], TICK_S)
             now = time.monotonic()
             for event in events or []:
-                if event.round:  # nonzero: a late event of an evaluation round
+                if event.round:  # a late event of an evaluation round, whose number is not 0
                     continue
                 if isinstance(event, Down):
                     log.warning("rank %d: %s; its requests are re-routed", event.rank, event.reason)
@@ -223,7 +223,7 @@ class AsyncRollout:
                     self._worker.adopt(decode(data, list[Sample]))
 
     def _owner_now(self, folder: Path):
-        """Return a function from the rank that saved samples to the rank that owns them now."""
+        """Return a function that maps a rank that saved samples to the rank that owns them now."""
         place = {rank: i for i, rank in enumerate(_owners(folder))}
         return lambda rank: self._rollout_ranks[place[rank] % len(self._rollout_ranks)]
 

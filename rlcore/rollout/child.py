@@ -38,7 +38,7 @@ from rlcore.utils.net import decode, encode, frame
 if TYPE_CHECKING:  # `protocols` imports torch, which only some engines need
     from rlcore.protocols import PauseMode, Tag
 
-_GRACE_S = 10.0  # added to the engine's deadline, so that the engine's specific error comes first
+_GRACE_S = 10.0  # margin over the engine's deadline, so that the engine reports its error first
 _ERRORS = {kind.__name__: kind for kind in (ConfigError, ValueError, RuntimeError, TimeoutError)}
 
 
@@ -59,8 +59,8 @@ class ChildEngine:
     The deadline of a call is `deadline_s`. If the settings have a `deadline_s` for the engine's own
     calls, the deadline here is that value plus 10 s.
 
-    Argument `resize`: function that changes the settings to another tensor-parallel size. With it,
-    the method `resize` starts a new child; with None, the method calls the engine's `resize`.
+    Argument `resize`: function that sets another tensor-parallel size in the settings. If given,
+    the method `resize` starts a new child; if None, the method calls the engine's `resize`.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class ChildEngine:
 
     @property
     def failure(self) -> str:
-        """Reason why the child has failed; empty while it works. Also empty after a call has raised
-        ConfigError for rejected settings, because a restart would not help."""
+        """Reason why the child has failed; empty while it works. Also empty once a call has raised
+        ConfigError for rejected settings, so that no caller restarts the child."""
         if not self._down and not self._closed:
             self._pump(0.0)
         return f"{self._name} {self._down}" if self._down and not self._told else ""
@@ -110,7 +110,7 @@ class ChildEngine:
 
     def restart(self) -> None:
         """Stop the child if it is running, and start a new child without requests and weights. If
-        no `Down` has reported the old child's requests as lost, the next `poll` returns one."""
+        the old child's requests were not reported as lost, the next `poll` returns a `Down`."""
         if self._closed:
             raise RuntimeError("the engine is closed")
         if not self._down:

@@ -2,8 +2,8 @@
 
 The controller decides which request starts on which engine, when the round is over and which
 requests are aborted. It does no tensor work and has no clock and no socket. `round.py` feeds events
-to the controller and sends its commands. The simulator uses it with virtual engines. The same
-events in the same order give the same commands.
+to the controller and sends its commands. The simulator runs the controller with virtual engines.
+The same events in the same order give the same commands.
 
     start(work)         -> nothing; EndRound if there is no work
     handle(event, now)  -> Submit, Abort, Release, Ship, Train, Repair, DropEngine, EndRound, Fail
@@ -127,7 +127,7 @@ class Controller:
         """Complete groups that are kept and wait for a cell (set of ranks) that trains them."""
         self._streamed: list[Streamed] = []
         self._reasons: dict[int, str] = {}
-        # At most a quarter of the deadline, so that the controller times out before a waiting rank.
+        # Interval of `Alive`: short, so that no waiting rank times out before the controller.
         self._alive_s = min(ALIVE_INTERVAL_S, deadline_s / 4)
         self._last_alive = 0.0
         self._look_at = 0.0
@@ -140,7 +140,7 @@ class Controller:
         self.num_done = 0
         """Number of responses counted so far. Only scored responses are counted."""
         self._num_dropped = 0
-        """Number of responses in `num_done` whose groups were dropped."""
+        """Number of counted responses whose groups were dropped."""
         self.counted: list[RequestState] = []
         """Responses counted so far, in the order of counting."""
         self.kept: tuple[GroupId, ...] | None = None
@@ -149,7 +149,7 @@ class Controller:
     @property
     def num_requests(self) -> int:
         """Number of responses that the round needs."""
-        if not self._num_requests:  # cached, because every reward reads this sum over all groups
+        if not self._num_requests:  # cached: a sum over all groups, read after every reward
             self._num_requests = self._stop.num_wanted(self._groups)
         return self._num_requests
 
@@ -166,9 +166,9 @@ class Controller:
     def decide_by(
         self, make: Callable[[Callable[[], Collection[RequestState]]], CompletionOrder]
     ) -> None:
-        """Set the order in which responses count (default: order of arrival). `make` gets a
-        function that returns all requests of the round, and returns a `CompletionOrder`. Call this
-        before the first event."""
+        """Set the order in which responses count (default: order of arrival). `make` creates the
+        `CompletionOrder` from a function that returns all requests of the round. Call this before
+        the first event."""
         self._race = make(self._requests.values)
 
     # ---- the interface
@@ -259,7 +259,7 @@ class Controller:
         request.end(event.finish, event.num_tokens, event.num_observed)
         if self._elastic is not None:
             self._elastic.finished(event.num_tokens)
-        if event.rank in self._up:  # an engine that is being released is not in `_up`
+        if event.rank in self._up:  # false if the engine is being released
             self._up[event.rank] -= 1
         return self._submit()  # the response counts only after its reward has arrived
 
@@ -275,8 +275,8 @@ class Controller:
         return self._count_in()
 
     def _count_in(self) -> list[AnyCommand]:
-        """Count the responses that the completion order releases, one at a time: a counted response
-        may complete its group, after which other responses may no longer count."""
+        """Count the responses that the completion order releases. Count them one at a time, because
+        a counted response may complete its group and thereby exclude other responses."""
         assert self._race is not None
         commands: list[AnyCommand] = []
         while not self.done and (request := self._race.next(self._is_open)) is not None:
@@ -358,7 +358,7 @@ class Controller:
         self._repairs += 1
         self._count("sched/repairs", 1)
         self._forget_training()
-        self._place.clear()  # otherwise the router would send all requests to one engine
+        self._place.clear()  # otherwise all groups would go back to the engine that failed last
         self._up = {rank: 0 for rank in self._ranks if rank not in self._gone}
         self._ready.clear()
         return [Repair(rank=r) for r in self._all_ranks]
@@ -389,7 +389,7 @@ class Controller:
         self._leaving = {r for cell in chosen for r in cell.leaders if r in self._up}
         for rank in self._leaving:
             del self._up[rank]
-        # Notify released engines that have failed too, so that a repair does not restart them.
+        # Send `Release` to failed engines too, so that a repair does not restart these engines.
         told = self._leaving | self._gone
         return [Release(rank=rank) for rank in sorted(told)] + self._feed()
 
@@ -534,8 +534,8 @@ class Controller:
     def _surplus_stats(self, kept: Sequence[GroupId]) -> dict[str, float]:
         """Return metrics of responses that were started but not kept.
 
-        `sched/length_shift`: mean length of kept responses / mean of all started ones - 1, over
-        the kept groups. Unfinished responses enter with their length so far.
+        `sched/length_shift`: in kept groups, mean length of kept responses / mean length of all
+        started responses, minus 1. Unfinished responses count with their length so far.
         """
         counted = [r.num_tokens for g in kept for r in self._groups[g].counted]
         every = sum(r.num_tokens for r in self._requests.values())
@@ -549,7 +549,7 @@ class Controller:
         return out
 
     def _reward_stats(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return metrics of scoring times, and means of the other numbers from the reward."""
+        """Return metrics of scoring times, and the mean of each value in `RewardResult.details`."""
         trained = [g for g in groups if not is_baseline(g.id)]
         kept = [self._requests[ref.id].result for g in trained for ref in g.refs]
         results = [r for r in kept if r is not None]

@@ -33,7 +33,7 @@ from rlcore.utils.log import log
 
 Draft = Literal["none", "ngram", "history", "history_reward"]
 CONTEXT = 8
-"""Prompt tokens stored before each response, so that its first tokens can be drafted too."""
+"""Number of prompt tokens stored before each response, to draft its first tokens too."""
 _STOP_S = 30.0
 
 
@@ -155,9 +155,9 @@ class HistorySender:
     def before(
         self, rank: int, prompts: Mapping[GroupId, Prompt], requests: Sequence[Request] = ()
     ) -> Remember | None:
-        """Return the command that sends the histories of these prompts to a rank, or None if there
-        are no new ones. Send it before the requests. For a moved request, send histories again,
-        because the engine may have removed them."""
+        """Return the command that sends the histories of these prompts to a rank, or None if
+        there is nothing to send. Send the command before the requests. For a moved request, send
+        histories again, because the engine may have removed them."""
         if not len(self._library):
             return None
         moved = {group_of(r.id) for r in requests if r.resume is not None}
@@ -214,8 +214,8 @@ class Index:
                 self._lock.wait_for(self._is_through)
 
     def _is_through(self) -> bool:
-        """Return whether the thread has built everything or has stopped. If it has failed,
-        `take_news` raises the reason."""
+        """Return whether the thread has indexed all given histories or has stopped. If the thread
+        has failed, `take_news` raises the reason."""
         is_idle = self._todo is None and not self._building
         return is_idle or self._error is not None or self._is_closed
 

@@ -73,8 +73,8 @@ class EngineServer:
         return bool(self._live) and not self._paused
 
     def _serve(self) -> None:
-        """Answer the pending calls. If the engine is idle, wait briefly for a call. Reply with the
-        error if a call fails, but raise it if the engine has failed or has not started."""
+        """Answer the pending calls; an idle engine waits briefly for a call. If a call fails, reply
+        with its error. If the engine has failed or has not started, raise the error instead."""
         wait = not self._busy
         while True:
             try:
@@ -128,11 +128,11 @@ class EngineServer:
         except ValueError as error:
             log.error("the engine process cannot read its calls: %s", error)
         self._calls.put(None)
-        time.sleep(_CLOSE_S)  # the main thread ends the process first, unless it is stuck in a call
+        time.sleep(_CLOSE_S)  # in this time the main thread exits the process, unless it is stuck
         os._exit(0)
 
     def _leave(self, code: int) -> NoReturn:
-        """Close the engine and exit the process, within `_CLOSE_S`."""
+        """Close the engine and exit the process, at the latest after `_CLOSE_S` seconds."""
         late = threading.Timer(_CLOSE_S, os._exit, (code,))
         late.daemon = True
         late.start()
@@ -141,7 +141,7 @@ class EngineServer:
                 self._engine.close()
         except Exception:
             traceback.print_exc()
-        os._exit(code)  # skips the exit handlers of libraries, which take seconds
+        os._exit(code)  # os._exit skips exit handlers, which take seconds
 
     def _write(self) -> None:
         try:

@@ -146,7 +146,7 @@ class EventLog:
         return sorted(int(f.name[5:11]) for f in self.path.glob("step_*.events.msgpack"))
 
     def begins_at(self, version: Version) -> bool:
-        """Return whether the log begins at policy `version`, so no earlier events are missing."""
+        """Return whether the first recorded step is the step that trains policy `version`."""
         return self._have[0] == version + 1
 
     def step(self, version: Version) -> LoggedStep:

@@ -69,11 +69,11 @@ class Rollout:
     ) -> None:
         """
         Args:
-            make_controller: called on rank 0 once per round, with its stop and elastic policies.
+            make_controller: called on rank 0 per round, with the round's stop and elastic policies.
             on_progress: called in the controller's thread with two numbers: counted responses and
                 needed responses.
             rollout_ranks: the ranks that only sample.
-            rounds: log of all rounds with a `stop` policy; on rank 0 only.
+            rounds: log of the rounds that have a `stop` policy; on rank 0 only.
             library: earlier responses from which engines draft; on rank 0 only.
         """
         self._hub, self.worker, self._timeout_s = hub, worker, timeout_s
@@ -188,7 +188,7 @@ def _control(
     except (
         ReplayMismatch,
         OSError,
-    ) as e:  # errors of the log of rounds; their messages need no prefix
+    ) as e:  # errors of the log of rounds, whose messages need no prefix
         _fail(hub, str(e))
     except Exception as e:
         log.exception("the controller failed")

@@ -63,7 +63,7 @@ class Log:
             )
         self._rounds: dict[GroupId, LoggedRound] = {}
         try:
-            for row in read_lines(self.path):  # if a resumed run repeats a step, keep the last
+            for row in read_lines(self.path):  # if a resumed run repeats a step, keep its last line
                 found = msgspec.convert(row, LoggedRound)
                 self._rounds[found.started[0].id] = found
         except (msgspec.ValidationError, UnicodeDecodeError, IndexError) as error:

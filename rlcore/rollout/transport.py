@@ -198,7 +198,9 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise RuntimeError(f"none of the {len(ports)} ports outside {low} to {high} is free; free one")
+    raise RuntimeError(
+        f"all {len(ports)} usable ports are taken (the system reserves {low} to {high}); free one"
+    )
 
 
 def _system_ports() -> tuple[int, int]:

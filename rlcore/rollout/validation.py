@@ -11,8 +11,8 @@ from rlcore.utils.errors import ConfigError
 
 
 def check_request(request: Request, *, vocab: int, max_tokens: int, cache_tokens: int) -> None:
-    """Raise ValueError or ConfigError if the engine cannot run the request. `max_tokens`: its
-    longest sequence. `cache_tokens`: size of its cache in tokens; 0 skips this check."""
+    """Raise ValueError or ConfigError if the engine cannot run the request. `max_tokens`: the
+    engine's longest sequence. `cache_tokens`: the engine's cache size in tokens; 0: unchecked."""
     where, length = f"request {request.id}", len(request.prompt)
     check_sampling(where, request.sampling)
     if length < 1:

@@ -256,7 +256,7 @@ class RolloutWorker:
         RuntimeError if the controller fails and TimeoutError if it is silent for too long."""
         self._callbacks = callbacks
         self._round = 0
-        for read in (self.texts, self.prompts, self.samples):  # drop data of the previous update
+        for read in (self.texts, self.prompts, self.samples):  # drop the previous batch
             read.clear()
         end = self._serve()
         assert isinstance(end, TrainOrder), end
@@ -487,7 +487,7 @@ class RolloutWorker:
         return True
 
     def _missing(self, todo: Train, here: Container[RequestId]) -> dict[RequestId, int]:
-        """Return the samples that `todo` needs and `here` lacks, with the rank that sends each."""
+        """Return `todo`'s samples that are not in `here`, each with the rank that sends it."""
         return {
             ref.id: ref.owner for group in todo.groups for ref in group.refs if ref.id not in here
         }

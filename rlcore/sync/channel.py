@@ -93,8 +93,7 @@ class RelayChannel:
         }
 
     def resize(self, tp: int) -> None:
-        """Set the tensor-parallel size of the engines from the next weight update on; call it on
-        every rank."""
+        """Set the engines' tensor-parallel size for later weight updates; call on every rank."""
         self._handover.resize(tp)
 
     def _enter(
@@ -125,7 +124,7 @@ class RelayChannel:
         return staged + self._handover.held_bytes
 
     def _take(self, num_bytes: int) -> Tensor:
-        """Return a bucket's buffer on the relay's device; if possible, the buffer of `Handover`."""
+        """Return a buffer on the relay's device for a bucket; if possible, `Handover`'s buffer."""
         relay = self._relay
         if relay.device.type == "cpu" or self._handover.transport == "cuda_ipc":
             return self._handover.take(num_bytes)

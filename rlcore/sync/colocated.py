@@ -186,7 +186,7 @@ class Handover:
             self._engine = None
 
     def _engines_ranks(self) -> ExchangeGroup | None:
-        """Return the process group (host tensors) of this engine's ranks; None if tp is 1."""
+        """Return the process group of this engine's ranks, for host tensors; None if tp is 1."""
         if self._tp == 1:
             return None
         first = self.peers.rank - self.peers.rank % self._tp
@@ -195,8 +195,7 @@ class Handover:
 
 
 class ColocatedChannel:
-    """`WeightChannel` of the route `gather`: every rank gathers every tensor. All ranks must be
-    train ranks."""
+    """`WeightChannel` of the route `gather`: all ranks are train ranks and gather all weights."""
 
     def __init__(
         self,
@@ -205,7 +204,7 @@ class ColocatedChannel:
         *,
         handover: Handover | None = None,
     ) -> None:
-        """Make the channel of this rank. If `handover` is None, use one for tensor-parallel size 1
+        """Make the channel of this rank. If `handover` is None, make one for tensor-parallel size 1
         with transport `shm` if `shared_memory`, else `bytes`."""
         self._packer = Packer(max_bucket_bytes)
         transport: Transport = "shm" if shared_memory else "bytes"
@@ -215,7 +214,7 @@ class ColocatedChannel:
         self, learner: Learner | None, engine: WeightReceiver | None, version: int
     ) -> dict[str, float]:
         """Update the weights of all engines; collective. Every rank exhausts the learner's export,
-        even without an engine. If an engine fails meanwhile, the update continues without it.
+        even without an engine. If an engine fails, the update continues without this engine.
 
         Raises:
             WeightUpdateError, WeightUpdateTimeoutError: the weight update failed; the message is
@@ -248,8 +247,7 @@ class ColocatedChannel:
         }
 
     def resize(self, tp: int) -> None:
-        """Set the tensor-parallel size of the engines from the next weight update on; call it on
-        every rank."""
+        """Set the engines' tensor-parallel size for later weight updates; call on every rank."""
         self._handover.resize(tp)
 
     def _move(self, learner: Learner, engine: WeightReceiver | None, meter: ExportMeter) -> int:
@@ -265,7 +263,7 @@ class ColocatedChannel:
                         handover.give(bucket, buffer)
                     del buffer
         except LinkError as error:
-            handover.peers.tell("done", error.failure)  # ends the wait of other ranks
+            handover.peers.tell("done", error.failure)  # so that other ranks stop waiting
             raise
         finally:
             for _, tensor in exported:  # collective: every rank takes all tensors

@@ -275,8 +275,7 @@ def _check_sites(sites: Sequence[tuple[int, ...]], needs: Sequence[int]) -> None
 
 
 def _check_tiles(name: str, rows: Sequence[tuple[Shard, list[int]]]) -> None:
-    """Check that a tensor's shards cover one dimension without gap or overlap; else raise
-    ValueError."""
+    """Raise ValueError unless a tensor's shards cover one dimension without gap or overlap."""
     first, end = rows[0][0], 0
     for shard, ranks in rows:
         if (shard.shape, shard.dtype, shard.dim) != (first.shape, first.dtype, first.dim):
@@ -292,7 +291,8 @@ def _check_tiles(name: str, rows: Sequence[tuple[Shard, list[int]]]) -> None:
         end = shard.stop
     if end != first.shape[first.dim]:
         raise ValueError(
-            f"tensor {name}: no rank has {end}:{first.shape[first.dim]} of dimension {first.dim}"
+            f"tensor {name}: no rank has {end}:{first.shape[first.dim]} of dimension {first.dim}; "
+            "each index needs a rank"
         )
 
 

@@ -26,9 +26,9 @@ def highest_bytes() -> int:
 class ExportMeter:
     """Measures this rank's peak memory during a weight update over the route `gather`.
 
-    On a GPU, this is the allocator's peak, including temporaries of the export. On the host, it is
-    the memory of the bucket and of gathered tensors, without the learner's own storages and without
-    temporary memory of the gather, which is as large as the gathered tensors.
+    On a GPU, the peak is that of the allocator, including temporaries of the export. Without a GPU,
+    the peak counts the bucket and the gathered tensors. It then leaves out the learner's own
+    storages and the gather's temporary memory, which is as large as the gathered tensors.
     """
 
     def __init__(self, learner: Learner, held: Callable[[], int]) -> None:

@@ -5,8 +5,8 @@ possibly in another cluster. So `Peers` makes its own named process groups from 
 store. Small messages that must not hang go through the store itself. Every wait has a deadline; the
 error of a timeout names the missing ranks.
 
-A weight update has three synchronization points: `here`, before any exchange; `done`, when the
-engines have been sent all weights; `end`, when the engines have loaded the weights. At each point
+A weight update has three synchronization points: `here`, before any exchange; `done`, when all
+weights are sent to the engines; `end`, when the engines have loaded the weights. At each point
 every rank reports its success or failure, and one atomic value in the store decides for all ranks.
 If the value is "failed", all ranks raise the same stored message, even a rank that arrives late.
 """
@@ -61,9 +61,9 @@ class Failure(msgspec.Struct, frozen=True):
 
     @property
     def order(self) -> tuple[int, int, int, int]:
-        """Sort key that puts causes before consequences. Failures of data, engine and learner occur
-        on the rank that reports them. A rank that waits for a late rank is late itself in later
-        buckets. A failed rank breaks its links to other ranks. Other errors sort last."""
+        """Sort key that puts causes before consequences. Failures of data, engine and learner
+        come first. Missed deadlines follow by bucket, because a late rank delays others in later
+        buckets. Then come broken links, because a failed rank breaks links; last, other errors."""
         return _ORDER.index(self.kind), self.bucket, self.stage, self.rank
 
 
@@ -167,7 +167,7 @@ class Peers:
         except LinkError as link:
             failure, error = link.failure, link.__cause__
             if failure.kind in ("late", "link"):
-                error = None  # its traceback would keep connections open, so peers would wait
+                error = None  # the error's traceback would keep connections open: peers would wait
         try:
             self.vote(point, failure)
         except WeightUpdateError as verdict:
@@ -176,7 +176,7 @@ class Peers:
 
     def vote(self, point: Point, failure: Failure | None = None) -> None:
         """Report this rank's success or `failure`, and wait for the common result of all ranks. If
-        a rank failed, raise the same errors as `step`."""
+        a rank failed, raise WeightUpdateError or WeightUpdateTimeoutError."""
         if failure is not None:
             self.tell(point, failure)
         verdict = self._key(point, "verdict")
@@ -244,7 +244,7 @@ class Peers:
     def _compose(self, point: Point) -> _Sentence:
         everyone = range(self.world_size)
         why = {rank: self._key("why", rank) for rank in everyone}
-        if point != "here":  # before `here`, no rank waits: every failure is a cause
+        if point != "here":  # no rank waits before `here`: every failure is a cause
             self._await(point, everyone, _GRACE_S)
         failures = [
             decode(self._store.get(key), Failure)
@@ -266,8 +266,8 @@ class Peers:
         return _Sentence(cause.kind == "late", f"{text}; engines wait for a complete weight update")
 
     def _await(self, what: str, ranks: Iterable[int], seconds: float) -> bool:
-        """Wait until `ranks` have reached point `what`; return whether they have. If `what` is not
-        a synchronization point, stop waiting when the weight update fails."""
+        """Wait until `ranks` have set their store key `what`; return whether they have. If `what`
+        is not a synchronization point, stop waiting when the weight update fails."""
         end = time.monotonic() + seconds
         keys = [self._key(what, rank) for rank in ranks]
         pause = 0.001
@@ -282,7 +282,7 @@ class Peers:
         return [rank for rank in ranks if not self._store.check([self._key(what, rank)])]
 
     def _has_failed(self) -> bool:
-        """Return whether `done` has a result. During transfers, a result can only be a failure."""
+        """Return whether the update has failed; during transfers, only a failure sets this key."""
         return self._store.check([self._key("done", "verdict")])
 
     def _key(self, what: str, of: int | str = "count") -> str:
@@ -341,7 +341,7 @@ class Peers:
         try:
             yield
         except RuntimeError as error:
-            group.close()  # makes the collective fail on the other ranks, too
+            group.close()  # so that the collective fails on the other ranks, too
             point = f"left {group.name} {group.calls}"
             self._store.set(self._key(point, self.rank), "1")
             self._await(point, group.ranks, _LEFT_S)
@@ -494,7 +494,7 @@ class ExchangeGroup:
         self.wait(self._group.broadcast([tensor], options))
 
     def wait(self, work: Any) -> None:
-        """Wait until a send or receive is complete. With a deadline, NCCL blocks the host."""
+        """Wait until a send or receive is complete. The deadline makes NCCL block this thread."""
         work.wait(self._wait)
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:

@@ -81,7 +81,7 @@ class Relay:
 
     def prepare(self, shards: Iterable[Shard], needs: bool) -> None:
         """Register this rank's shards before a weight update, and whether this rank `needs`
-        buckets. If either has changed since the plan was made, all ranks make a new plan."""
+        buckets. If shards or `needs` have changed, all ranks make a new plan."""
         known = (list(shards), needs)
         if self.plan is None or known != self._known:
             self.plan, self._known = None, known
@@ -99,7 +99,7 @@ class Relay:
 
         Args:
             shards: shards of this rank; empty on a rank without a learner.
-            beside: function that returns the bytes that `take` and `give` hold, for the peak.
+            beside: function that returns how many bytes `take` and `give` hold, for the peak.
 
         Raises:
             LinkError: a peer is late or has failed.
@@ -227,7 +227,7 @@ class _UpdateRun:
         return self._damage
 
     def _bucket(self, number: int, coming: list[_Message]) -> list[_Message]:
-        """Transfer a bucket, given its incoming messages; return the next bucket's messages."""
+        """Transfer a bucket, whose receives are `coming`; return the next bucket's receives."""
         load = self._plan.loads[number]
         if self._one_exchange:
             coming = self._in_rounds(number)
@@ -257,7 +257,7 @@ class _UpdateRun:
         return self._links.slow
 
     def _post(self, number: int) -> list[_Message]:
-        """Begin to receive the parts of a bucket over the slow link."""
+        """Begin to receive a bucket's parts over the slow link; return the pending receives."""
         return self._post_parts(number, self._incoming(number), [])
 
     def _in_rounds(self, number: int) -> list[_Message]:
@@ -285,7 +285,7 @@ class _UpdateRun:
     def _post_parts(
         self, number: int, incoming: Sequence[BucketPart], outgoing: Sequence[BucketPart]
     ) -> list[_Message]:
-        """Begin to receive and send parts; return incoming messages. `_settle` waits for sends."""
+        """Begin to receive and send parts; return pending receives. `_settle` waits for sends."""
         parts = [*incoming, *outgoing]
         if not parts:
             return []
@@ -327,7 +327,7 @@ class _UpdateRun:
             with _Naming(self, number, part, part.owner):
                 self._slow.wait(message.work)
             arrived[part.owner, part.root] = message.buffer
-        coming.clear()  # lets each part be freed after use
+        coming.clear()  # drop references, so that each part is freed after use
         return arrived
 
     def _settle(self, most: int) -> None:
@@ -442,11 +442,11 @@ class _Naming:
         raise LinkError(failure) from error
 
 
-# ---- bytes
+# ---- message layout
 
 
 def _message_bytes(part: BucketPart) -> int:
-    """Return the bytes of a part and its checksum, which starts at a multiple of 8 bytes."""
+    """Return the size of a message in bytes: part, padding to a multiple of 8, and checksum."""
     return part.num_bytes + -part.num_bytes % _WORD + _SUM_BYTES
 
 

@@ -23,8 +23,8 @@ class Algorithm(CustomSpecAlgo):
 
     @classmethod
     def complete(cls) -> None:
-        """Copy methods of `SpeculativeAlgorithm` that the base class of this SGLang version lacks:
-        SGLang calls them on every algorithm."""
+        """Copy methods of `SpeculativeAlgorithm` that the base class lacks in this SGLang version.
+        SGLang calls these methods on every algorithm."""
         for name, method in vars(SpeculativeAlgorithm).items():
             if callable(method) and not name.startswith("_") and not hasattr(cls, name):
                 setattr(cls, name, method)

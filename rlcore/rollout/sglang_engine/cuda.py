@@ -2,7 +2,7 @@
 
 SGLang preloads its memory saver into every scheduler and compiles kernels at the first forward. If
 the runtime library is missing, a scheduler exits before it runs any Python. If a compiler is
-missing, the error comes only after minutes. So `prepare` checks all of them before SGLang starts.
+missing, the error comes only after minutes. So `prepare` checks library and compilers first.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ def prepare(env: MutableMapping[str, str], version: str) -> None:
             f"{compiler} is not on PATH; install one on every node with GPUs (Debian and Ubuntu: "
             "apt install g++), or set CXX to its path"
         )
-    if shutil.which("ninja", path=env.get("PATH")) is None:  # Python's scripts are not on PATH
+    if shutil.which("ninja", path=env.get("PATH")) is None:  # ninja is in Python's bin folder
         env["PATH"] = os.pathsep.join(filter(None, (env.get("PATH"), _scripts())))
 
 
@@ -56,10 +56,10 @@ def wheel_toolkit(major: str) -> Path | None:
 
 
 def toolkit(env: MutableMapping[str, str], major: str, wheels: Path | None) -> Path:
-    """Return the folder of the CUDA toolkit to compile with: SGLang's choice, else the wheels'.
+    """Return the folder of the first complete CUDA toolkit: environment, PATH, system or wheels.
 
     Raises:
-        ConfigError: no toolkit has an nvcc of this major version and the library to link.
+        ConfigError: no toolkit has an nvcc of this major version and the CUDA runtime library.
     """
     nvcc = shutil.which("nvcc", path=env.get("PATH"))
     homes = [env.get("CUDA_HOME"), env.get("CUDA_PATH"), nvcc and str(Path(nvcc).parent.parent)]

@@ -21,8 +21,8 @@ from rlcore.rollout.torch_engine.drafter import Drafter, DraftSettings
 
 _NEVER = 1 << 30
 _NEAR = 2.0
-"""Limit for consecutive steps, as a multiple of a step's duration. If the ends of two steps are
-closer than this limit, the time between the steps counts as part of the second step."""
+"""Limit as a multiple of a step's duration. If the ends of two steps are closer than this limit,
+the pause between the two steps counts as part of the second step."""
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Drafts:
             drafts=self._wanted,
             tokens=tokens.size,
             gained=num,
-            seconds=now - self._end if near else step_s,  # a step includes SGLang's work before it
+            seconds=now - self._end if near else step_s,  # includes SGLang's work between steps
         )
         self._end = now
         self._counters.step(running, num, self._wanted)
@@ -127,7 +127,7 @@ class Drafts:
         req.sampling_params.stream_interval = 1 if crossed else _NEVER
 
     def _seat(self, reqs: Sequence[Any]) -> None:
-        """Give new requests a seat (fixed number), free unused seats, and copy new tokens."""
+        """Give new requests a seat (table index), free unused seats, and store new tokens."""
         here = {req.rid for req in reqs}
         gone = [rid for rid in self._rows if rid not in here]
         if gone:

@@ -56,7 +56,7 @@ from rlcore.utils.seed import derive
 Dtype = Literal["float32", "bfloat16", "float16"]
 _TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
-_SPARE = 8  # extra positions, as SGLang reserves some; `submit` checks the real limit
+_SPARE = 8  # extra context tokens, because SGLang reserves some; `submit` checks the real limit
 _IDLE_S = 0.002
 _SEND_S = 0.02  # a request reaches SGLang's schedulers in about this time
 
@@ -168,9 +168,9 @@ class SGLangEngine(InProcess):
     - Progress events are sent every `progress_s`, with lengths that are up to `stream_interval`
       tokens old. With `tell_tokens` the events contain the new tokens. `Stats.decode_steps` is the
       largest number of tokens that one request has got since the last report.
-    - A pause in mode `in_place` has no time limit. With SGLang's overlapped scheduler it waits for
-      the token being sampled, which keeps its version. Only the step after a pause runs without
-      overlap.
+    - A pause in mode `in_place` has no time limit. With SGLang's overlapped scheduler, the pause
+      waits for the token being sampled, which keeps its version. Only the step after a pause runs
+      without overlap.
     - With `draft`, decode steps verify guesses of the next tokens (`worker.py`). In a step, a
       request has at most `draft_width` tokens: its last token and the draft. On a GPU it always has
       `draft_width` tokens. `draft_settings` are the fields of `DraftSettings`. Drafts turn SGLang's
@@ -246,7 +246,7 @@ class SGLangEngine(InProcess):
         self._closed = False
         self._totals = _no_counts()
         self._grown: dict[RequestId, int] = {}
-        self._sharing: dict[tuple[str, tuple[int, ...]], int] = {}  # cached requests per group
+        self._sharing: dict[tuple[str, tuple[int, ...]], int] = {}  # requests in cache, by group
         self._cached = self._most_cached = 0  # tokens in the cache: now, maximum since last report
         self._busy_since = 0.0
         self._drafts = draft != "none"
@@ -267,7 +267,7 @@ class SGLangEngine(InProcess):
             "context_length": max_model_tokens + _SPARE + room,
             "max_running_requests": max_running,
             "random_seed": seed % 2**31,
-            "sampling_backend": "pytorch",  # unused (our sampler replaces it), but needs no library
+            "sampling_backend": "pytorch",  # our sampler replaces it; `pytorch` needs no library
             "stream_interval": stream_interval,
             "enable_fp32_lm_head": fp32_head,
             "sleep_on_idle": True,  # idle schedulers leave the CPU to the learner
@@ -365,7 +365,7 @@ class SGLangEngine(InProcess):
         if flying:
             await self._land(list(self._flying) if self._still else flying)
         for job in jobs:
-            if job.request.id in self._jobs:  # the job was not in flight, so `_land` did not end it
+            if job.request.id in self._jobs:  # a job that was not in flight has not ended yet
                 self._end(job, "abort")
         self._admit()
         if jobs and not self._jobs:
@@ -467,7 +467,7 @@ class SGLangEngine(InProcess):
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=weights.encode(bucket, payloads),
             load_format=weights.LOAD_FORMAT,
-            flush_cache=False,  # not needed: cache entries of old weights have another `extra_key`
+            flush_cache=False,  # no flush: cache entries of old weights have another `extra_key`
         )
         try:
             _must(await self._manager.update_weights_from_tensor(request, None))
@@ -736,8 +736,8 @@ class SGLangEngine(InProcess):
             self._report()
 
     async def _land(self, jobs: Sequence[_SGLangRequest]) -> None:
-        """Take `jobs` out of SGLang. If SGLang is paused, `jobs` must be all requests in flight, if
-        any. SGLang is then resumed, because a paused SGLang never becomes idle."""
+        """Take `jobs` out of SGLang. If SGLang is paused, resume it, because a paused SGLang never
+        becomes idle. In this case `jobs` must be all requests in flight."""
         flights = [job.flight for job in jobs if job.flight is not None]
         for flight in flights:
             if not self._loaded:
@@ -753,7 +753,7 @@ class SGLangEngine(InProcess):
             await asyncio.wait([flight.task for flight in flights], timeout=_SEND_S)
 
     def _sent(self, flight: _Stay) -> bool:
-        """Return whether SGLang has dispatched the request to its schedulers and not ended it."""
+        """Return whether SGLang has dispatched the request and has not ended the request yet."""
         state = self._manager.rid_to_state.get(flight.rid)
         return state is not None and state.dispatched
 
@@ -768,7 +768,7 @@ class SGLangEngine(InProcess):
             await asyncio.sleep(0)
         self._totals["busy_s"] += time.monotonic() - self._busy_since
         await self._manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
-        for _ in range(2):  # twice, because replies and tokens arrive over two sockets
+        for _ in range(2):  # wait twice, because replies and tokens arrive over two sockets
             await self._round_trip()
         await asyncio.sleep(0)
 

@@ -9,7 +9,7 @@ def chain_mask(lengths: Tensor, width: int, device: str | torch.device) -> Tenso
     concatenated. A token attends to the request's cache, to earlier draft tokens and to itself.
 
     Args:
-        lengths: [N] tokens in the cache per request, on the host.
+        lengths: [N] number of cached tokens per request, on the CPU.
         width: W, number of tokens in the step: the last token and its draft.
         device: device of the mask.
     """

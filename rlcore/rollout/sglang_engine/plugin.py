@@ -91,13 +91,13 @@ def _tell(_: None, scheduler: Any, request: Any) -> None:
     version that sampled these tokens.
 
     The overlapped scheduler would process the result of the batch in flight only after the pause,
-    so process it here. Send tokens that wait for the next stream interval too, also of preempted
-    requests. Skip requests without a token, because SGLang needs a log-prob of each request.
+    so process it here. Also send tokens that wait for the next stream interval, and tokens of
+    preempted requests. Skip requests without a token: SGLang needs a log-prob of each request.
     """
     if scheduler.enable_overlap and scheduler.last_batch and scheduler.result_queue:
         batch, result = scheduler.result_queue.popleft()
         scheduler.process_batch_result(batch, result)
-        scheduler.result_queue.append((batch, None))  # `_once` skips this entry when it is popped
+        scheduler.result_queue.append((batch, None))  # `_once` ignores a result of None
     scheduler.cur_batch_for_debug = None  # else SGLang's watchdog takes a long pause for a hang
     reqs = [
         req
@@ -113,7 +113,7 @@ def _tell(_: None, scheduler: Any, request: Any) -> None:
 
 
 def _once(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
-    """Process a batch result, unless `_tell` has processed it already."""
+    """Process a batch result; do nothing if `_tell` has processed it and left None instead."""
     return original(scheduler, batch, result) if result is not None else None
 
 

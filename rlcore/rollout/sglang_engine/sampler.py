@@ -49,8 +49,8 @@ def create(backend: str | None = None) -> Sampler:
 
 
 def verify(logits_output, info, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample a token after each of `positions` [N, W] from logits [N * W, V]: the token of plain
-    decoding, if the tokens before are right. Return int64 tokens and float32 log-probs, [N, W]."""
+    """Sample int64 tokens and float32 log-probs [N, W] after `positions` [N, W], from logits
+    [N * W, V]. A token equals that of plain decoding if all earlier tokens do."""
     count, width = positions.shape
     counter = info.sampling_seed[:, None] + positions.to(torch.int64) * GOLDEN
     logits = logits_output.next_token_logits.float()

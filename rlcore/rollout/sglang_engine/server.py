@@ -228,7 +228,7 @@ def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = 
         env[names.DRAFTS] = json.dumps(drafts)
     env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "rlcore.rollout.sglang_engine.models"
     env["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
-    env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # the engine adds spare positions
+    env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for extra context tokens
     if env.get("SGLANG_PLUGINS"):
         env["SGLANG_PLUGINS"] += ",rlcore"
     env.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
@@ -259,7 +259,7 @@ def make_folder(config: Mapping[str, Any]) -> tuple[str, int]:
     room = _MOST_PATH - len(f"/{_FOLDER}01234567/tmp01234567")
     if len(os.fsencode(base)) > room:
         raise ConfigError(
-            f"TMPDIR {base}: must have at most {room} bytes for SGLang's sockets; set another one"
+            f"TMPDIR {base}: must have at most {room} bytes for SGLang sockets; set a shorter path"
         )
     sweep(base)
     folder = Path(tempfile.mkdtemp(prefix=f"new-{_FOLDER}"))

@@ -110,7 +110,7 @@ class DraftWorker(BaseSpecWorker):
         )
         result = self.target_worker.forward_batch_generation(batch, is_verify=True)
         found, logps = sampler.verify(result.logits_output, batch.sampling_info, positions)
-        if self._group.world_size > 1:  # as SGLang does: logits of ranks may differ in rounding
+        if self._group.world_size > 1:  # logits of ranks may differ in rounding: use rank 0's
             found = self._group.broadcast(found, src=0)
         room = torch.from_numpy(sizes).to(batch.device, non_blocking=True)
         right = (found[:, :-1] == tokens[:, 1:]) & (column[1:] <= room[:, None])

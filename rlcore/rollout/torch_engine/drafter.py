@@ -21,8 +21,8 @@ from rlcore.rollout.histospec import Draft, Index
 from rlcore.sched.histospec import DraftGate
 
 _KNEE = 1 << 20
-"""Constant that the forest divides by `running` to limit draft lengths. `propose` passes the value
-of `running` that gives the wanted limit."""
+"""Constant `knee` of the forest, which limits drafts to knee // running - 1 tokens. `propose`
+chooses `running` so that this is the wanted limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +99,7 @@ class Drafter:
             tokens, counts: response tokens and response lengths, by seat.
         """
         if self._index is not None and self._index.take_news():
-            self._close(np.flatnonzero(self._handle >= 0))  # `_open` below uses the new index
+            self._close(np.flatnonzero(self._handle >= 0))  # requests reopen with the new index
             if not self._had_histories:
                 self._had_histories = True
                 self.gate.renew()

@@ -62,8 +62,8 @@ Dtype = Literal["float32", "bfloat16", "float64"]
 
 _PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}  # maximum tokens of one prefill, with padding
 _IDLE_S = 0.002  # longest sleep of an idle `poll`, so that the caller's thread is free again soon
-_SPAN = 64  # rows that attention pads to the same length, if lengths differ a lot
-_WASTE = 1.25  # ratio of attended to needed columns above which rows are sorted by length
+_SPAN = 64  # number of rows that attention pads to a common length, if lengths differ a lot
+_WASTE = 1.25  # sort rows if attention otherwise reads this many times as many cache columns
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +76,7 @@ class _TorchRequest:
     """Key of the request's random numbers, a signed 64-bit number."""
     prompt: np.ndarray  # [P] int32
     prefix: bytes
-    """The prompt as bytes. Group and prefix together are the key of the shared prefill."""
+    """The prompt as bytes. Requests with equal group and prompt share a prefill."""
     prompt_key: int
     """Key of the prompt in the histories (earlier responses); 0 without drafts."""
     tokens: np.ndarray  # [R] int32, response so far; outdated while the request runs (see _Seats)
@@ -717,8 +717,8 @@ class TorchEngine(InProcess):
         self._fill(jobs[:resumed], first + len(leaders), shared[:resumed], cache)
 
     def _fill(self, jobs: list[_TorchRequest], slot: int, starts: list[int], cache: Cache) -> None:
-        """Prefill `jobs`, which are sorted longest first, in the batch rows from `slot` on. Prefill
-        each from its position in `starts` up to its last token, exclusive."""
+        """Prefill `jobs`, sorted longest first, in the batch rows from `slot` on. For each job,
+        prefill the tokens from its position in `starts` to its last token (exclusive)."""
         budget = _PREFILL_TOKENS.get(self._device.type, 2048)
         parts = [
             np.concatenate((job.prompt, job.tokens))[start:-1]
@@ -734,7 +734,7 @@ class TorchEngine(InProcess):
                 tokens[row, : len(part)] = part
             begin = np.array(starts[done : done + len(batch)])
             end = int((begin + [len(part) for part in batch]).max())
-            # Padding is written behind the row's end, where tokens overwrite it before it is read.
+            # Padding is written behind the row's end. New tokens overwrite it before it is read.
             # Column `end` exists in the cache, because it is reserved for the row's last token.
             positions = np.minimum(begin[:, None] + np.arange(width), end)
             step = ForwardInputs(
@@ -764,7 +764,7 @@ class TorchEngine(InProcess):
             self._emit(Preempted, id=job.request.id)
         self._used = max(self._used, cache.share(len(self._rows), longest))
         if cache.reserve(len(self._rows), longest, len(self._rows)) and self._batch:
-            # Keep the batch: a rebuild may sort rows, and their order must not depend on the cache.
+            # Keep the batch: a rebuild may sort rows, but row order must not depend on cache size.
             self._batch.step.forget_cache()
 
     def _decode(self) -> tuple[int, int]:
@@ -808,7 +808,7 @@ class TorchEngine(InProcess):
             return self._decode()
         ends = lengths + sizes
         cache.reserve(len(seats), int(ends.max()), len(seats))
-        self._batch = None  # the next step without drafts starts at other positions
+        self._batch = None  # the batch's positions are outdated after a step with drafts
         column = np.arange(int(sizes.max()) + 1)  # [S], S: last token and longest draft
         is_real = column <= sizes[:, None]  # [N, S], false for padding
         row, at = np.nonzero(is_real)  # [T], row and column of each token in the forward
