@@ -17,8 +17,8 @@ ERRORS = 5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print why the run hangs or has exited, and where each suspected rank is. With `--stacks`,
-    print all threads of all ranks. Return 2 if the run's folder does not exist."""
+    """Print why the run hangs or has exited, and the code positions of ranks that may be the cause.
+    With `--stacks`, print all threads of all ranks. Return 2 if the folder does not exist."""
     return exits.guard(lambda: _main(argv))
 
 

@@ -45,7 +45,7 @@ def show(cfg: Config, every: bool = False) -> int:
     found = inputs.Findings(elsewhere=is_elsewhere(cfg))
     roomy = cfg
     try:
-        if not bounds.broken(cfg.train, "train"):  # a parallel size of 0 would divide by zero
+        if not bounds.broken(cfg.train, "train"):  # a parallel size of 0 divides by zero
             layout = layout_of(cfg.train, train_ranks, 0)
     except ConfigError as e:
         problems.append(str(e))
@@ -129,7 +129,8 @@ def show(cfg: Config, every: bool = False) -> int:
 
 
 def settings_of(cfg: Config) -> str:
-    """Return a line for each selector and each key that differs from its default."""
+    """Return a line for each of --algo, --reward, --env, --mode, --schedule and for each key that
+    differs from its default."""
     from rlcore.cli import settings
 
     selectors = resolve.keys(cfg.select)

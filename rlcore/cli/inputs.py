@@ -53,12 +53,12 @@ class Findings:
     """Whether the run is planned for another machine, which may have files that this one lacks."""
     problems: list[str] = field(default_factory=list)
     unchecked: dict[str, str] = field(default_factory=dict)
-    """Errors of settings that this machine cannot check, by setting such as `--data.train FILE`."""
+    """Errors that may not occur where the run starts, by setting such as `--data.train FILE`."""
 
     @contextlib.contextmanager
     def check(self, setting: str, *, may_lack: bool = False) -> Iterator[None]:
-        """Collect a ConfigError of the `with` block. If this machine `may_lack` a file or package
-        for `setting`, add the error to `unchecked`, otherwise to `problems`."""
+        """Collect a ConfigError of the `with` block in `problems`. If only this machine may lack
+        the file or package of the setting (`may_lack`), collect the error in `unchecked`."""
         try:
             yield
         except ConfigError as error:
@@ -109,7 +109,7 @@ def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) ->
     if hf is not None:
         sizes(cfg, hf, world_size, found)
         weights(cfg, hf, found)
-        with contextlib.suppress(ConfigError):  # `sizes` has already reported this error
+        with contextlib.suppress(ConfigError):  # the function `sizes` has reported this error
             cfg = with_room(cfg, hf)
     data(cfg, tokenizer(cfg, hf, found), found)
 
@@ -135,8 +135,7 @@ def machine(cfg: Config, world_size: int, found: Findings) -> None:
 
 
 def folder_error(folder: Path) -> OSError | None:
-    """Return the error that creating the folder would raise, without creating it; None if it can
-    be created."""
+    """Return the error that creating the folder would raise; None if creation would succeed."""
     at = folder
     while not at.exists() and at != at.parent:
         at = at.parent
@@ -167,7 +166,8 @@ def judges(cfg: Config, found: Findings) -> None:
 
 
 def judge(section: JudgeRewardConfig) -> None:
-    """Make the checks of a judge's process before it reads weights. Raise the same ConfigError."""
+    """Check a judge's model as the judge's process does before reading weights. If the model cannot
+    work, raise the same ConfigError as the process."""
     hf = HFConfig.from_folder(section.model, "--reward.model")
     tokens = load_tokenizer(section.model, key="--reward.model")
     if section.method == "prefill":
@@ -273,7 +273,7 @@ def data(cfg: Config, tokens: Tokenizer | None, found: Findings) -> None:
                 if key == "train":
                     of = replace(one, train=some)
                     rows = prompts.load(of, "train", tokens or _NoTokenizer(), cfg.run.seed)
-                    rows[0]  # raises if the tokenizer lacks a character of a generated task
+                    rows[0]  # an error here: the tokenizer lacks a character of a generated task
                 else:
                     of = replace(one, val=some)
                     prompts.load(of, "val", tokens or _NoTokenizer(), cfg.run.seed)

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         "--out",
         type=Path,
         default=Path("profile.json"),
-        help="JSON file for the table (default: %(default)s)",
+        help="JSON file for the measurements (default: %(default)s)",
     )
     p.add_argument("--tp", type=int, nargs="+", help="tensor-parallel sizes; default: rollout.tp")
     p.add_argument(
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         help="tokens per sequence; default: 1/8 and 1/2 of the longest possible",
     )
     p.add_argument(
-        "--steps", type=int, default=512, help="maximum decode steps per row (default: %(default)s)"
+        "--steps", type=int, default=512, help="maximum decode steps to time (default: %(default)s)"
     )
     a, rest = p.parse_known_args(list(argv))
     return exits.guard(lambda: run(a, rest))
@@ -188,7 +188,7 @@ def measure(
     most = min(hf.max_positions, max(contexts) + steps)
     engine = start_engine(cfg, hf, here, tp, max(batches) * tp, most)
     try:
-        engine.begin_load(0)  # waits until the engine has started
+        engine.begin_load(0)  # this call returns once the engine has started
         start_s = time.monotonic() - start
         load_random(engine, hf, tp, cfg.run.seed)
         bench = Bench(engine, hf.vocab_size, most, cfg.rollout.stall_timeout_s)
@@ -255,7 +255,7 @@ def load_random(engine: "ChildEngine", hf: "HFConfig", tp: int, seed: int) -> No
 
 
 class Bench:
-    """Sends requests to an engine and times its events."""
+    """Client of an engine that sends requests and times the events of the engine."""
 
     def __init__(self, engine: Any, vocab_size: int, most: int, deadline_s: float) -> None:
         self._engine, self._vocab, self._most = engine, vocab_size, most
@@ -265,11 +265,11 @@ class Bench:
         self.cache_tokens = 0
 
     def row(self, sequences: int, context: int, steps: int) -> Decode | None:
-        """Measure one row of the table. Return None if the KV cache cannot hold all sequences at
-        once, including the tokens that are still to be generated."""
+        """Measure the decode time for one batch size and context length. If the KV cache cannot
+        hold all sequences until they end, return None."""
         count, enough = min(FEWEST, steps), min(steps, max(2 * context, FEWEST))
         rows: list[Decode] = []
-        short: Decode | None = None  # last result that was too short to be precise
+        short: Decode | None = None  # last measurement that was too short to be precise
         while len(rows) < REPEATS:
             prompt = max(1, min(context - count // 2, self._most - count))
             if sequences * (prompt + count) > self.cache_tokens:
@@ -295,7 +295,7 @@ class Bench:
         """Decode `steps` tokens in each of `sequences` sequences, after `prompt` prompt tokens.
 
         Returns:
-            The timed seconds, and the row; None if never all sequences decoded at once.
+            The timed seconds, and the measurement (None: no report shows all sequences decoding).
         """
         events = self._play(sequences, prompt, steps)
         begun = [

@@ -100,7 +100,7 @@ def run(cfg: SFTConfig) -> int:
     finally:
         if here.health is not None:
             here.health.close()
-    world.leave(here)  # waits for all ranks, so none reads the start folder any more
+    world.leave(here)  # after this barrier of all ranks, no rank reads the start folder
     if here.rank == 0:
         shutil.rmtree(start)
         if accuracy < cfg.target:
@@ -113,7 +113,7 @@ def run(cfg: SFTConfig) -> int:
 
 
 def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -> float:
-    """Make the model in `start`, train it, save it to `cfg.out`, and return the probe accuracy."""
+    """Make, train and save a model, and return its accuracy. `start`: folder of random weights."""
     from rlcore.cli import builders
     from rlcore.data.prompts import TASKS
     from rlcore.hf.tokenizer import load_tokenizer

@@ -100,10 +100,16 @@ def _add_run(p: argparse.ArgumentParser) -> None:
         help="policy that ends a rollout",
     )
     p.add_argument(
-        "--eta-prompts", type=float, default=TailConfig.eta_prompts, help="see --tail.eta_prompts"
+        "--eta-prompts",
+        type=float,
+        default=TailConfig.eta_prompts,
+        help="prompts started in a short round, as a multiple of --prompts",
     )
     p.add_argument(
-        "--eta-samples", type=float, default=TailConfig.eta_samples, help="see --tail.eta_samples"
+        "--eta-samples",
+        type=float,
+        default=TailConfig.eta_samples,
+        help="responses started per prompt, as a multiple of --samples",
     )
     p.add_argument(
         "--stream",
@@ -223,7 +229,7 @@ def _add_papers(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--picture", type=Path, help="PNG file that compares published and simulated values"
     )
-    p.add_argument("--data", type=Path, default=DATA, help="folder with lengths/, for `planner`")
+    p.add_argument("--data", type=Path, default=DATA, help="folder with lengths/ for `planner`")
     p.add_argument("--json", type=Path, help="JSON file for the results")
 
 
@@ -273,7 +279,7 @@ def _add_rollmux(p: argparse.ArgumentParser) -> None:
         help="PNG file that compares published and simulated values, or shows curves",
     )
     p.add_argument(
-        "--timeline", type=Path, help="PNG file of each GPU's jobs over time; only with `micro`"
+        "--timeline", type=Path, help="PNG of each GPU's jobs over time (--experiment micro)"
     )
     p.add_argument("--json", type=Path, help="JSON file for the results")
 
@@ -294,7 +300,7 @@ def _rollmux(a: argparse.Namespace) -> int:
         head = {"what": made.title, "rounds": count, "seed": a.seed, "notes": made.notes}
         _write(a.json, head | {"rows": made.rows})
     if a.picture and found.lines:
-        is_step = "hours" in found.axes  # draw steps: cost per hour is constant between changes
+        is_step = "hours" in found.axes  # cost per hour is a step function of time
         report.curves(
             found.lines, a.picture, made.title, found.axes, is_log=found.is_log, is_step=is_step
         )

@@ -63,8 +63,8 @@ def _ranks(row: dict[str, float]) -> int:
 
 
 def by_data_sheet(plan: Balance, cfg: Config, hf: HFConfig, world: int, earlier: Path) -> str:
-    """Return advice on splits from the GPU's data sheet and the known response lengths. Also
-    tell `plan` how much time one request adds to a decode step.
+    """Return advice on splits from the GPU's data sheet and the known response lengths. Also set in
+    `plan` how much time one request adds to a decode step.
 
     Raises:
         ValueError: the simulator does not support this run.

@@ -10,8 +10,7 @@ from rlcore.utils.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Merge the traces of all ranks (`--log.trace_steps`) into `<run>/trace.json`, or `--out
-    FILE`."""
+    """Merge the traces of all ranks into `<run>/trace.json`, or into the file after `--out`."""
     return exits.guard(lambda: _main(argv))
 
 

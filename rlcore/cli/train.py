@@ -24,7 +24,7 @@ def _main(argv: Sequence[str]) -> int:
     from rlcore.config import resolve, rules
 
     dry = [i for i, w in enumerate(argv) if w in ("--dry-run", "--dry_run")]
-    every = [i + 1 for i in dry if argv[i + 1 : i + 2] == ["all"]]  # positions of `all` in argv
+    every = [i + 1 for i in dry if argv[i + 1 : i + 2] == ["all"]]  # indices of `--dry-run all`
     words = [w for i, w in enumerate(argv) if i not in dry + every]
     if "--help" in words or "-h" in words:
         print(resolve.help_text(settings.parse([w for w in words if w not in ("--help", "-h")])))
@@ -59,7 +59,7 @@ def run(cfg: "Config") -> int:
     from rlcore.utils import log
 
     log.setup(int(os.environ.get("RANK", 0)))
-    daemon = mps.of_run(cfg.reward)  # CUDA looks for this MPS daemon at its start
+    daemon = mps.of_run(cfg.reward)  # this MPS daemon must run before CUDA starts
     try:
         return _run(cfg)
     finally:
@@ -104,7 +104,7 @@ def _train(cfg: "Config", here: "World") -> int:
     try:
         loops = {"sync": sync_loop, "stream": stream_loop, "async": async_loop}
         sync_loop.train(built, loops[cfg.select.mode].one_step)
-        # Until its first rank is done, an engine of several ranks needs all of them.
+        # An engine of several ranks needs all of its ranks until its first rank is done.
         collective.barrier(here.everyone)
     except Exception as e:
         return failed(cfg, here, e)

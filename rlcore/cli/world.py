@@ -59,7 +59,7 @@ class World:
         return not self.rollout_ranks or not self.trains
 
     def phase(self, name: str) -> None:
-        """Set the phase in the flight record during start-up, before `Spans` exist."""
+        """Set the phase in the flight record during start-up; in steps, `Spans` sets the phase."""
         if self.health is not None:
             self.health.flight.phase(name)
 
@@ -171,7 +171,7 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
             rank=rank - first,
             world_size=count,
             timeout=timeout,
-            # NCCL's groups then share one communicator's memory, and it starts here, not in a step.
+            # With this device, NCCL connects here, not in a step, and its groups share memory.
             device_id=device if has_cuda else None,
         )
     except (RuntimeError, OSError) as error:
@@ -193,7 +193,7 @@ def _health(flight: FlightRecorder, store: Any) -> Health:
 
 
 def _store(rank: int, timeout_s: float) -> dist.TCPStore:
-    """Connect to torchrun's store without waiting for other ranks; `meet` names missing ranks."""
+    """Connect to torchrun's store without waiting for other ranks, which may start later."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
@@ -223,8 +223,7 @@ def make_hub(world: World, interface: str) -> Hub:
 
 
 def leave(world: World) -> None:
-    """Wait for all ranks, then destroy the process group. Otherwise the process may abort at
-    exit."""
+    """Wait for all ranks, then destroy the process group, so that the process exits cleanly."""
     if dist.is_initialized():
         collective.barrier(world.everyone)
         dist.destroy_process_group()

@@ -64,8 +64,7 @@ def parse(
 
 
 def keys(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return all keys of the configuration with their values, such as {"run.seed": 0}, without
-    passwords."""
+    """Return all keys with their values, such as {"run.seed": 0}, but without passwords."""
     flat: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value, name = getattr(config, f.name), prefix + f.name.rstrip("_")

@@ -43,12 +43,12 @@ def broken(cfg: Config) -> list[str]:
 
 
 def of_batch(cfg: Config) -> list[str]:
-    """Return only those errors of `broken` that are about key ranges, batch sizes and schedule."""
+    """Return an error for every broken rule on key ranges, batch sizes and schedule."""
     return [*ranges(cfg), *_batch(cfg), *_schedule(cfg)]
 
 
 def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
-    """Return errors of the rules on the number of ranks; `broken` checks all other rules."""
+    """Return an error for every broken rule on the number of ranks, which `broken` leaves out."""
     out, site = [], cfg.sync.ranks_per_site
     sizes = [("rollout.tp", cfg.rollout.tp), ("rollout.max_tp", cfg.rollout.max_tp or 1)]
     for key, tp in [*sizes, *(("debug.rollout_tp", tp) for tp in cfg.debug.rollout_tp)]:
@@ -97,8 +97,7 @@ def route(cfg: Config) -> Literal["gather", "intranode", "two_stage"]:
 
 
 def warnings(cfg: Config) -> list[str]:
-    """Return warnings about settings with no effect or an unexpected effect. A run with warnings
-    continues."""
+    """Return warnings about settings with no effect or an unexpected effect."""
     a, r, out = cfg.algo, cfg.rollout, []
     cut = [k for k, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(r, k) != off]
     if cut and (a.rollout_is != "none" or a.rollout_rs or a.bypass_mode):
@@ -341,7 +340,7 @@ BY_GROUP = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo")
 
 
 def _algo(cfg: Config) -> list[str]:
-    from rlcore.algos import correction  # importing torch at the top would slow down `ranges`
+    from rlcore.algos import correction  # imports torch, which is slow
 
     algo = cfg.algo
     out = [*algo.problems(), *correction.problems(algo)]
@@ -583,7 +582,7 @@ def _mux(cfg: Config) -> list[str]:
             f"--mode {cfg.select.mode}: with --mux.url rollout and training alternate with those "
             "of other jobs and cannot overlap; use --mode sync"
         )
-    if changes_size(cfg) and not cfg.cluster.rollout_ranks:  # `_roles` checks rollout ranks
+    if changes_size(cfg) and not cfg.cluster.rollout_ranks:  # else `_roles` reports the conflict
         out.append(
             "--mux.url: engines change their size between the phases of a job, while other jobs "
             "use its nodes; unset rollout.adaptive_tp and debug.rollout_tp"

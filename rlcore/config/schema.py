@@ -356,8 +356,8 @@ class RewardConfig:
     """Minimum score of a response that counts as correct, with adaptive_timeout."""
 
     def problems(self, key: str) -> list[str]:
-        """Return an error for each conflict between keys that a subclass adds. `key` is the key of
-        the section, such as `reward` or `reward.judge`."""
+        """Return an error for each conflict between keys; subclasses override this method. `key` is
+        the key of the section, such as `reward` or `reward.judge`."""
         return []
 
 
@@ -403,7 +403,7 @@ class EnvConfig:
     trained on. 0: no extra episodes."""
 
     def problems(self) -> list[str]:
-        """Return an error for each conflict between keys that a subclass adds."""
+        """Return an error for each conflict between keys; subclasses override this method."""
         return []
 
 

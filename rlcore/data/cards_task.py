@@ -23,7 +23,7 @@ _STICK_AT = 17
 
 
 def make(split: Split, seed: int, index: int) -> TaskRow:
-    """Generate row `index` of an endless split. Equal arguments give equal rows."""
+    """Generate row `index` of a split, such as `train`. Equal arguments give equal rows."""
     from gymnasium.envs.toy_text.blackjack import BlackjackEnv
 
     check(split, index)

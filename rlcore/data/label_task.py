@@ -28,7 +28,7 @@ _MIN_TERMS, _MAX_TERMS, _STOP = 2, 16, 0.28
 
 
 def make(split: Split, seed: int, index: int) -> TaskRow:
-    """Generate row `index` of an endless split. Equal arguments give equal rows."""
+    """Generate row `index` of a split, such as `train`. Equal arguments give equal rows."""
     check(split, index)
     random = rng(seed, NAME, split, index)
     num_terms = _draw_num_terms(random)

@@ -34,7 +34,7 @@ _SIDE, _HOLES = 4, 0.2
 
 
 def make(split: Split, seed: int, index: int) -> TaskRow:
-    """Generate row `index` of an endless split. Equal arguments give equal rows."""
+    """Generate row `index` of a split, such as `train`. Equal arguments give equal rows."""
     check(split, index)
     random = rng(seed, NAME, split, index)
     while True:

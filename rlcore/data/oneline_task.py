@@ -25,7 +25,7 @@ _AT = (2, -3, 10)
 
 
 def make(split: Split, seed: int, index: int) -> TaskRow:
-    """Generate row `index` of an endless split. Equal arguments give equal rows."""
+    """Generate row `index` of a split, such as `train`. Equal arguments give equal rows."""
     check(split, index)
     random = rng(seed, NAME, split, index)
     count = _LEAST

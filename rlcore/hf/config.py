@@ -176,7 +176,7 @@ class HFConfig:
             value = getattr(self, name)
             if value != getattr(before, name):
                 raw[next((key for key in keys if key in raw), keys[0])] = value
-        # transformers finds the class by both keys; a hand-made config may have only one.
+        # transformers finds the class by `model_type` and `architectures`; a file may lack one.
         raw.setdefault("model_type", self.arch)
         raw.setdefault("architectures", [_CLASSES[self.arch]])
         if raw.get("layer_types"):

@@ -461,7 +461,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Multiply the rows of each expert by its matrix. x [N, in] is sorted by expert; weights: [E,
     out, in]; ends [E]: index after the last row of each expert."""
-    if x.dtype == torch.bfloat16:  # the only dtype that torch's grouped GPU kernels support
+    if x.dtype == torch.bfloat16:  # torch's grouped GPU kernels support only bfloat16
         return F.grouped_mm(x, weights.transpose(1, 2), offs=ends.to(torch.int32))
     out = x.new_empty(x.shape[0], weights.shape[1])
     start = 0

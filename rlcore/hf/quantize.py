@@ -58,8 +58,7 @@ assert FORMATS.keys() == set(get_args(Quantize))
 
 
 def format_of(name: str) -> Format | None:
-    """Return the format called `name`; None means no quantisation. Raise ConfigError for an unknown
-    name."""
+    """Return the format called `name`, or None for `none`. Raise ConfigError for other names."""
     if name not in FORMATS:
         raise ConfigError(f"--rollout.quantize {name}: unknown; give one of {', '.join(FORMATS)}")
     return FORMATS[name]

@@ -27,7 +27,7 @@ CHATML = (
 
 _OTHER_FORMATS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_MOST_TOKENS_OF_A_CHARACTER = 8  # a character of more tokens is invalid UTF-8 from the model
+_MOST_TOKENS_OF_A_CHARACTER = 8  # more tokens without a whole character are invalid UTF-8
 _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 

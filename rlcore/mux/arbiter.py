@@ -34,7 +34,7 @@ LEAST_PATIENCE_S = 30.0
 """Minimum idle seconds of a job between two phases before its permit passes to another job."""
 ROLLOUT, TRAIN = phases.POOLS
 PROMISED = {ROLLOUT: ("rollout_s",), TRAIN: ("train_s",)}
-"""Profile fields whose sum is the worst-case time of a phase, by phase. Not all phases have one."""
+"""Profile fields whose sum is the worst-case time of a phase, for phases with such a time."""
 PROMISED_COLOCATED = {STEP: ("rollout_s", "train_s", "sync_s")}
 
 
@@ -63,7 +63,7 @@ class Known:
     asked: int = 0
     """Number of the message that requested the job's current (waiting or running) phase."""
     moved: int = 0
-    """Number of the message that requested the most recent phase whose tail has left nodes."""
+    """Number of the message that requested the most recent rollout with a tail that left nodes."""
     phases: int = 0
     """Number of phases that the job has completed."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -89,8 +89,8 @@ class Known:
         self.status, self.why = "refused", why
 
     def decide(self, made: Decision, nodes: dict[str, list[int]]) -> None:
-        """Record a decision about the job's place. `nodes`: numbers of the nodes that the job has
-        named, if it is placed there."""
+        """Record whether the job is placed, queued or refused. `nodes`: numbers of the nodes that a
+        placed job has named."""
         self.why = made.explain()
         if self.hosts:
             self.why += f" ({_names(self)})"
@@ -139,8 +139,7 @@ class Arbiter:
         self._measured: dict[str, dict[str, float]] = {}
         """Measured values that exceed the job's profile, by job."""
         self._dirty: dict[str, str | None] = {}
-        """Fields of the saved state that the next commit writes, or deletes if the value is
-        None."""
+        """Fields of the saved state that the next commit writes; a field with None is deleted."""
         self._rings: dict[str, dict[str, str]] = {}
         """Redis keys that the next commit writes, by job; the commit also notifies these jobs."""
 
@@ -176,7 +175,7 @@ class Arbiter:
             return None
 
     def _round(self) -> bool:
-        self._redis.delete(store.BELL)  # entries from now on announce new messages
+        self._redis.delete(store.BELL)  # the bell then announces only messages sent after this line
         names = sorted(self._redis.smembers(store.JOBS))
         pipe = self._redis.pipeline(transaction=False)
         for name in names:
@@ -330,7 +329,7 @@ class Arbiter:
         try:
             self._do(name, known, what, said, now)
         except (ValueError, RuntimeError, LookupError, TypeError) as error:
-            log.error("arbiter: job %s: dropped %r: %s", name, what, error)
+            log.error("arbiter: job %s: dropped a message of kind %r: %s", name, what, error)
 
     def _do(self, name: str, known: Known, what: str, said: dict[str, Any], now: float) -> None:
         if what == "leave":
@@ -349,10 +348,10 @@ class Arbiter:
         elif what == "done":
             known.end_phase()
             self._carry_out(group, self._mux[group].done(name, now))
-            if known.moved != known.asked:  # skip rollouts whose tail left nodes
+            if known.moved != known.asked:  # a rollout whose tail left nodes is slower: no drift
                 self._drift(name, known, said, now)
         elif what in ("progress", "freed") and said["of"] != known.asked:
-            pass  # the rollout of this message has ended
+            pass  # the message belongs to a rollout that has ended
         elif what == "progress":
             held = self._mux[group].held(name)
             if known.keep and not set(held) <= set(_rollout_slots(known)):
@@ -365,7 +364,7 @@ class Arbiter:
             known.move()
             self._carry_out(group, self._mux[group].freed(name, slots, now))
         else:
-            raise ValueError("unknown message")
+            raise ValueError("unknown kind of message")
         if name in self._jobs:
             self._note(name)
 
@@ -556,7 +555,7 @@ class Arbiter:
                 self._ask_to_move(t)
 
     def _ask_to_move(self, todo: Migrate) -> None:
-        """Ask a job to move its rollout's tail off some nodes, given as indices in its `hosts`."""
+        """Ask a job to move the tail of its rollout off some nodes (indices of the job's nodes)."""
         known = self._jobs[todo.job]
         mine = _rollout_slots(known)
         about = {"incarnation": known.incarnation, "n": known.asked}
@@ -585,7 +584,7 @@ def _hosts(said: Any) -> dict[str, list[str]]:
     found = {pool: list(said[pool]) for pool in (ROLLOUT, TRAIN)}
     for names in found.values():
         if len(set(names)) != len(names) or not all(isinstance(n, str) for n in names):
-            raise ValueError(f"invalid node names {names}")
+            raise ValueError(f"node names {names}: must be different strings")
     return found
 
 
@@ -605,8 +604,8 @@ def _share(one: Known, other: Known, pool: str) -> bool:
 
 
 def _rollout_slots(known: Known) -> list[str]:
-    """Return the job's rollout slots in the order of its `hosts`; empty if it has named no
-    nodes."""
+    """Return the slot names of the rollout nodes that the job has named, in rank order. If the job
+    has named no nodes, return an empty list."""
     return [f"{ROLLOUT[0]}{n}" for n in known.nodes.get(ROLLOUT, ())]
 
 

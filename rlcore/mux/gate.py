@@ -148,7 +148,7 @@ class PermitGate:
             self._say("join", profile=asdict(profile) | {"lease_s": lease_s}, **more)
             self.place = self._placed()
         except BaseException:
-            self.close()  # otherwise the arbiter would later place a job that has exited
+            self.close()  # leave the cluster, so that the arbiter does not place a job that exited
             raise
         self._is_placed = True
         log.info("mux: %s", self.place["why"])
@@ -209,8 +209,8 @@ class PermitGate:
 
     def progress(self, done: int, wanted: int, *, of: int) -> None:
         """Report that `done` of the `wanted` responses of a rollout are done. From the share
-        `phase_mux.TAIL` on, `leave_now` may return nodes. `of`: number of the rollout's request
-        (`asked`)."""
+        `phase_mux.TAIL` on, `leave_now` may return nodes. `of`: number of the message that
+        requested the rollout."""
         self._say("progress", of=of, done=done, wanted=wanted)
 
     def leave_now(self, *, of: int) -> tuple[int, ...]:
@@ -227,8 +227,8 @@ class PermitGate:
         return tuple(about["leave"])
 
     def freed(self, nodes: Sequence[int], *, of: int) -> None:
-        """Release these rollout nodes to other jobs. `of`: number of the rollout's request
-        (`asked`)."""
+        """Release these rollout nodes to other jobs. `of`: number of the message that requested the
+        rollout."""
         self._say("freed", of=of, nodes=list(nodes))
 
     def close(self) -> None:
@@ -266,8 +266,7 @@ class PermitGate:
         return store.dumps(about | dict(more))
 
     def _try(self, call: Callable[[], Any], what: str) -> Any:
-        """Return the result of `call()`; repeat the call for up to `wait_s` while the server is
-        down."""
+        """Return the result of `call()`. While the server is down, retry for up to `wait_s`."""
         end = time.monotonic() + self._wait_s
         is_away = False
         while True:
@@ -277,7 +276,7 @@ class PermitGate:
                 if isinstance(error, redis.AuthenticationError) or time.monotonic() > end:
                     raise ConnectionError(store.why(error, self._url)) from error
                 if not is_away:
-                    log.warning("mux: %s; %r is retried", store.why(error, self._url), what)
+                    log.warning("mux: %s; retrying request %r", store.why(error, self._url), what)
                 is_away = True
                 time.sleep(0.2)
             except redis.RedisError as error:
@@ -365,7 +364,7 @@ class PermitGate:
             except redis.RedisError as error:
                 if _refuses_connections(error):
                     renewed = begin  # without a server no job gets these nodes
-            # The last third of the lease leaves time for one more pause, connection and answer.
+            # Give up at 2/3 of the lease: one more try (pause, connect, answer) may take the rest.
             if time.monotonic() - renewed > self._lease_s * 2 / 3 and not self._closed.is_set():
                 self._on_lost(f"its lease of {self._lease_s:g} s could not be renewed")
                 return

@@ -97,9 +97,9 @@ class RanksGate:
         self._gate, self._group = gate, group
         self._path = folder / FILE if folder is not None else None
         self._is_inside = False
-        """Whether a phase runs. A phase that starts inside the running phase counts as its part."""
+        """Whether a phase runs. A phase inside another phase is a part of the outer phase."""
         self._switch_s = 0.0
-        """Seconds of loading and storing in the running phase and its parts."""
+        """Seconds of loading and storing states in the running phase and in phases inside it."""
         self.tail: TailMoves | None = None
         """Policy on rank 0 for leaving nodes in the tail of a rollout; None if tails keep all
         nodes."""
@@ -108,8 +108,8 @@ class RanksGate:
     @contextmanager
     def phase(self, name: str, resident: object | None = None) -> Iterator[None]:
         """Run a phase as `PermitGate.phase` does, on all ranks. A phase inside another phase loads
-        and stores, but needs no permit. If the phase fails, nothing is stored, and the job keeps
-        the permit until its lease expires, since other ranks may still use the nodes."""
+        and stores its state, but needs no permit. If the phase fails, no state is stored. The job
+        then keeps the permit until its lease expires, since other ranks may still use the nodes."""
         assert resident is None or isinstance(resident, Resident), resident
         gate, asked = self._gate, time.time()
         is_part, self._is_inside = self._is_inside, True
@@ -120,7 +120,7 @@ class RanksGate:
         if resident is not None:
             resident.load()
         size = float(getattr(resident, "num_bytes", 0))
-        (size,) = collective.reduce_floats([size], "max", self._group)  # waits for all ranks' loads
+        (size,) = collective.reduce_floats([size], "max", self._group)  # also a barrier after loads
         began = time.time()
         yield
         collective.barrier(self._group)
@@ -135,7 +135,7 @@ class RanksGate:
             self._is_inside = False
             seconds, switch_s = left - granted - self._switch_s, self._switch_s
             leave = (lambda: gate.leave(name, seconds, switch_s)) if gate else None
-            patiently(leave, self._group, self._alive)  # may take long while the server is down
+            patiently(leave, self._group, self._alive)  # waits while the server is down
         if gate is None:
             return
         found = {} if is_part else {f"mux/wait_s/{name}": granted - asked}

@@ -145,7 +145,7 @@ def loads(text: str | None) -> Any:
 
 
 def add_job(client: Client, job: str) -> str:
-    """Make a Redis user with access to only this job's keys and `mux:bell`; return the password."""
+    """Make a Redis user for the keys of the job and the list `mux:bell`. Return the password."""
     check_name(job)
     password = secrets.token_urlsafe(24)
     client.acl_setuser(

@@ -50,7 +50,7 @@ class TailMoves:
         if done < self._tail * wanted or self._leaving:
             return ()
         if self._talk is None:
-            # Many live requests belong to replacement or surplus prompts, not to a tail.
+            # If many requests are unfinished, replacement or surplus prompts run: no tail yet.
             if wanted - sum(1 for _ in live()) < self._tail * wanted:
                 return ()
             self._talk = _Talk(self._gate, done, wanted)
@@ -58,7 +58,7 @@ class TailMoves:
         leaving = {rank for cell in chosen for rank in cell.leaders}
         if not chosen or leaving.issuperset(up):
             return ()
-        self._leaving, self._left = leaving, leaving.difference(up)  # failed engines need not leave
+        self._leaving, self._left = leaving, leaving.difference(up)  # failed engines count as left
         self._tell()
         return chosen
 
@@ -70,8 +70,8 @@ class TailMoves:
         self._tell()
 
     def end(self) -> tuple[Sequence[int], float] | None:
-        """End the rollout. Return the indices of the released nodes in `hosts`, and the `time.time`
-        of their release; None if no node was released."""
+        """End the rollout. Return the indices of the released rollout nodes of the job, and the
+        `time.time` of the release. If no node was released, return None."""
         talk, self._talk = self._talk, None
         if talk is None:
             return None
@@ -90,7 +90,7 @@ class _Talk:
 
     def __init__(self, gate: PermitGate, done: int, wanted: int) -> None:
         self.nodes: Sequence[int] = ()
-        """Indices in `hosts` of the nodes to release."""
+        """Rollout nodes to release, as indices in the node names of the job."""
         self.freed_at = 0.0
         self.may_free, self.over = threading.Event(), threading.Event()
         self._gate, self._progress = gate, (done, wanted)
@@ -106,7 +106,7 @@ class _Talk:
                 self.nodes = self._gate.leave_now(of=self._of)
             self.may_free.wait()
             if not self.over.is_set():
-                at = time.time()  # measured before the other job can start
+                at = time.time()  # time of release, before another job can start on the nodes
                 self._gate.freed(self.nodes, of=self._of)
                 self.freed_at = at
         except ConnectionError as error:

@@ -67,8 +67,8 @@ class Rates:
         return min(self.places, max((1 + alpha) * self.samples * self.tp / rollout, 1.0))
 
     def train_share(self, rollout: int, alpha: float) -> float:
-        """Return beta*, the share of all ranks that should train. Engines have as many requests as
-        if `rollout` ranks sampled."""
+        """Return beta*, the share of all ranks that should train. The number of requests per engine
+        is that of `rollout` sampling ranks."""
         running = self.requests(rollout, alpha)
         samples_s = self.tokens / running * self.decode_s(running) * self.tp
         return self.train_s / (samples_s + self.train_s)
@@ -154,7 +154,7 @@ class Balance:
         """Time that one request adds to a decode step, relative to an empty step; inf: unknown."""
 
     def learn_load(self, load: float) -> None:
-        """Set `load`, if it can be computed from a data sheet of the hardware."""
+        """Set the time that one request adds to a decode step, relative to an empty step."""
         self.load = load
 
     def metrics(self, row: Mapping[str, float]) -> dict[str, float]:
@@ -190,8 +190,7 @@ class Balance:
         return self.say(mean(self._rates), source) if found else ""
 
     def say(self, rates: Rates, source: str) -> str:
-        """Describe the current and the proposed split for `rates`, which were taken from
-        `source`."""
+        """Describe the current and the proposed split for `rates`, which come from `source`."""
         proposed, now, then = self._compare(rates)
         share = rates.train_share(self._rollout, self._alpha) * self._ranks
         said = (

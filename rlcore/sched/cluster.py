@@ -13,9 +13,9 @@ memory. It trains on all train nodes of the group. If all jobs run in one cyclic
 In a group of several jobs, every phase time includes the switch from another job. The formula is a
 lower bound. If several nodes and jobs are nearly as busy as the busiest node, a job may wait for
 another job in every second round. This wait occurs in one of a hundred random groups (phases in
-whole seconds) and adds up to a fifth to the period. So offers use the formula, but `_period` checks
-the full order before an offer is taken. Profiles are worst cases. In a fixed order, a shorter phase
-never makes another phase start later. So
+whole seconds) and adds up to a fifth to the period. Offers (possible placements) use the formula,
+but `_period` checks the full order before an offer is taken. Profiles are worst cases. In a fixed
+order, a shorter phase never makes another phase start later. So
 
     period <= slo x T_solo    for every job of the group
 
@@ -219,7 +219,7 @@ def _repeats(uses: Sequence[_NodeUse], period: float) -> bool:
     nodes = {n for use in uses for n in use.nodes}
     free, back, trained = dict.fromkeys(nodes, 0.0), [0.0] * len(uses), 0.0
     tiny = 1e-12 * period
-    for _ in range(2 * len(uses) + len(nodes) + 2):  # more rounds than a delay can propagate
+    for _ in range(2 * len(uses) + len(nodes) + 2):  # delays stop growing in fewer rounds, or never
         before = [*free.values(), *back, trained]
         for at, use in enumerate(uses):
             sampled = max(0.0, back[at], *(free[n] for n in use.nodes)) + use.rollout_s
@@ -341,8 +341,8 @@ class JobGroup:
         return total, chain
 
     def switches(self, jobs: int) -> tuple[float, float]:
-        """Return the seconds to switch a rollout and a train node to another job; 0 with one
-        job."""
+        """Return the seconds to switch a rollout and a train node to another job. If there is only
+        one job, return zeros."""
         return (self.pools[0].switch_s, self.pools[1].switch_s) if jobs > 1 else (0.0, 0.0)
 
     @property
@@ -390,7 +390,7 @@ class JobGroup:
         return sorted(self.jobs, key=lambda n: (self.jobs[n].colocated, -len(self.pinned[n])))
 
     def with_one(self, job: MuxJob, rollout: Collection[int], train: tuple[int, ...]) -> "JobGroup":
-        """Return a copy of the group with `job` added on these nodes."""
+        """Return a copy of the group with `job` added on the given rollout and train nodes."""
         jobs = self.jobs | {job.id: job}
         pinned = self.pinned | {job.id: tuple(sorted(rollout))}
         return JobGroup(self.id, self.pools, jobs, pinned, train)
@@ -462,7 +462,7 @@ class _Nodes:
             heapq.heappush(self._free, node)
 
     def claim(self, nodes: Collection[int]) -> None:
-        """Allocate exactly these nodes, which must be free."""
+        """Allocate the given nodes, which must be free."""
         self.used += len(nodes)
         top = max(nodes, default=-1) + 1
         self._free += range(self._next, top)
@@ -471,7 +471,7 @@ class _Nodes:
         heapq.heapify(self._free)
 
     def mark(self, nodes: Collection[int]) -> None:
-        """Mark exactly these nodes of a saved state as in use, and all others as free."""
+        """Mark the given nodes of a saved state as in use, and all other nodes as free."""
         self.used = len(nodes)
         self._next = max(nodes, default=-1) + 1
         self._free = sorted(set(range(self._next)) - set(nodes))
@@ -871,7 +871,7 @@ class Cluster:
         found = group.with_one(job, on.rollout, train)
         if not self._has_memory(found):
             return f"{here}, but these hosts lack memory for another job; {later}"
-        if found.period_s > found.limit_s * ROUNDING:  # saturation is no reason to wait
+        if found.period_s > found.limit_s * ROUNDING:  # but a saturated group may take the job
             return f"{here}, but a job of group {who} would miss its SLO; {later}"
         keep = tuple(n for n in on.rollout if n in group.load)
         more, more_train = len(on.rollout) - len(keep), len(train) - len(group.train)
@@ -975,8 +975,8 @@ class _Builder(Cluster):
         return min(group.limit_s, job.limit_s) * ROUNDING
 
     def build(self, jobs: Sequence[MuxJob], start: JobGroup | None = None) -> JobGroup | None:
-        """Build one group of `jobs` and the jobs already in `start`. If SLOs, memory or the maximum
-        number of jobs make the group impossible, return None."""
+        """Build one group of `jobs`, together with the jobs of the group `start` if given. If SLOs,
+        memory or the maximum number of jobs make the group impossible, return None."""
         self._group_of.clear()
         group = start
         for job in jobs:
@@ -994,8 +994,8 @@ class _Builder(Cluster):
     def settle(
         self, parts: Sequence[Sequence[MuxJob]], before: Sequence[JobGroup]
     ) -> list[JobGroup]:
-        """Build a group for every part of the jobs. If it costs no more, jobs stay on their
-        nodes."""
+        """Build a group for every list of jobs in `parts`. If the group costs no more, its jobs
+        stay on their old nodes."""
         left = list(before)
         out = []
         for jobs in sorted(parts, key=len, reverse=True):

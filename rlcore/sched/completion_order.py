@@ -74,8 +74,8 @@ class ByLog:
         requests: Callable[[], Iterable[RequestState]],
         misfit: Callable[[str], ReplayMismatch] = ReplayMismatch,
     ) -> None:
-        """Make the order of a round; `requests` returns all requests of the round. `misfit` makes
-        the error from a text that continues "the logged round ..."."""
+        """Make the order of a round; `requests` returns all requests of the round. If the log does
+        not match this run, `misfit` makes the error from a text that follows "the logged round"."""
         self._misfit = misfit
         self._known = {c.id: c for c in counted}
         self._order = deque(counted)

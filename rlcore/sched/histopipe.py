@@ -80,8 +80,8 @@ def group_of_worker(worker: int, step: int, groups: int) -> int:
 
 
 def two_steps(seconds: Sequence[float]) -> tuple[float, float]:
-    """Return two durations of two successive steps, given the seconds of each ranking group. The
-    first duration is with a barrier between the steps; the second is with alternating workers."""
+    """Return how long two successive steps take, given the seconds of each ranking group. Return
+    the seconds with a barrier between the steps, and the seconds with alternating workers."""
     pairs = [a + b for a, b in zip(seconds, reversed(seconds), strict=True)]
     return 2 * max(seconds), max(pairs)
 
@@ -210,7 +210,7 @@ class HistoPipe:
         """Ranking group of each prompt in the most recent step with this prompt."""
         self._step = 0
         self._homes: dict[GroupId, _Home] = {}
-        self._workers: dict[tuple[int, int], tuple[int, ...]] = {}  # by step and ranking group
+        self._workers: dict[tuple[int, int], tuple[int, ...]] = {}  # engines by (step, group)
         self._away: set[RequestId] = set()
         self._started = self._moved = 0
         self._stats: dict[str, float] = {}
@@ -303,8 +303,7 @@ class HistoPipe:
         return self._stats | {"pipe/moved": moved}
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, as plain JSON. The state leaves out requests in
-        flight."""
+        """Return the state for `restore`, as plain JSON, without requests in flight."""
         return {"step": self._step, "history": self._history.state(), "ranks": self._ranks}
 
     def restore(self, state: Mapping[str, Any]) -> None:

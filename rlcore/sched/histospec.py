@@ -107,8 +107,8 @@ class _BatchStats:
     wait: int = _WAIT
     """Number of steps without drafts before drafting is retried."""
     since: int = 0
-    """Steps with drafts since the last step without; if drafting is off: steps since the last
-    retry."""
+    """If drafting is on: number of steps since the last step without drafts. If drafting is off:
+    number of steps since the last retry."""
 
     def note(self, drafted: float, gained: float) -> None:
         self.steps += 1
@@ -196,8 +196,7 @@ class DraftGate:
 
     @property
     def knee(self) -> float | None:
-        """Number of tokens at which a step takes twice as long as an empty step; None while
-        unknown."""
+        """Tokens with which a step takes twice as long as an empty step; None while unknown."""
         if self._fit is None:
             return None
         a, b, _ = self._fit

@@ -34,8 +34,8 @@ def cheapest_partition(
 
     @cache
     def best(mask: int) -> tuple[float, int]:
-        """Return the least cost of splitting the set `mask`, and the part that has its lowest
-        number."""
+        """Return the least cost of a partition of the set `mask`. Also return the part that has the
+        lowest number of the set."""
         if not mask:
             return 0.0, 0
         lowest = (mask & -mask).bit_length() - 1

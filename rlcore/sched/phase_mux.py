@@ -38,19 +38,19 @@ class Member:
 
     job: str
     slots: Mapping[str, tuple[str, ...]]
-    """Slots to which the job is pinned, by pool. Pools are in the order of the job's phases
+    """Slots (nodes) to which the job is pinned, by pool. Pools are in the order of the job's phases
     (`rollout`, `train`)."""
     least: Mapping[str, int] = field(default_factory=dict)
-    """Minimum number of free slots with which a phase may start, by pool; default: all slots."""
+    """Minimum number of free slots (nodes) to start a phase, by pool; default: all slots."""
     keep: int = 0
-    """Number of slots on which the tail of a rollout can continue; 0: the rollout keeps all."""
+    """Number of slots (nodes) on which a rollout's tail can continue; 0: a tail keeps all slots."""
     patience_s: float = math.inf
     """Maximum seconds between two phases before the scheduler skips the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Permit to start a phase on `slots`. If `is_more`, the slots are added to a running phase."""
+    """Permit to start a phase on `slots` (nodes). If `is_more`, a running phase gets more slots."""
 
     job: str
     slots: tuple[str, ...]
@@ -59,8 +59,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Instruction to continue a rollout on the slots `keep`. The caller must call `freed` once the
-    rollout no longer uses the slots `free`."""
+    """Instruction to continue a rollout on the slots (nodes) `keep`. The caller must call `freed`
+    once the rollout no longer uses the slots `free`."""
 
     job: str
     keep: tuple[str, ...]
@@ -81,15 +81,15 @@ class _State:
     holds: tuple[str, ...] = ()
     """Pools of the running phase; empty if no phase runs."""
     slots: list[str] = field(default_factory=list)
-    """Slots that the job holds."""
+    """Slots (nodes) that the job holds."""
     more: list[str] = field(default_factory=list)
-    """Slots that the running phase will get as soon as they are free."""
+    """Slots (nodes) for which the running phase waits until other jobs free the slots."""
     since: float = 0.0
     """Time of the most recent request or end of a phase."""
     is_here: bool = False
-    """Whether the job takes part in the order."""
+    """Whether the job takes part in the cyclic order of permits."""
     is_tail: bool = False
-    """Whether the running rollout has reached its tail, so that it may move to fewer slots."""
+    """Whether the running rollout has reached its tail and may move to fewer slots (nodes)."""
     is_moving: bool = False
     """Whether the running rollout has been told to free slots (`Migrate`)."""
 
@@ -98,11 +98,11 @@ class _State:
         self.order = order
 
     def enter(self) -> None:
-        """Let the job take part in the order from now on."""
+        """Let the job take part in the cyclic order of permits from now on."""
         self.is_here = True
 
     def pass_over(self) -> None:
-        """Exclude the job from the order until its next request."""
+        """Exclude the job from the cyclic order of permits until the job's next request."""
         self.is_here = False
 
     def ask(self, pools: tuple[str, ...], now: float) -> None:
@@ -209,7 +209,7 @@ class PhaseMux:
         turn = max(state.turn[p] for p in wants)
         pools = list(state.member.slots)
         first = min(pools.index(p) for p in wants)
-        for at, pool in enumerate(pools):  # the job gives up its earlier permits
+        for at, pool in enumerate(pools):  # the job gives up unused permits before this phase
             state.turn[pool] = max(state.turn[pool], turn + 1 if at < first else turn)
         state.ask(wants, now)
         return self._go(now)
@@ -304,7 +304,8 @@ class PhaseMux:
         return self._jobs[job]
 
     def _enter(self, state: _State) -> None:
-        """Let a job enter the current round, or the next round if its position has passed."""
+        """Let a job enter the current round of permits. If the position of the job has passed in
+        this round, the job enters the next round."""
         state.enter()
         for pool in state.member.slots:
             others = [
@@ -322,7 +323,7 @@ class PhaseMux:
         return state.is_here and not state.wants and not state.holds
 
     def _first(self, slot: str) -> str | None:
-        """Return the job that has the next permit on a slot; None if no job is in the order."""
+        """Return the job that gets the next permit on a slot; None if no job takes part."""
         best, first = None, None
         for pool, job in self._users[slot]:
             state = self._jobs[job]

@@ -112,10 +112,10 @@ class Verdict:
 class Router(Protocol):
     def choose(self, request: RequestId, load: Mapping[int, int]) -> int | None:
         """Return the leader rank of the engine for this request, or None to keep the request
-        waiting. `load`: number of unfinished requests of every working engine, by leader rank."""
+        waiting. `load`: number of unfinished requests of each decoding engine, by leader rank."""
 
     def forget(self, group: GroupId) -> None:
-        """Forget the engine of a group that has no more requests. Called only in endless rounds."""
+        """Forget the engine of a group that has no more requests. Called only with --mode async."""
 
     def clear(self) -> None:
         """Reset the routing after all engines have restarted with no requests."""

@@ -24,7 +24,8 @@ def balanced_partitions(lengths: Sequence[int], num_parts: int) -> list[list[int
         raise ValueError(f"num_parts {num_parts}: must be at least 1")
     if min(lengths, default=0) < 0:
         raise ValueError(f"length {min(lengths)}: must be 0 or more")
-    heap: list[tuple[int, int, list[Part]]] = []  # (-spread, smallest index, parts with indices)
+    # partial solutions: (-spread, smallest index, parts with indices)
+    heap: list[tuple[int, int, list[Part]]] = []
 
     def add(parts: list[Part]) -> None:
         parts.sort()

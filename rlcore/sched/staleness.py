@@ -96,8 +96,7 @@ class SampleBuffer:
         return self._num_finished
 
     def advance(self, version: Version) -> list[GroupId]:
-        """Advance to a new weight version. Drop and return the groups that are now too old to
-        train on."""
+        """Advance to a new weight version. Drop and return the groups that are now too old."""
         assert version == self.version + 1 or self.version < 0, (version, self.version)
         self.version, self._has_news = version, True
         self.room += self._batch

@@ -74,6 +74,6 @@ class StopAtFirst:
         return [g for g in groups if g not in self._kept and g not in self._dropped]
 
     def _end(self, groups: Mapping[GroupId, GroupState]) -> Verdict:
-        """Return the verdict that ends the round. Kept groups are in submission order, so that the
+        """Return the decision that ends the round. Kept groups are in submission order, so that the
         batch does not depend on the order of completion."""
         return Verdict(kept=[g for g in groups if g in self._kept])

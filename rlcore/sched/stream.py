@@ -40,8 +40,7 @@ class LengthDistribution:
         self._history = history
 
     def add(self, length: int) -> None:
-        """Add the length of a response that has ended; beyond the maximum number, drop the
-        oldest."""
+        """Add the length of a response that has ended. If there are too many, drop the oldest."""
         self._recent.append(length)
         insort(self._sorted, length)
         if len(self._recent) > self._history:

@@ -110,8 +110,8 @@ class TailBatching:
 
     def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
         """Record the end of the round. `kept` groups are trained on. `dropped` has the reason for
-        each complete group that is not trained on. Queue the late prompts, all others, in starting
-        order."""
+        each complete group that is not trained on. The prompts of all other groups are late; queue
+        these prompts in starting order."""
         trained = set(kept)
         for group, issued in self._round.items():
             row = self._ledger[issued.key[0]]
@@ -223,8 +223,7 @@ class TailBatching:
         return work
 
     def _count_started(self, keys: Iterable[Key]) -> None:
-        """Count prompts that start for the first time; queued prompts were counted in short
-        rounds."""
+        """Count prompts that start for the first time; queued prompts are not counted again."""
         for epoch, _ in keys:
             self._ledger.setdefault(epoch, Counter())["started"] += 1
 

@@ -1,2 +1,1 @@
-"""Simulation of a cluster: the shipped controller and policies run on virtual engines and a virtual
-clock."""
+"""Simulate a cluster: the shipped controller and policies, on virtual engines in virtual time."""

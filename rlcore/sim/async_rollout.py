@@ -116,9 +116,9 @@ class SimAsyncRollout(Engines):
         """
         Args:
             lengths: returns the response length of a request.
-            issue: returns the work of the next n prompts.
+            issue: returns the requests for the next n prompts.
             batch, alpha, extra: batch size, maximum staleness and extra groups in the buffer.
-            train_s: returns the learner's seconds to train samples of these lengths (with prompt).
+            train_s: returns the learner's seconds to train samples; lengths include the prompt.
             sync_s: seconds of a weight update.
         """
         world = SimSettings(costs, lengths, rewards=rewards, max_running=max_running)
@@ -136,7 +136,7 @@ class SimAsyncRollout(Engines):
         self._flow, self._train_s, self._sync_s, self._mode = controller, train_s, sync_s, mode
         self._born: dict[str, int] = {}
         self._late: list[AnyEvent] = []
-        """Events that occurred while all engines were paused; delivered after the pause."""
+        """Events that occurred while all engines were paused, to be delivered after the pause."""
         self._version = 0
         self._asked = self._last = self._training = 0.0
         self._steps = 0

@@ -1,5 +1,4 @@
-"""Simulation of a run on a virtual cluster: steps of rollout, reward, training and weight
-update."""
+"""Simulate a run on a virtual cluster: steps of rollout, reward, training and weight update."""
 
 import math
 import statistics
@@ -67,8 +66,7 @@ class ClusterPlan:
     max_tp: int = 0
     """Maximum `tp` that the planner may choose between rounds; 0: `tp` is fixed."""
     min_tp: int = 1
-    """Minimum `tp` that the planner may choose. The weights and a KV cache must fit into memory at
-    this `tp`."""
+    """Minimum `tp` that the planner may choose; engines of this size must fit into GPU memory."""
     reshard_s: Callable[[int], float] = lambda tp: 0.0
     """Function that returns the seconds to change to engines of the given number of GPUs."""
     overlap_logprobs: bool = False
@@ -204,7 +202,7 @@ class SimRun:
             rewards=self._rewards,
             max_running=plan.max_running,
             elastic=elastic,
-            # `training` is the cost on all GPUs; one engine has 1/engines of them
+            # `training` is the cost on all GPUs, but an engine has only 1/engines of the GPUs
             train_s=lambda n: engines * (training.update_s(n) + training.logprobs_s(n)),
             trains_once=rule is not None and rule.once,
         )

@@ -144,13 +144,13 @@ def least_tp(costs: Callable[[int], EngineCost], tokens: int, tp: int) -> int:
         try:
             if costs(tp // 2).cache_tokens < tokens:
                 break
-        except ValueError:  # the weights do not fit into memory
+        except ValueError:  # the weights do not fit into memory at tp / 2
             break
         tp //= 2
     return tp
 
 
 def with_step(cost: EngineCost, measured: EngineCost, step_s: float) -> EngineCost:
-    """Return `cost` with its empty-step time scaled by `step_s` / `measured.step_s`: the true
-    empty-step time of a reference engine relative to its modelled time."""
+    """Return `cost` with its empty-step time multiplied by `step_s` / `measured.step_s`: the ratio
+    of the true to the modelled empty-step time of a reference engine."""
     return replace(cost, step_s=cost.step_s * step_s / measured.step_s)

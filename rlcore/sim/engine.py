@@ -68,7 +68,7 @@ class VirtualEngine:
     _context: float = 0.0
     _running: dict[RequestId, SimRequest] = field(default_factory=dict)
     _ends: list[tuple[int, int, SimRequest]] = field(default_factory=list)
-    """Heap of (last decode step, tie-breaker, request)."""
+    """Heap of running requests, as (last decode step, tie-breaker, request)."""
     _waiting: deque[SimRequest] = field(default_factory=deque)
     _ties: int = 0
 
@@ -112,8 +112,7 @@ class VirtualEngine:
     # ---- time
 
     def next_event(self) -> float | None:
-        """Return the time at which the next request ends or the KV cache is full; None if no
-        request runs."""
+        """Return when the next request ends or the KV cache is full; None if no request runs."""
         steps = self._steps_ahead()
         if steps is None:
             return None
@@ -125,7 +124,7 @@ class VirtualEngine:
             ahead = self._steps_ahead()
             steps = self.cost.steps_within(len(self._running), self._context, time - self.now)
             if ahead is not None and steps >= ahead:
-                steps = ahead - 1  # `step_to_event` handles the event itself
+                steps = ahead - 1  # `step_to_event` does the step in which a request ends
             seconds = self.cost.decode_s(len(self._running), self._context, steps)
             self._decode(steps)
             self._worked(seconds)

@@ -16,9 +16,9 @@ from rlcore.sim.workload import GENERATORS, Workload
 
 STEPS = 5
 LEAST_PARAMETERS = 1e8
-"""Minimum number of model parameters; a GPU's data sheet does not predict smaller models."""
+"""Minimum number of model parameters: a data sheet predicts wrong times for smaller models."""
 LEAST_RESPONSES = 64
-"""Minimum number of recorded responses for use of their lengths; else a generator is used."""
+"""Minimum number of recorded responses. If there are fewer, a generator draws the lengths."""
 
 
 def step(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Summary, str]:
@@ -34,8 +34,8 @@ def step(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple
 
 
 def rates(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Rates, str]:
-    """Return the step rates for the planner of `sched/balance.py`, and a note on the source of the
-    response lengths."""
+    """Return the speed of sampling and training for the planner of `sched/balance.py`, and a note
+    on the source of the response lengths."""
     made, said = plan(cfg, hf, gpus, gpu, earlier)
     return splits.rates(made), said
 
@@ -76,13 +76,14 @@ def plan(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple
 
 
 def model_of(hf: HFConfig) -> ModelSize:
-    """Return the model's properties. If the data sheet does not apply to the model, raise
-    ValueError."""
+    """Return the model's properties. If the simulator cannot model it, raise ValueError."""
     parameters = num_parameters(hf)
     if hf.num_experts:
         raise ValueError("the simulator does not model a mixture of experts")
     if parameters < LEAST_PARAMETERS:
-        raise ValueError(f"{parameters / 1e6:.1f} M weights are too few for a GPU's data sheet")
+        raise ValueError(
+            f"{parameters / 1e6:.1f} M weights are too few for a GPU's data sheet to predict speed"
+        )
     return ModelSize(
         name=hf.arch,
         parameters=float(parameters),
@@ -106,7 +107,6 @@ def lengths(cfg: Config, earlier: Path) -> tuple[Workload, str]:
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """Return the data sheet for a device name as reported by the driver, such as `NVIDIA H100 80GB
-    HBM3`."""
+    """Return the data sheet for the driver's name of a GPU, such as `NVIDIA H100 80GB HBM3`."""
     words = name.upper().replace("-", " ").split()
     return next((gpu for key, gpu in GPUS.items() if key in words), None)

@@ -40,10 +40,10 @@ class Random(Careless):
 
 def optimum(jobs: Sequence[MuxJob], rollout: NodePool, train: NodePool) -> float:
     """Return the lowest cost per hour of any partition of these jobs into groups that meet all
-    SLOs. Group periods are computed in closed form; the search is dynamic programming over subsets.
+    SLOs. The search is dynamic programming over subsets of jobs.
 
-    The result is exact if the closed form holds and node sets may overlap arbitrarily. Otherwise it
-    is a lower bound.
+    The cost is a lower bound: the formula for a group's iteration time is a lower bound, and the
+    node sets of jobs may overlap arbitrarily.
 
     Raises:
         ValueError: there are more than 12 jobs.
@@ -87,7 +87,7 @@ def least_nodes(jobs: Sequence[MuxJob], limit: float, pool: NodePool) -> int:
     memory: list[float] = []
 
     def place(at: int, node: int, left: int) -> None:
-        """Place job `order[at]` on `left` more nodes, from index `node` on, then all later jobs."""
+        """Place job `order[at]` on `left` more nodes with index >= `node`, then the next jobs."""
         nonlocal best
         if len(loads) >= best:
             return

@@ -1,5 +1,5 @@
-"""Simulate the jobs of one group on virtual slots; the shipped `sched/phase_mux.py` orders their
-phases."""
+"""Simulate the jobs of one group on virtual slots (rollout GPUs and train nodes). The shipped
+`sched/phase_mux.py` orders the phases of the jobs."""
 
 import heapq
 import math
@@ -15,15 +15,15 @@ STEPS = {ROLLOUT: TRAIN, TRAIN: "sync", "sync": ROLLOUT}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Iteration:
-    """Durations of one iteration of a job with all of its slots."""
+    """Durations of one iteration of a job that holds all of its rollout GPUs and train nodes."""
 
     rollout_s: float
     train_s: float
     sync_s: float = 0.0
     tail_s: float = math.inf
-    """Seconds from the start of the rollout to its tail, which may move to fewer slots."""
+    """Seconds from the start of the rollout until its tail, which may move to fewer GPUs."""
     moved_s: float = 0.0
-    """Seconds of the tail, including prefill, if the tail moves to the slots that the job keeps."""
+    """Seconds of the tail, including prefill, if the tail moves to the GPUs that the job keeps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class MuxTimeline:
     moves: int = 0
 
     def count_move(self) -> None:
-        """Count a rollout whose tail has moved to the kept slots."""
+        """Count a rollout whose tail has moved to the GPUs that the job keeps."""
         self.moves += 1
 
     def period(self, job: str, skip: int) -> float:
@@ -95,8 +95,7 @@ class _JobProgress:
     opened: dict[str, float] = field(default_factory=dict)
 
     def next_pools(self) -> tuple[str, ...]:
-        """Return the pools that the next phase needs. If an iteration begins, get its durations
-        first."""
+        """Return the pools that the next phase needs. Draw durations if an iteration begins."""
         if self.step == ROLLOUT:
             self.now = self.job.iteration(self.number)
         return (ROLLOUT, TRAIN) if self.job.colocated else (self.step,)

@@ -31,7 +31,7 @@ class TraceResult:
     promised: float
     """Share of jobs whose planned iteration time never exceeded their SLO."""
     idle: tuple[float, float]
-    """Share of the rented time that was idle: of rollout nodes, of train nodes."""
+    """Idle share of the rented time of rollout nodes, and the same share of train nodes."""
     peak: tuple[int, int]
     moves: int
     points: list[tuple[float, float, int]]
@@ -74,7 +74,8 @@ class _Going:
 
 
 def draw_job(name: str, dice: random.Random, shapes: Sequence[str], sizes: Sequence[str]) -> MuxJob:
-    """Draw a job at random. Shapes or sizes that are given several times are more likely."""
+    """Draw a job at random. A shape (ratio of rollout to training) or size is more likely if the
+    argument contains this shape or size several times."""
     share = SHAPES[dice.choice(shapes)]
     size = SIZES[dice.choice(sizes)]
     took, nodes = dice.uniform(*size.seconds), dice.choice(size.nodes)
@@ -108,9 +109,9 @@ def draw_trace(trace: JobTrace, seed: int) -> list[Arrival]:
 def run_trace(
     cluster: Cluster, arrivals: Iterable[Arrival], *, repack: bool = False, move_s: float = 0.0
 ) -> TraceResult:
-    """Simulate a trace in which every iteration takes the worst-case period. `move_s`: seconds that
-    a job loses when `repack` moves it; jobs that would then miss their SLO stay where they are. If
-    a job gets no nodes, raise RuntimeError."""
+    """Simulate a trace in which every iteration takes its group's worst-case time. `move_s`:
+    seconds that a move by `repack` costs a job; a job that would then miss its SLO does not move.
+    If a job gets no nodes, raise RuntimeError."""
     going: dict[str, _Going] = {}
     events: list[tuple[float, int, str, int, Arrival | None]] = []
     todo = sorted(arrivals, key=lambda a: a.at_s)
@@ -154,7 +155,7 @@ def run_trace(
                 moves += move.job != name
         touched = {id(g): g for g in groups if cluster.groups.get(g.id) is g}
         touched |= {id(g): g for g in cluster if moved.keys() & g.jobs.keys()}
-        if moved:  # `repack` also replaces the groups that a job has left
+        if moved:  # a move also changes the groups that the moved jobs have left
             touched = {id(g): g for g in cluster}
         for group in touched.values():
             count = _replan(group, going, now, events, count, moved, move_s, new=name)

@@ -84,7 +84,7 @@ def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: floa
     terms = [[1.0, r.sequences, r.sequences * r.context] for r in decode]
     step, sequence, context = _positive(terms, [r.step_s for r in decode])
     of_prompt = 0.0
-    if prefill:  # also fit a constant time per call, so that tokens do not include it
+    if prefill:  # also fit a constant time per call, which is not part of the time per token
         ones = [[1.0, r.tokens] for r in prefill]
         of_prompt = _positive(ones, [r.seconds for r in prefill])[-1]
     return EngineCost(
@@ -104,7 +104,7 @@ def error(cost: EngineCost, decode: Sequence[Decode]) -> float:
 
 def rate(cost: EngineCost, tp: int, sequences: int, context: float) -> float:
     """Return the tokens per second per rank, at a load of `sequences` sequences of `context` tokens
-    per rank. An engine of `tp` ranks decodes `tp` times as many, limited by its KV cache."""
+    per rank. An engine decodes `tp` x `sequences` sequences, or as many as fit its KV cache."""
     most = cost.cache_tokens // max(context, 1)
     n = max(1, min(sequences * tp, int(min(most, 2**31))))
     return n / cost.decode_s(n, n * context, 1) / tp
@@ -163,7 +163,10 @@ def read(path: Path) -> dict[int, EngineMeasurements]:
         if bad or not x.cost.decode_s(1, 1, 1) > 0:
             raise ConfigError(f"profile {path}: tp {x.tp} lacks the cost {bad or ['of a step']}")
     if not layouts:
-        raise ConfigError(f"profile {path}: contains no layouts")
+        raise ConfigError(
+            f"profile {path}: contains no layouts (engine sizes); write it again with python -m "
+            "rlcore profile"
+        )
     return {x.tp: x for x in layouts}
 
 

@@ -50,7 +50,7 @@ FIGURE_11 = {
     ),
 }
 FIGURE_11_ARMS = {
-    # name: (eta_prompts, eta_samples)
+    # name in figure 11: (tail.eta_prompts, tail.eta_samples)
     "baseline": (1.0, 1.0),
     "R 1.125": (1.0, 1.125),
     "R 1.25": (1.0, 1.25),
@@ -114,7 +114,7 @@ model of the same size (RollPacker's paper, section 6)."""
 MATH_WORKERS = 32
 """Number of workers of the math reward (`world_size` in RollPacker's code)."""
 MATH_S = 277 / 0.72 * 0.05 * MATH_WORKERS / (PROMPTS * SAMPLES)
-"""Seconds to score a math response (0.6), fitted on the reward's 5 % of a step in table 1."""
+"""Seconds to score a math response (0.6), fitted on table 1: scoring takes 5 % of a step."""
 SANDBOX_QUANTILES = (
     (0.0, 0.026),
     (0.01, 0.027),

@@ -1,7 +1,7 @@
 """Published results of RollMux for comparison with simulations, and sources of our constants.
 
-The paper is arXiv 2512.11306 and its OSDI version (Weave). An assumption of ours replaces a value
-that is not published; it is not fitted to a table unless marked as fitted.
+The paper is arXiv 2512.11306 and its OSDI version (Weave). If a value is not published, we assume
+one. An assumed value is not fitted to a table unless marked as fitted.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ COLD_S = {"v1": 80.0, "OSDI": 135.8}
 # ---- the nine profiles
 
 SHAPES = {"balanced": 1 / 2, "rollout-heavy": 3 / 4, "train-heavy": 1 / 3}
-"""Rollout time as a share of rollout plus training time, in the worst case. The names are from
-RollMux's paper; the values are our assumption, since durations are not published."""
+"""Rollout time as a share of rollout plus training time, in the worst case, by shape of the job.
+Shapes are from RollMux's paper. Shares are our assumption, since durations are not published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +137,16 @@ MICRO = {
     "C+D+D": Micro("CDD", ((0, 1), (0,), (1,)), 2, (2.11, 1.99), 1.661, 2.0),
 }
 OVER_GAVEL = (1.43, 1.78)
-"""Published minimum and maximum gain of the three groups over Gavel+ (OSDI version)."""
+"""Published minimum and maximum cost efficiency of the groups relative to Gavel+ (OSDI version)."""
 SLOWDOWN = (1.016, 1.098)
 """Published minimum and maximum slowdown of a job (OSDI version; arXiv v1: 1.05 to 1.09)."""
 NAIVE_SLOWDOWN = (1.40, 1.64)
 """Published slowdown of two rollout-heavy jobs that share nodes without a fixed order of phases."""
 
 MIGRATION = (1.06, 1.28)
-"""Published minimum and maximum gain of tail migration; the maximum is for 14B with 8k lengths."""
+"""Published minimum and maximum speed-up by tail migration; the maximum is for 14B with 8k."""
 MIGRATION_MODELS = (("7B", "8k"), ("14B", "8k"), ("14B", "16k"), ("32B", "32k"))
-"""Models and lengths for migration: 14B with 8k is from RollMux's paper, the others are ours."""
+"""Models and length caps for migration: 14B with 8k is RollMux's, the others are our assumption."""
 COLD_LOSS = 0.45
-"""Published share of throughput lost if states do not stay in host memory (OSDI version)."""
+"""Published share of throughput lost if job states do not stay in host memory (OSDI version)."""
 WARM_RATIO = {"v1": 48.0, "OSDI": 71.5}

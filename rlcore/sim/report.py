@@ -342,8 +342,7 @@ def _panel(axes: Any, steps: Sequence[SimStep], shown: int, seen: dict[str, None
 
 
 def _strength(running: int, most: int) -> float:
-    """Return the opacity of a color by batch size: full for the largest batch, a quarter for one
-    request."""
+    """Return the opacity for a batch size: 1 for the largest batch, 1/4 for one request."""
     return 0.25 + 0.75 * math.log2(max(running, 1)) / max(math.log2(max(most, 1)), 1.0)
 
 

@@ -71,7 +71,7 @@ class SandboxScorer:
     timeout. Every other program takes its prompt's time; a share `right` of these is right."""
 
     quantiles: Sequence[tuple[float, float]]
-    """Distribution of program times: (share of prompts, maximum seconds), for shares 0 to 1."""
+    """Quantiles of program times: (share of prompts, maximum seconds of their programs)."""
     looping: float
     """Share of the responses whose program loops."""
     workers: int

@@ -212,14 +212,14 @@ class SplitCluster:
         groups: int,
     ) -> list[int]:
         """Return the number of engines of each ranking group; equal numbers unless `tiered`. A
-        group keeps its number for the run, while its worker changes every step."""
+        group has the same number of engines in every step, but on another worker."""
         equal = [
             self.engines * (g + 1) // groups - self.engines * g // groups for g in range(groups)
         ]
         if not self.tiered:
             return equal
         parts, _ = self._parts(ranked, before, before, prompt, [])
-        self.answers = self.migrated = 0  # remove the previous epoch from the counts
+        self.answers = self.migrated = 0  # counts must not include the previous epoch
 
         @cache
         def seconds(g: int, n: int) -> float:

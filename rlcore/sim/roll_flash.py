@@ -188,8 +188,9 @@ def measured(law: Law, train: int, infer: int, alpha: float, steps: int, seed: i
 
 
 def best_share(law: Law, gpus: int, seed: int) -> int:
-    """Return the number of training GPUs by Proposition 2, in sixteenths of all GPUs. Their share
-    is beta* = E mu_t / (mu_g + E mu_t): a sample takes mu_g s to generate and E mu_t s to train."""
+    """Return the number of training GPUs by Proposition 2, rounded to sixteenths of all GPUs. They
+    are a share beta* = E mu_t / (mu_g + E mu_t): a sample takes mu_g s to generate, E mu_t s to
+    train."""
     source, lengths = EndlessPrompts(SAMPLES), PromptLengths(law.generator, SAMPLES, seed)
     out = SimSettings([cost()] * gpus, lengths, max_running=law.max_running).run(
         Round(work=source(law.prompts), stop=StopAtAll())
@@ -219,15 +220,16 @@ def bound_2(law: Law, lengths: Sequence[int], infer: int, alpha: float, trained:
     maximum seconds of a sample in a slot. `trained`: the first term, in seconds."""
     work, longest = _generation(law, lengths, infer)
     samples, mean = law.prompts * SAMPLES, sum(lengths) / len(lengths)
-    again = (1 + alpha) * samples * mean * cost().prefill_s / infer  # prefill again after updates
+    # each weight update makes engines prefill all running requests again
+    again = (1 + alpha) * samples * mean * cost().prefill_s / infer
     generated = work + again + longest / (alpha + 1)
     sync_s = learner(1)[1]
     return (max(trained, generated) if alpha else trained + generated) + sync_s
 
 
 def _generation(law: Law, lengths: Sequence[int], infer: int) -> tuple[float, float]:
-    """Return the seconds to generate a step's samples on all slots, and the longest sample in one
-    slot. Running requests are assumed to be half decoded, in a mean weighted by length."""
+    """Return the seconds to generate a step's samples in all batch slots, and the seconds of the
+    longest sample. A running request has half of its final length, in a mean weighted by length."""
     c, full = cost(), law.max_running
     total, samples = sum(lengths), law.prompts * SAMPLES
     behind = sum(n * n for n in lengths) / (2 * total)
@@ -293,8 +295,8 @@ def staleness(steps: int, seed: int) -> TableResult:
 
 
 def splits(steps: int, seed: int) -> TableResult:
-    """Return the samples per second for every split of 40 GPUs with alpha 2, and mark the split
-    that Proposition 2 gives."""
+    """Return the samples per second for every split of 40 GPUs into training and rollout GPUs with
+    alpha 2. Mark the split that Proposition 2 gives."""
     rows: list[Row] = []
     notes = []
     for name, law in list(LAWS.items())[:1]:
@@ -493,7 +495,7 @@ class Turns(Rewards):
 
 
 def agentic(steps: int, seed: int) -> TableResult:
-    """Compare environments in lockstep, independent ones, and these with overlapped training."""
+    """Compare lockstep environments with independent ones, without and with overlapped training."""
     together = sum(_together(derive(seed, "together", k)) for k in range(steps)) / steps
     engines, tokens = [cost()] * AGENTIC_GPUS, _fixed(TURNS * TURN_TOKENS)
     apart = 0.0

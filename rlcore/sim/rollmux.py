@@ -60,8 +60,7 @@ class RolloutLengths:
 
 
 def finish_times(lengths: Sequence[int], prompt: int, cost: EngineCost) -> list[float]:
-    """Return the finish times, in ascending order, of responses that one engine decodes as one
-    batch."""
+    """Return the ascending finish times of responses that one engine decodes as one batch."""
     now, before, out = 0.0, 0, []
     for done, length in enumerate(sorted(lengths)):
         live = len(lengths) - done
@@ -113,8 +112,7 @@ def _moved_s(
 
 
 def batch_share(model: ModelSize, column: str, gpu: Gpu, tp: int) -> float:
-    """Return the share of a decode step's time that grows with batch size, at the start of a
-    rollout."""
+    """Return, for the start of a rollout, the share of step time that grows with batch size."""
     cost = from_data_sheet(model, gpu, tp)
     size = told.PROMPTS * told.SAMPLES * tp // SLOTS
     step = cost.decode_s(size, size * GENERATORS[column].prompt_tokens, 1)
@@ -127,8 +125,8 @@ def batch_share(model: ModelSize, column: str, gpu: Gpu, tp: int) -> float:
 def iterations_of(
     kind: told.JobKind, shapes: Sequence[RolloutLengths], train: int
 ) -> list[Iteration]:
-    """Return iterations of a job kind on `train` train nodes. They vary like the rollouts `shapes`,
-    scaled to the kind's mean durations."""
+    """Return iterations of a job kind on `train` train nodes. Their durations vary like those of
+    the rollouts `shapes`, and have the mean of the job kind."""
     mean_s = statistics.fmean(r.seconds for r in shapes)
     mean_tokens = statistics.fmean(r.tokens for r in shapes)
     train_s = told.SOLO_S / (1 + kind.rollout_per_train)

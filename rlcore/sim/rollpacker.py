@@ -220,7 +220,7 @@ def figure_10c(count: int, seed: int, data: Path) -> TableResult:
     for name, system in published.SYSTEMS.items():
         whole = ladder(system, seed)["trainer"]
         for what, plan in (("", whole), (", tp fixed", replace(whole, max_tp=0))):
-            steps = list(SimRun(plan).steps(max(count, 5)))  # at least one of 5 steps is long
+            steps = list(SimRun(plan).steps(max(count, 5)))  # 5 steps have at least one long round
             for kind, told in zip(("short", "long"), published.FIGURE_10C[name], strict=True):
                 found = summarize([s for s in steps if s.kind == kind])
                 rows.append(
@@ -297,8 +297,7 @@ def stream(count: int, seed: int, data: Path) -> TableResult:
 
 
 def planner(count: int, seed: int, data: Path) -> TableResult:
-    """Return figures 6 and 12a: preemptions and rollout seconds by TP, and the planner's
-    speed-up."""
+    """Return figures 6 and 12a: preemptions, rollout seconds by TP, and the planner's speed-up."""
     path = data / "lengths" / "epochs_long.jsonl.gz"
     lengths, said = read_lengths(path)
     rows = []

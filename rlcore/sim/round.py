@@ -144,7 +144,8 @@ class Engines(ABC):
         self._length: dict[str, int] = {}
         self._queue: list[tuple[float, int, Any]] = []
         self._number = self._events = 0
-        self._planned: list[int] = [0] * len(self._engines)  # number of each engine's newest event
+        # sequence number of the newest event of each engine
+        self._planned: list[int] = [0] * len(self._engines)
         self._now = self._last_finish = 0.0
         self.is_over = False
 
@@ -165,7 +166,7 @@ class Engines(ABC):
                 )
             time, _, (what, who, it) = heapq.heappop(self._queue)
             if what != "engine" or it == self._planned[who - self._first]:
-                break  # else a newer event replaced this event
+                break  # otherwise skip the event, because a newer event has replaced it
         self._now = time
         if what == "engine":
             self._step(who)

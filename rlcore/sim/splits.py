@@ -14,8 +14,8 @@ from rlcore.utils.errors import ConfigError
 
 
 def rates(plan: ClusterPlan) -> Rates:
-    """Return the step rates that the planner needs, from one random draw of response lengths and
-    the costs of one engine."""
+    """Return the speed of sampling and training for the planner, from one random draw of response
+    lengths and the costs of one engine."""
     w, n = plan.workload, plan.num_prompts
     lengths = [x for row in range(n) for x in w.lengths(row, plan.num_samples, plan.seed)]
     cost, alone, mean = plan.costs(plan.tp), over(plan, 1), sum(lengths) / len(lengths)

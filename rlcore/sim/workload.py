@@ -84,7 +84,7 @@ class Recorded:
         return max(map(max, self.by_prompt))
 
     def lengths(self, row: int, count: int, seed: int) -> list[int]:
-        """Draw `count` lengths of the row's prompt; repeat lengths only if the prompt has fewer."""
+        """Draw `count` recorded lengths of the row's prompt. If fewer are recorded, repeat some."""
         own = self.by_prompt[row % len(self.by_prompt)]
         dice = random.Random(derive(seed, "lengths", row))
         if count <= len(own):

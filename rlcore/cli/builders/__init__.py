@@ -39,7 +39,7 @@ from rlcore.trainer.shared_device import SharedDevice
 from rlcore.utils import collective
 from rlcore.utils.spans import Spans
 
-if TYPE_CHECKING:  # importing the gate needs Redis, which only --mux.url requires
+if TYPE_CHECKING:  # this import needs Redis, which is only required for shared nodes (--mux.url)
     from rlcore.mux.ranks import RanksGate
 
 EvalSets = Sequence[tuple[str, Sequence[Prompt]]]
@@ -108,7 +108,7 @@ def _run(
     if cfg.train.offload:  # the engine sleeps until the first weight update
         assert side.engine is not None
         side.engine.sleep(["weights", "kv_cache"])
-        collective.barrier()  # wait until the first rank of every engine has put it to sleep
+        collective.barrier()  # wait until all engines sleep
     async_rollout = (
         rollout.make_async_rollout(start, side, data.source) if cfg.select.mode == "async" else None
     )

@@ -19,7 +19,7 @@ from rlcore.trainer.shared_device import SharedDevice
 from rlcore.utils import log
 from rlcore.utils.errors import ConfigError
 
-if TYPE_CHECKING:  # importing the gate needs Redis, which only --mux.url requires
+if TYPE_CHECKING:  # this import needs Redis, which is only required for shared nodes (--mux.url)
     from rlcore.mux.ranks import RanksGate
 
 

@@ -99,8 +99,8 @@ def check_engine(cfg: Config) -> None:
 
 
 def draft_settings(cfg: Config) -> dict[str, Any]:
-    """Return the settings of drafting. With --debug.deterministic_order the engine waits for its
-    index of earlier responses and always drafts, so drafts do not depend on timing."""
+    """Return the settings of drafting. With --debug.deterministic_order the engine always drafts,
+    and only after its index of earlier responses is complete, so drafts do not depend on timing."""
     names = (
         "max_length",
         "initial_length",

@@ -22,7 +22,8 @@ def wants(cfg: Config) -> str:
 
 
 def total_updates(cfg: Config, alone: int = 0) -> int:
-    """Return the number of optimizer steps in the run, without its first `alone` training steps."""
+    """Return the number of optimizer steps in the run. The first `alone` training steps, which
+    train only the critic, are not counted."""
     samples = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
     rounds = max(cfg.run.steps - alone, 0)
     return rounds * cfg.train.epochs * (samples // (cfg.train.samples_per_update or samples))
@@ -80,7 +81,7 @@ class Models:
     model_parallel_groups: Sequence[Sequence[int]]
 
     def ranks(self, world: World) -> Ranks:
-        """Return the position of this rank in the run."""
+        """Return this rank's number, its data-parallel rank and its process groups."""
         return Ranks(
             rank=world.rank,
             size=world.size,

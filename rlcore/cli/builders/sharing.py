@@ -18,7 +18,7 @@ from rlcore.trainer import report
 from rlcore.utils import collective, phases
 from rlcore.utils.errors import ConfigError
 
-if TYPE_CHECKING:  # importing gates needs Redis, which only --mux.url requires
+if TYPE_CHECKING:  # these imports need Redis, which is only required for shared nodes (--mux.url)
     from rlcore.mux.gate import NoGate, PermitGate
     from rlcore.mux.ranks import RanksGate
 
@@ -56,7 +56,7 @@ def make_gate(
 
     Args:
         alive: called about every second while all ranks wait for a permit.
-        tell: called on rank 0 with metrics of how long each phase waits, loads and stores.
+        tell: called on rank 0 with the seconds in which a phase waits, loads and stores its state.
 
     Raises:
         ConfigError: the settings cannot work; raised on every rank.
@@ -155,7 +155,7 @@ def nodes_by_pool(
 
 
 def cells_by_node(names: Sequence[str], rollout_ranks: int) -> list[Cell]:
-    """Return a cell (ranks that change role together) per rollout node; an engine is one rank."""
+    """Return a cell (ranks that change role together) per rollout node; engines have one rank."""
     found: dict[str, list[int]] = {}
     split = len(names) - rollout_ranks
     for rank, name in enumerate(names):

@@ -31,7 +31,8 @@ def engine_ranks(cfg: Config, rank: int) -> range:
 
 
 def with_tp(cfg: Config, tp: int) -> Config:
-    """Return `cfg` with engines of `tp` ranks and the same KV cache and request limit in total."""
+    """Return `cfg` with engines of `tp` ranks. Over all engines, the sum of the KV caches and the
+    sum of the request limits stay the same."""
     r = cfg.rollout
     changed = replace(
         r,
