@@ -185,8 +185,16 @@ def _rank(target: str, name: str) -> None:
     torch.set_num_threads(1)
     collective.share_gloo_device()
     store = dist.FileStore(str(folder / "store"), world)
+    has_cuda = torch.cuda.is_available()  # never with `run_ranks`; with tests/pretend
+    if has_cuda:
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+        device_id=torch.device("cuda", rank) if has_cuda else None,
     )
     module, _, function = target.partition(":")
     args = json.loads((folder / "args.json").read_text())

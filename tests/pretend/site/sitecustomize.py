@@ -1,0 +1,52 @@
+"""Give this process the pretend CUDA device, if RLCORE_PRETEND_CUDA asks for it.
+
+Python imports this file at its start. Nothing happens before torch is imported.
+"""
+
+import importlib
+import os
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+
+class _Before(MetaPathFinder):
+    """Import `tests.pretend.device` around torch: its libraries before, its Python side after."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in ("torch", "torch._C"):
+            return None
+        found = PathFinder.find_spec(name, path, target)
+        if found is not None and found.loader is not None:
+            found.loader = _Around(found.loader)
+        return found
+
+
+class _Around(Loader):
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        if spec.name == "torch":
+            _device().load()
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        if module.__name__ == "torch":
+            _device().complete()
+        else:
+            _device().add_functions(module)
+
+
+def _device() -> Any:
+    return importlib.import_module("tests.pretend.device")
+
+
+if os.environ.get("RLCORE_PRETEND_CUDA"):
+    sys.meta_path.insert(0, _Before())
