@@ -31,7 +31,7 @@ _THREADS = 4096
 
 @dataclass(slots=True)
 class _Slot:
-    """Slot of one environment. Calls of one environment run one after another."""
+    """Environment with a lock, which makes its calls run one after another."""
 
     env: TextEnv | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -40,7 +40,7 @@ class _Slot:
     def reset(
         self, make: Callable[[], TextEnv], seed: int, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Create and reset the environment. Raises RuntimeError if the slot is already closed."""
+        """Create and reset the environment. Raises RuntimeError if `close` was called before."""
         with self.lock:
             if self.is_closed:
                 raise RuntimeError("the environment was closed before its reset")
@@ -70,8 +70,8 @@ class EnvHost:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="env")
 
     def take(self, call: EnvCall) -> None:
-        """Run a call in a thread. A reset adds the slot at once, so that the slot can be closed
-        before the environment exists."""
+        """Run a call in a thread. A reset registers the key at once, so that a later close finds
+        the key even if the environment does not exist yet."""
         if call.what == "reset":
             self._envs[call.key] = _Slot()
         self._threads.submit(self._run, call)

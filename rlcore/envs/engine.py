@@ -151,7 +151,7 @@ class EpisodeEngine:
         self._episodes: dict[RequestId, _Episode] = {}
         self._turns: dict[RequestId, _Episode] = {}
         self._held: list[tuple[_Episode, Request]] = []
-        """Requested turns; with `barrier`, they wait for the turns of the other episodes."""
+        """Turns not submitted yet; with `barrier`, they wait until all episodes requested one."""
         self._closed = False
         # shared fields, guarded by the lock
         self._changed = threading.Condition()

@@ -118,7 +118,7 @@ class _Process(GuardedChild):
 
 
 class EnvSlot:
-    """Slot of one environment in its process."""
+    """Handle with which an episode calls its environment in another process."""
 
     def __init__(self, pool: "EnvPool", process: _Process, key: int) -> None:
         self._pool, self._process, self._key = pool, process, key
@@ -175,8 +175,8 @@ class EnvPool:
             self._add(is_own=False)
 
     async def open(self, *, alone: bool = False) -> EnvSlot:
-        """Reserve a slot for an environment: with `alone` in a new process, else in the process
-        with the fewest environments. Raises EnvError if the process does not start."""
+        """Choose the process of an environment: with `alone` a new process, else the process with
+        the fewest environments. Raises EnvError if the process does not start."""
         if alone:
             await self._own.acquire()
         try:
@@ -291,7 +291,7 @@ class EnvPool:
             future.set_result(reply)
 
     def _end(self, process: _Process, reason: str, exiting: bool = False) -> None:
-        """Stop a process and fail its pending calls. An empty `reason` means the exit status."""
+        """Stop a process and fail its pending calls. Without `reason`, the exit status is given."""
         if process.has_exited:
             return
         self._processes.remove(process)

@@ -22,7 +22,7 @@ class EnvScorer:
     """Reward service of a run with environments. A failed episode scores 0, with an error."""
 
     def __init__(self, outcomes: dict[RequestId, EpisodeOutcome], service: Service | None) -> None:
-        """Wrap a reward service. The rank's engine fills `outcomes`; the scorer empties it.
+        """Wrap a reward service. The engine adds episodes to `outcomes`; the scorer removes them.
         `service` scores the text of the last turn; None: only the environments score."""
         self._outcomes, self._service = outcomes, service
         self._done: deque[tuple[RequestId, RewardResult]] = deque()

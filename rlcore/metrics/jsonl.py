@@ -128,7 +128,7 @@ def _plain(value: Any) -> Any:
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
-    if hasattr(value, "tolist"):  # numpy arrays and numbers, tensors
+    if hasattr(value, "tolist"):  # `value` is a numpy array, a numpy number or a tensor
         return _plain(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return None

@@ -1,9 +1,9 @@
 """Write traces of runs and simulations for ui.perfetto.dev and chrome://tracing.
 
 A trace is a list of Chrome trace events. A process of the trace is a rank, or a variant of a
-simulation. It has rows of bars, bundles of overlapping intervals (responses in flight, rewards),
-and counters. Each rank of a run writes `<run>/trace/rank<r>.jsonl`, on rank 0's clock; `merge`
-joins the files.
+simulation. A process has rows of bars, bundles of overlapping intervals (responses in flight,
+rewards), and counters. Each rank of a run writes `<run>/trace/rank<r>.jsonl`, on rank 0's clock;
+`merge` joins the files.
 
 Own code instead of Perfetto's SDK: the standard library's JSON serves runs and simulations.
 """

@@ -12,8 +12,8 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BETWEEN = re.compile(
     r"(?:\s|\$|\\[\]\[()]|[,;.]|\\quad|\\qquad|\\ |and|or|\\text\s*\{[^{}]{0,40}\}){0,12}"
 )
-"""Pattern of the text between two LaTeX boxes of one answer. The text must also contain a match of
-`_JOINT`, such as a comma."""
+"""Pattern of the text between two LaTeX boxes of one answer. The text must also contain a
+separator (`_JOINT`), such as a comma."""
 _JOINT = re.compile(r"[,;]|\b(?:and|or)\b|\\quad")
 _HASHES = "####"
 _LABEL = re.compile(  # the label A needs a colon: `a = 3` and `A = 50` are steps of a calculation
@@ -90,8 +90,8 @@ def boxed(text: str) -> str | None:
 
 def labelled(text: str) -> str | None:
     """Return the answer after the last ####, or after the last label `A:` or `Answer:` at the start
-    of a line. Ignore a #### that only begins a heading with text below. Return None without a
-    mark."""
+    of a line. Ignore a #### that only begins a heading with text below. Return None if
+    there is neither."""
     if _HASHES in text:
         line, _, more = text.rpartition(_HASHES)[2].strip().partition("\n")
         if not more.strip() or number_of(normalise(line)) is not None:

@@ -27,8 +27,8 @@ from rlcore.sandbox import isolation
 from rlcore.sandbox.box import Broken, ProgramLimits, ProgramOutcome, Sandbox
 from rlcore.utils.log import log
 
-# Possessive quantifiers prevent backtracking, which takes quadratic time on a long header line and
-# blocks all other threads of the rank.
+# Possessive quantifiers prevent backtracking, which takes quadratic time on a long header line.
+# A slow regular expression also blocks all other threads of the rank.
 _HEADER = r"^[ \t]*+```[ \t]*+([A-Za-z0-9_+-]*+)[^\n]*+\n"
 _FENCE = re.compile(_HEADER + r"(.*?)^[ \t]*+```", re.M | re.S)
 _OPEN = re.compile(_HEADER + r"(.*)\Z", re.M | re.S)

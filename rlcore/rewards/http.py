@@ -122,7 +122,7 @@ class HttpReward:
 
     def _tell(self, call: Callable[..., None], *about: object) -> None:
         """Call a function in the event loop's thread. If the loop is closed, do nothing, because
-        the host has already received the error."""
+        the loop's failure has already been reported."""
         try:
             self._loop.call_soon_threadsafe(call, *about)
         except RuntimeError:
@@ -134,7 +134,7 @@ class HttpReward:
     def _main(self) -> None:
         try:
             self._loop.run_until_complete(self._serve())
-        except Exception as error:  # report the failed thread to the host
+        except Exception as error:  # report the failed thread, so that `poll` raises an error
             log.exception("reward %s: its thread failed", self._url)
             self._host.fail(f"reward {self._url}: its thread failed: {sentence(error)}")
         finally:
@@ -147,7 +147,7 @@ class HttpReward:
             self._client = client
             self._start()
             await self._stop.wait()
-            self._queue.clear()  # a task that ends now must not start another request
+            self._queue.clear()  # a task that ends now must not start a queued request
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)

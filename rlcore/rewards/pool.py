@@ -91,7 +91,7 @@ class RewardPool:
         would cost its child process."""
         with self._lock:
             self._inbox = deque(e for e in self._inbox if e.job.sample.id not in ids)
-            self._cancelled |= set(ids)  # applies only to samples queued so far
+            self._cancelled |= set(ids)  # this cancels only samples that were queued before
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:

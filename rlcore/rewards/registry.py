@@ -1,11 +1,11 @@
 """Registry that resolves reward names: built-in kinds, http servers, user code by dotted path, and
-weighted sums of them.
+weighted sums of rewards.
 
 `--reward math:1,judge:0.5` is a sum of names with weights; the default weight is 1. A user's reward
-is one of
-    a function `score(sample, prompt, text) -> float | RewardResult`, or a module with it;
-    such a function with a fourth parameter `config`;
-    a class with a method `score` of this form, constructed with the config section;
+has one of these forms:
+    a function `score(sample, prompt, text) -> float | RewardResult`, or a module that defines it;
+    a function with the same parameters and a fourth parameter `config`;
+    a class with a method `score(sample, prompt, text)`, constructed with the config section;
     a `kind.RewardKind`.
 `sample` is a `wire.SampleInfo`, `prompt` a `records.Prompt`. The same module may define one
 subclass of `RewardConfig`, which becomes the section `--reward.*`.
@@ -125,8 +125,8 @@ def resolve(name: str) -> RewardKind:
 
 
 def config_class(selector: str) -> type[RewardConfig] | type[RewardSum]:
-    """Return the class of the section `--reward.*`. For one reward it is the reward's class, for a
-    sum a class with one subsection per reward."""
+    """Return the class of the section `--reward.*`. A single reward has its own class. For a sum of
+    rewards, the class has one subsection per reward."""
     parts = parts_of(selector)
     classes = [resolve(part.name).config for part in parts]
     if len(parts) == 1:

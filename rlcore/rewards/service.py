@@ -59,8 +59,8 @@ class RewardService:
         """Start one runner per reward.
 
         `reward` is the value of `--reward`, `config` its section (`registry.config_class`). Output
-        of the rewards goes to `log_file`. `deadlines` has the time limits of rewards with
-        adaptive_timeout; the caller saves its state. Raises ValueError if a reward does not exist.
+        of the rewards goes to `log_file`. `deadlines`: time limits of rewards with
+        adaptive_timeout; the caller saves them. Raises ValueError if a reward does not exist.
         """
         self._reward, self._deadlines = reward, deadlines
         self._parts = parts_of(reward)
@@ -213,7 +213,7 @@ class RewardService:
         with self._changed:
             if self._adaptive[part]:
                 result = self._measured(part, job, result)
-            found = self._open.get(job.key)  # None if the sample was cancelled
+            found = self._open.get(job.key)  # `found` is None if the sample was cancelled
             if found is not None and part not in found.results:
                 found.results[part] = result
                 told = bool(result.error)

@@ -44,8 +44,8 @@ _SHARED_CALLS = {
     "quotactl_fd": 443,
     "memfd_secret": 447,
 }
-# Denied calls and their numbers on (x86_64, aarch64): sockets, other processes, mounts, namespaces,
-# memory outside the limits (System V, memfd), kernel keys, clocks, modules, large attack surfaces.
+# Numbers of denied calls on (x86_64, aarch64): sockets, other processes, mounts, namespaces.
+# Also denied: memory outside of limits (System V, memfd), kernel keys, clocks, modules, bpf.
 _CALLS = {
     "socket": (41, 198),
     "ptrace": (101, 117),
@@ -104,7 +104,7 @@ _LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_READ_ONLY = 0b1101  # rights: execute, read files, read folders
+_READ_ONLY = 0b1101  # Landlock rights: execute, read files, read folders
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -257,7 +257,7 @@ def _allow(ruleset: int, allowed: int, path: str) -> None:
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not os.path.isdir(path):
-            allowed &= 0b110 | 1 << 14 | 1 << 15  # rights for files: write, read, truncate, ioctl
+            allowed &= 0b110 | 1 << 14 | 1 << 15  # Landlock rights: write, read, truncate, ioctl
         rule = struct.pack("=Qi", allowed, fd)
         _call("syscall", _LANDLOCK_ADD, ruleset, 1, rule, ctypes.c_uint32(0))
     finally:

@@ -140,7 +140,7 @@ class Zygote:
 
     def _kill(self, number: int, why: str) -> None:
         job = self._jobs.get(number)
-        if job is not None:  # None: the program has ended, and its report is sent
+        if job is not None:  # a program that has ended needs no signal
             job.tasks["why"] = job.tasks["why"] or why
             signal.pidfd_send_signal(job.pidfd, signal.SIGKILL)
 
@@ -168,7 +168,7 @@ class Zygote:
         """Measure each program's memory over all its processes, and kill programs above the limit.
         Rlimits bound each process, but not the sum."""
         tree = self._processes()
-        inherited = tree[os.getpid()][1]  # memory that programs share with this process
+        inherited = tree[os.getpid()][1]  # bytes that a fork shares with this process
         for number, job in list(self._jobs.items()):
             used = sum(max(0, tree[pid][1] - inherited) for pid in _family(job.pid, tree))
             job.tasks["peak"] = max(job.tasks["peak"], used)
@@ -257,7 +257,7 @@ def _arrange(fds: list[int]) -> str:
     and close all remaining descriptors."""
     with open(fds[0], "rb", closefd=False) as file:
         source = file.read().decode("utf-8", "surrogatepass")
-    spare = [os.dup(fd) for fd in fds[1:]]  # new numbers, so that dup2 overwrites no descriptor
+    spare = [os.dup(fd) for fd in fds[1:]]  # copies, so that dup2 below overwrites no source
     for place, fd in enumerate(spare):
         os.dup2(fd, place)
     confine.close_from(len(spare))
@@ -282,7 +282,7 @@ def _confine(settings: SandboxSettings, order: Order, filter: bytes) -> None:
 
 
 def _run(what: str, source: str) -> int:
-    random.seed(0)  # Python reseeds `random` after a fork
+    random.seed(0)  # fixed seed, because Python reseeds `random` after a fork
     if what == "script":
         return program.run_script(source)
     channel = socket.socket(fileno=_CHANNEL).makefile("rwb")

@@ -93,7 +93,7 @@ class SandboxProcess:
             if self.isolated:
                 self._process.kill()
             try:
-                self._process.wait(_END_S)  # without namespaces, it exits when its socket closes
+                self._process.wait(_END_S)  # without namespaces, the process exits with its socket
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -157,7 +157,7 @@ def _filters() -> list[str]:
 
 def interpreters() -> list[str]:
     """Return the paths of this interpreter, without its virtual environment, and of the system's
-    interpreter of the same version. With either, programs see only the standard library."""
+    interpreter of the same version. Both give programs only the standard library."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     own = os.path.join(sys.base_prefix, "bin", name)
     return [own, *(p for p in (f"/usr/bin/{name}",) if os.path.exists(p) and p != own)]

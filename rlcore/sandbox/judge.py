@@ -56,14 +56,14 @@ class Remote:
 
 
 class Link:
-    """Connection to the program; sends one question at a time."""
+    """Connection to the program, over which one question (such as a call) is sent at a time."""
 
     def __init__(self, channel: values.Stream) -> None:
         self._channel = channel
         self._remotes: dict[int, Remote] = {}
 
     def is_ready(self) -> bool:
-        """Return whether the program's source ran without error, so that it answers questions."""
+        """Return whether the program's source ran without error, so that questions are answered."""
         try:
             return values.receive(self._channel).get("ready") is True
         except (EOFError, ValueError, AttributeError):
@@ -101,7 +101,7 @@ def _exception(name: str, text: str) -> Exception:
     if isinstance(found, type) and issubclass(found, Exception):
         try:
             return found(text)
-        except TypeError:  # UnicodeDecodeError and some others need more arguments
+        except TypeError:  # UnicodeDecodeError and some other types need more arguments
             pass
     return RuntimeError(f"{name}: {text}")
 

@@ -16,11 +16,11 @@ from io import BufferedRWPair
 from typing import Any, BinaryIO
 
 Stream = BinaryIO | BufferedRWPair
-"""Stream of lines; for a socket, a read-write pair."""
+"""Stream of lines: a binary file, or a pair of reader and writer of a socket."""
 LARGEST = 16 << 20
 """Maximum length of a line in bytes."""
 
-sys.set_int_max_str_digits(0)  # no limit is needed: integers are sent in base 16, in linear time
+sys.set_int_max_str_digits(0)  # digits need no limit: integers are sent in base 16, in linear time
 
 
 def encode(value: Any, refer: Callable[[Any], int]) -> Any:

@@ -1,6 +1,6 @@
 """Compute the advantages of all tokens from rewards: KL penalty, estimator, whitening.
 
-Estimators with one advantage per response need the rewards of whole groups, which the plan holds.
+Estimators with one advantage per response need the rewards of whole groups, from the `StepPlan`.
 Estimators with one advantage per token use this rank's batches. Whitening spans all ranks.
 """
 

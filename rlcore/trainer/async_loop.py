@@ -59,8 +59,8 @@ def update(run: Run) -> tuple[tuple[Group, ...], dict[str, float], StepPlan]:
 
 
 def hold_mode(run: Run) -> HoldMode:
-    """Return how engines hold requests during the next weight update: `release` before an
-    evaluation, which needs idle engines, or a checkpoint, which needs all tokens."""
+    """Return how engines hold requests during the next weight update. The mode is `release` before
+    an evaluation, which needs idle engines, and before a checkpoint, which needs all tokens."""
     if sync_loop.evaluates(run) or sync_loop.saves(run):
         return "release"
     return run.cfg.async_.weight_update

@@ -2,7 +2,7 @@
 
 The training loops announce each phase to a `Device`, which moves the memory. Strategies:
 
-    Device          keeps engine and learner on the accelerator, or the only one of a rank
+    Device          keeps engine and learner on the accelerator (a rank may have only one)
     OffloadDevice   --train.offload: engine and learner use the accelerator in turn
     SharedDevice    --mux.url: other jobs use the accelerator between phases (shared_device.py)
 
@@ -14,7 +14,7 @@ The training loops announce each phase to a `Device`, which moves the memory. St
     save_checkpoint   learner: weights, optimizer; engine: weights
     away              nothing (SharedDevice between two permits)
 
-If an engine fails, its requests move to other engines; the next weight update restarts it.
+If an engine fails, its requests move to other engines; the next weight update restarts the engine.
 "Collective" without ranks means: over the default group, the ranks of one role (train or rollout).
 """
 
@@ -95,26 +95,26 @@ class Device:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Enclose a rollout and the training on its samples."""
+        """Run the `with` block as a rollout plus the training on its samples."""
         yield
 
     @contextmanager
     def generate(self, phase: Literal["rollout", "testing"] = "rollout") -> Iterator[None]:
-        """Enclose a phase in which the engine decodes."""
+        """Run the `with` block as a phase in which the engine decodes."""
         self._enter("gen")
         yield
 
     @contextmanager
     def train(self) -> Iterator[None]:
-        """Enclose a phase in which the learner computes. The caller updates the engines' weights
-        before the block ends."""
+        """Run the `with` block as a phase in which the learner computes. The caller updates the
+        engines' weights before the block ends."""
         self._enter("train")
         yield
 
     @contextmanager
     def save(self, parts: Collection[Part]) -> Iterator[None]:
-        """Enclose a phase that reads the given parts of the learner. After the block the engine can
-        decode again."""
+        """Run the `with` block as a phase that reads the given parts of the learner. After the
+        block, the engine can decode again."""
         self._enter("save_checkpoint")
         yield
         self._enter("gen")
@@ -216,7 +216,7 @@ class Device:
         self._has_left = False
 
     def _restart_failed(self, *, here: bool = True) -> None:
-        """If this rank's engine has failed and `here` is true, restart the engine.
+        """Restart this rank's engine if it has failed; `here=False` ignores a failure on this rank.
 
         An engine over several ranks is restarted on all its ranks (collective). A starting engine
         reserves all memory that it may use. With `makes_room`, the learner is therefore offloaded
@@ -243,10 +243,10 @@ class Device:
     def _switch_engine(
         self, way: Literal["sleep", "wake"], tags: Collection[Tag], *, here: bool = True
     ) -> None:
-        """Send this rank's engine to sleep or wake it, unless it has failed or `here` is false.
+        """Send this rank's engine to sleep or wake it, unless it has failed.
 
         If an engine spans several ranks, its first rank makes the call for all these ranks
-        (collective). Barriers keep each of these ranks waiting until all of them have switched.
+        (collective). Barriers make these ranks wait for each other. `here=False` skips the call.
         """
         spread = len(self.parts.sizes.now.engine_ranks) > 1
         if spread:

@@ -81,7 +81,7 @@ def conclude(run: Run, todo: StepPlan, objective: Objective, kl_scale: float) ->
     run.progress.add(objective.mismatch(collective.reduce_floats))
     if cfg.algo.kl_coef and "actor/kl_loss" in run.progress.metrics:
         run.progress.add({"actor/kl_loss_coeff": cfg.algo.kl_coef * kl_scale})
-        if not cfg.algo.kl_reward_coef:  # A KL reward penalty updates the controller earlier.
+        if not cfg.algo.kl_reward_coef:  # With a KL reward penalty, advantages.py updates `run.kl`.
             run.kl.update(run.progress.metrics["actor/kl_loss"], sum(len(p) for p in todo.groups))
 
 

@@ -147,9 +147,9 @@ def layer_activations(hf: HFConfig, train: TrainConfig, tokens: int) -> int:
     tp = train.tp
     whole = 1 / tp if train.sp and tp > 1 else 1.0
     queries, keys = hf.num_heads * hf.head_dim / tp, hf.num_kv_heads * hf.head_dim / tp
-    # Kept are inputs and outputs of two norms, q, k, v before and after RoPE, attention's output.
+    # A layer keeps inputs and outputs of 2 norms, q, k, v before and after RoPE, attention output.
     kept = 4 * hf.hidden_size * whole + 2 * (queries + 2 * keys) + queries
-    if hf.num_experts:  # Experts keep tokens sent and received, gate, up, product and output.
+    if hf.num_experts:  # Experts also keep sent and received tokens, gate, up, product, output.
         kept += hf.experts_per_token * whole * (3 * hf.hidden_size + 3 * hf.moe_intermediate_size)
     else:
         kept += 3 * hf.intermediate_size / tp
@@ -238,7 +238,7 @@ def bucket_bytes(cfg: Config, hf: HFConfig) -> int:
 def update_weights_bytes(cfg: Config, hf: HFConfig) -> int:
     """Estimate the temporary bytes of a weight update, without the weights themselves."""
     bucket = bucket_bytes(cfg, hf)
-    if rules.route(cfg) == "gather":  # This route holds gathered shards, full tensors and a bucket.
+    if rules.route(cfg) == "gather":  # An update by gathering holds shards, full tensors, a bucket.
         return 2 * max(bucket, BUNDLE_BYTES) + bucket
     return 2 * bucket
 

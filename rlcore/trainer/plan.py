@@ -45,8 +45,8 @@ class StepPlan:
     included, because they count in the baseline of their group."""
 
     def lengths(self, update: int) -> list[int]:
-        """Return the number of trained tokens of each row of the update that has any, over all
-        ranks. A row without trained tokens counts in no normaliser, as in `Learner.kept`."""
+        """Return the number of trained tokens of each row of the update, over all ranks. Rows
+        without trained tokens are left out: they count in no normaliser, as in `Learner.kept`."""
         rows = (row for part in self.updates[update] for row in part)
         return [row.num_trained for row in rows if row.num_trained]
 

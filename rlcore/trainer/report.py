@@ -265,7 +265,7 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
         "timing_per_token_ms/gen": 1000 * gen_s / sampled,
         "perf/cpu_memory_gb": memory_gb(),
     }
-    if trained and "timing_s/update_actor" in m:  # The key is absent while only the critic trains.
+    if trained and "timing_s/update_actor" in m:  # Critic-only steps lack `update_actor`.
         out["perf/train_tokens_per_s"] = trained / m["timing_s/update_actor"]
         out["timing_per_token_ms/update_actor"] = 1000 * m["timing_s/update_actor"] / trained
     if torch.cuda.is_available():
@@ -287,8 +287,8 @@ def idle(run: Run, m: dict[str, float]) -> dict[str, float]:
 
 
 def counts_nodes(cfg: Config) -> bool:
-    """Return whether a run on unshared nodes reports memory per node. It does with rollout ranks,
-    or when profiled for sharing nodes later (--debug.full_length)."""
+    """Return whether a run on unshared nodes reports memory per node: a run with rollout ranks,
+    or a run profiled for sharing nodes later (--debug.full_length)."""
     return bool(cfg.cluster.rollout_ranks or cfg.debug.full_length)
 
 

@@ -295,9 +295,9 @@ class Checkpoints:
             self.data.source.restore(state["source"], self.data.order.state()["num_rows"])
         if self.sizes is not None:
             saved = state.get("sizes", {})
-            if type(self.sizes).__name__ in saved:  # Another policy's state is not restored.
+            if type(self.sizes).__name__ in saved:  # Skip the state of another policy class.
                 self.sizes.restore(saved[type(self.sizes).__name__])
-        if self.library is not None and (path / HISTORIES).is_file():  # The file is optional.
+        if self.library is not None and (path / HISTORIES).is_file():  # Histories are optional.
             self.library.load(path / HISTORIES)
         if self.ranks.rank == 0:
             self.set_later_aside(step)
@@ -318,7 +318,7 @@ class Checkpoints:
         k = 1
         while any(p.with_name(f"{p.name}.old{k}").exists() for p in later):
             k += 1
-        # Copy before renaming: if the run is killed in between, its restart repeats both.
+        # Copy before renaming: after a kill in between, the restarted run copies and renames again.
         for path in self.folder.glob("*.jsonl"):
             shutil.copyfile(path, path.with_name(f"{path.name}.old{k}"))
         for path in later:

@@ -38,7 +38,7 @@ def write(folder: Path, group: collective.Group) -> str:
 
 
 def look(folder: Path) -> tuple[str, dict[str, list[int]]]:
-    """Check a sealed folder by names and sizes of its files, without reading their contents.
+    """Check a checkpoint against its seal: names and sizes of the files, but not their contents.
 
     Returns:
         The fault ("" if there is none), and [size, checksum] of each file by name.
@@ -54,8 +54,8 @@ def look(folder: Path) -> tuple[str, dict[str, list[int]]]:
 
 
 def fault(folder: Path, group: collective.Group) -> str:
-    """Check a sealed folder by sizes and checksums. Return the fault on every rank, or "" if all
-    files are intact. Collective."""
+    """Check a checkpoint against its seal: sizes and checksums. Return the fault on every rank, or
+    "" if all files are intact. Collective."""
     found, seals = look(folder) if collective.is_first(group) else ("", {})
     found, seals = json.loads(collective.broadcast_text(json.dumps([found, seals]), group))
     if found:
@@ -97,7 +97,7 @@ def _checksum(path: Path) -> float:
             while chunk := file.read(CHUNK_BYTES):
                 found = zlib.crc32(chunk, found)
     except OSError:
-        return UNREADABLE  # The negative value makes the reduced sum negative on every rank.
+        return UNREADABLE  # negative, so that the sum over all ranks is negative
     return float(found)
 
 

@@ -111,7 +111,7 @@ class SharedDevice(Device):
 
 
 class EngineState:
-    """Engine state on the accelerator during a rollout; empty on a rank that only trains."""
+    """Engine as a `Resident` for rollouts; empty on a rank that only trains."""
 
     def __init__(self, device: SharedDevice) -> None:
         self._device = device
@@ -141,7 +141,7 @@ class EngineState:
 
 
 class LearnerState:
-    """Actor and critic on the accelerator during training; empty on a rank that only samples."""
+    """Actor and critic as a `Resident` for training; empty on a rank that only samples."""
 
     def __init__(self, device: SharedDevice) -> None:
         self._learners = device.parts.learners

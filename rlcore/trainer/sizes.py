@@ -40,7 +40,7 @@ class EngineSizes:
         """
         Args:
             sized: function that returns the objects for a given engine size.
-            policy: policy that chooses every rollout's size; on rank 0, if the size may change.
+            policy: policy that chooses every rollout's size, on rank 0; None: the size is fixed.
         """
         self._sized, self.policy = sized, policy
         self.now = sized(tp)

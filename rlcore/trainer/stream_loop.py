@@ -39,7 +39,7 @@ class StreamTrainer:
         self.batches: list[Batch] = []
 
     def engine_leaves(self) -> None:
-        """Release the engine's memory; with --train.offload the engine goes to sleep."""
+        """Release this rank's engine; with --train.offload the engine goes to sleep."""
         self._run.device.release_engine()
 
     def train(
@@ -65,8 +65,8 @@ class StreamTrainer:
         return self.objective
 
     def forget(self) -> None:
-        """Discard the accumulated gradients, because all engines restart and the weight update for
-        this restart keeps no gradients."""
+        """Discard the accumulated gradients, because all engines restart: the weight update that
+        follows a restart may free the gradients."""
         if self.batches:
             self._run.learner.discard()
         self.objective, self.batches = None, []

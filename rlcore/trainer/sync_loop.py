@@ -65,8 +65,8 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
 
 
 def sync_stop_request(run: Run, asks: bool) -> None:
-    """If `asks` is true and any rank has a stop request, end the run after this step. Collective
-    over all ranks."""
+    """If `asks` is true and any rank has received SIGTERM, end the run after this step.
+    Collective over all ranks."""
     if not asks or run.progress.stops:
         return
     if collective.any_rank(run.stop_requested(), run.ranks.everyone):

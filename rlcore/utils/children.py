@@ -96,7 +96,7 @@ class Channel:
         waits = timeout_s is None or timeout_s > 0
         if waits and not self._wait(select.POLLIN, timeout_s):
             return
-        for _ in range(_MOST_READS):  # The limit keeps a flood of data from blocking the caller.
+        for _ in range(_MOST_READS):  # Endless incoming data must not block the caller.
             try:
                 data = self._end.recv(_READ_BYTES)
             except BlockingIOError:

@@ -40,17 +40,17 @@ def share_gloo_device() -> None:
         size: int,
         timeout: Any = default_pg_timeout,
     ) -> None:
-        if not isinstance(timeout, timedelta):  # `timeout` is an options object with devices.
+        if not isinstance(timeout, timedelta):  # torch passed an options object that has devices
             made(self, store, rank, size, timeout)
             return
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in stubs
         options._devices = _devices_here()
         options._timeout = timeout
-        options._threads = 2 * len(options._devices)  # torch's default
+        options._threads = 2 * len(options._devices)  # torch's default number of threads
         made(self, store, rank, size, options)
 
-    init.shares = True  # type: ignore[attr-defined]  # marks the replacement
-    dist.ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]  # what this function is for
+    init.shares = True  # type: ignore[attr-defined]  # mark rlcore's method
+    dist.ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]  # replace torch's method
 
 
 def _devices_here() -> list[Any]:

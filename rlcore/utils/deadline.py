@@ -1,6 +1,6 @@
 """Limit every wait: `Deadline` for waits in rlcore's code, `Watchdog` for waits inside a library.
 
-Errors name the missing rank or request; otherwise, finding it takes an hour of reading logs.
+Errors name the missing rank or request, which would take an hour to find in the logs.
 """
 
 import faulthandler
@@ -50,9 +50,9 @@ class Watchdog:
 
     `beat(phase)` restarts the time limit; an empty phase stops watching. `beat` can be a listener
     of `Spans`. `describe()` runs in the watchdog's thread and returns what the process waits for.
-    `on_overrun(message)` may end the process. Each of the two is called at most once per beat. If a
-    phase holds the interpreter lock, `describe` cannot run; faulthandler's own timer then writes
-    the stacks, `grace_s` later.
+    `on_overrun(message)` may end the process. `describe` and `on_overrun` are each called at most
+    once per beat. If a phase holds the interpreter lock, `describe` cannot run; `grace_s` after the
+    time limit, faulthandler's own timer then writes the stacks.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ def _program(machine: str, pids: list[int]) -> bytes:
     first, second = load(_ARG0) + check, load(_ARG1) + check
     size = n + 3
     head = [load(_ARCH), compare(arch, 1), allow, load(_NUMBER)]
-    # After `head` come tests of the system call's number, `allow`, `first`, `second`, `refuse`.
+    # Filter: `head`, tests of the call's number, `allow`, checks of arguments 1 and 2, `refuse`.
     tests = [
         *((number, 0) for number in by_first),
         (calls["ptrace"], size),

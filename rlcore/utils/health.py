@@ -93,7 +93,7 @@ class Health:
         """Start the health thread. `signals`: write the flight record on SIGTERM, even if the main
         thread is stuck; requires that `start` is called in the main thread."""
         if signals:
-            # Block SIGTERM during forks: before `_forget`, a child would report it as the rank's.
+            # Block SIGTERM in forks: before `_forget`, a child would handle SIGTERM like the rank.
             os.register_at_fork(
                 before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
                 after_in_parent=partial(
@@ -211,8 +211,8 @@ class Health:
 
     def _handle_sigterm(self) -> None:
         """Handle a SIGTERM from the user, from the scheduler, or from torchrun after another rank
-        has exited. With a grace period, the training loop reads `ends`, and the rank exits by
-        itself after saving."""
+        has exited. With a grace period, the training loop reads the property `ends`, and the rank
+        exits after saving."""
         now = time.monotonic()
         if not self._grace_s or (self._ended_at is not None and now > self._ended_at + AGAIN_S):
             self._terminate("ended by SIGTERM")
@@ -306,7 +306,7 @@ class Health:
         log.debug("flight record written: %s", why)
         if flight.world_size == 1 and why.startswith("failed"):
             return  # A single rank cannot wait for another rank.
-        assert flight.folder is not None  # The record was written to this folder.
+        assert flight.folder is not None  # A written record implies a folder.
         told = flight.folder / FOLDER / VERDICT
         # Rank 0 reports. If no report appears, rank 1 reports, then rank 2; other ranks only wait.
         if flight.rank and (
@@ -493,7 +493,7 @@ def _answers(name: str, size: int) -> list[str]:
 
 def _not_there(store: Any, size: int, name: str, timeout_s: float) -> str:
     keys = _answers(name, size) if name else [f"here/{r}" for r in range(size)]
-    # If every rank has answered, only the release by rank 0 is missing.
+    # If every rank has answered, only rank 0's permission to start is missing, so name rank 0.
     missing = [r for r in range(size) if not store.check([keys[r]])] or [0]
     names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return (

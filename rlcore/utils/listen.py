@@ -75,8 +75,8 @@ def bind_stores(interface: str = "") -> None:
                 given["master_listen_fd"] = listener.detach()
         made(self, **given)
 
-    init.is_bound = True  # type: ignore[attr-defined]  # marks the replacement
-    TCPStore.__init__ = init  # type: ignore[method-assign]  # what this function is for
+    init.is_bound = True  # type: ignore[attr-defined]  # mark rlcore's method
+    TCPStore.__init__ = init  # type: ignore[method-assign]  # replace torch's method
 
 
 def _listener(address: str, port: int) -> socket.socket | None:

@@ -35,16 +35,16 @@ class JudgeRewardConfig(RewardConfig):
     """Source of the score. `prefill`: probability of a reward.good token relative to a reward.bad
     one as the next token. `generate`: the verdict that reward.pattern finds in the judge's text."""
     good: tuple[str, ...] = ("Yes",)
-    """Verdicts that score 1; with `prefill` each must be one token of the judge."""
+    """Verdicts that score 1; with reward.method prefill each must be one token of the judge."""
     bad: tuple[str, ...] = ("No",)
-    """Verdicts that score 0; with `prefill` each must be one token of the judge."""
+    """Verdicts that score 0; with reward.method prefill each must be one token of the judge."""
     pattern: str = r"Verdict:\s*(\S+)"
-    """Regular expression for the verdict, with `generate`. Its one group must match a word of
-    reward.good or reward.bad, or a number of points; the last match counts."""
+    """Regular expression for the verdict, with reward.method generate. Its one group must match a
+    word of reward.good or reward.bad, or a number of points; the last match counts."""
     max_points: Annotated[float, above(0)] = 10.0
-    """Number of points that gives a score of 1, with `generate`."""
+    """Number of points that gives a score of 1, with reward.method generate."""
     max_new_tokens: Annotated[int, at_least(1)] = 128
-    """Maximum number of tokens that the judge writes, with `generate`."""
+    """Maximum number of tokens that the judge writes, with reward.method generate."""
     max_tokens: Annotated[int, at_least(1)] = 8192
     """Maximum number of tokens in the judge's prompt; a longer response loses its beginning."""
     batch_rows: Annotated[int, at_least(1)] = 32

@@ -84,8 +84,8 @@ class JudgeModel:
     @torch.no_grad()
     def probabilities(self, rows: Sequence[Sequence[int]], ids: Sequence[int]) -> Tensor:
         """Return the probability of each token in `ids` as the next token of each row: [rows, ids]
-        float32 on the CPU. The softmax is over the whole vocabulary. Only one layer's KV is
-        kept."""
+        float32 on the CPU. The softmax is over the whole vocabulary. Only the KV of
+        the current layer is kept, because no token is generated."""
         longest = max(map(len, rows))
         self._decide(work_bytes(self.hf, self.dtype, len(rows), longest))
         logits = self._prefill(rows, self._cache(len(rows), longest, shared=True))

@@ -50,7 +50,7 @@ class Daemon:
         lock: int | None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Store the daemon's data. By default, `environment` has the variables for `folder`."""
+        """Store the daemon's data. By default, `environment` names pipes and logs in `folder`."""
         self.folder = folder
         self._process, self._lock = process, lock
         of_folder = {PIPES: str(folder / "pipe"), LOGS: str(folder / "log")}
@@ -188,7 +188,7 @@ def join(folder: Path, timeout_s: float = 30.0) -> Daemon:
 
 def _start(folder: Path, environment: dict[str, str], deadline: float) -> subprocess.Popen:
     """Start an MPS daemon and wait until it answers. Existing pipes are removed as stale, because
-    this process holds the lock and no daemon answers."""
+    this process holds the lock of `folder` and no daemon answers."""
     pipes, logs = folder / "pipe", folder / "log"
     if pipes.exists():
         log.warning("MPS: removing %s, left behind by a daemon that has failed", pipes)

@@ -73,14 +73,14 @@ class Carrier(Protocol):
 
 
 class FileCarrier:
-    """Carrier for the CPU: reads mapped safetensors into buffers, in one thread."""
+    """`Carrier` for the CPU: copies layers from mapped safetensors to buffers, in one thread."""
 
     def __init__(self, reader: WeightReader, on_read: OnRead | None = None) -> None:
         self._reader, self._on_read = reader, on_read
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge layers")
 
     def bring(self, number: int, buffer: Buffer, stays: bool = False) -> Ticket:
-        """Start to read a layer (`Carrier.bring`). On the CPU, the buffer is no longer in use."""
+        """Start to read a layer (`Carrier.bring`). On the CPU, no queued work uses the buffer."""
         return _Read(self._thread.submit(read_layer, self._reader, number, buffer, self._on_read))
 
     def close(self) -> None:
@@ -97,8 +97,8 @@ class _Read:
 
 
 class PinnedCarrier:
-    """Carrier that copies from pinned host memory on its own CUDA stream. A streamed layer is read
-    into host memory on first use and kept there until it becomes resident."""
+    """`Carrier` for CUDA: copies layers from pinned host memory on its own stream. A streamed layer
+    is read into host memory on first use and kept there until it becomes resident."""
 
     def __init__(
         self, hf: HFConfig, dtype: torch.dtype, reader: WeightReader, device: torch.device
@@ -114,7 +114,7 @@ class PinnedCarrier:
             host = make_buffer(self._hf, self._dtype, torch.device("cpu"), pinned=True)
             read_layer(self._reader, number, host)
         if not stays:
-            self._host[number] = host  # if `stays`, torch frees the host buffer after the copy
+            self._host[number] = host  # torch frees a resident layer's host buffer after the copy
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             buffer.flat.copy_(host.flat, non_blocking=True)
@@ -194,7 +194,7 @@ class LayerPipeline:
         wanted = sorted(self._leaving[:num_streamed])
         is_so = wanted == self._streamed and num_streamed == self.num_streamed
         if is_so and len(self._slots) == min(SLOTS, num_streamed):
-            return  # no change, and the previous call did not run out of memory
+            return  # the resident layers stay the same, and no buffer is missing
         self._stop()
         self._streamed = wanted
         for leaving in self._resident.keys() & set(self._streamed):
@@ -234,7 +234,7 @@ class LayerPipeline:
                 self._stop()
 
     def close(self) -> None:
-        """Release all layers and the carrier."""
+        """Release all layers and close the `Carrier`, which copies layers."""
         self._stop()
         self._resident.clear()
         self._slots.clear()

@@ -150,9 +150,9 @@ class JudgeServer:
     def _read(self, begins: Callable[[int], None]) -> None:
         """Tokenize received requests, up to `_READ_CHARS` characters.
 
-        Meanwhile nothing is scored, but the parent's time-out runs. After every chunk, `begins`
-        therefore notifies the parent, given the key of the next request. If a request cannot be
-        rendered, its error is returned when its batch is scored.
+        Meanwhile nothing is scored, but the parent's time-out runs. After every `_STRETCH_CHARS`
+        characters, `begins` therefore notifies the parent, given the next request's key. If a
+        request cannot be rendered, its error is returned when its batch is scored.
         """
         num_chars = stretch = 0
         while self._unread and num_chars < _READ_CHARS:
@@ -183,7 +183,7 @@ class JudgeServer:
         if over <= 0:
             return ids, False
         words = self._tokenizer.encode(response)
-        kept = words[over + 8 :]  # cut 8 more: tokenizing the cut text may add tokens
+        kept = words[over + 8 :]  # cut 8 tokens more: tokenizing the cut text may add tokens
         if kept:
             ids = self._render(prompt, ask, self._tokenizer.decode(kept))
         if not kept or len(ids) > self._longest:

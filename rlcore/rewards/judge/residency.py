@@ -62,7 +62,7 @@ def work_bytes(
     hf: HFConfig, dtype: torch.dtype, rows: int, longest: int, new_tokens: int = 0
 ) -> int:
     """Estimate the bytes that a batch of `rows` x `longest` padded tokens takes besides weights.
-    With `new_tokens`, keys and values of all layers are kept, otherwise of only one layer."""
+    If `new_tokens` is above 0, keys and values of all layers are kept, else of only one layer."""
     tokens = rows * longest
     inner = hf.experts_per_token * hf.moe_intermediate_size or hf.intermediate_size
     heads = (hf.num_heads + 2 * hf.num_kv_heads) * hf.head_dim
@@ -130,8 +130,8 @@ def spread(num_layers: int) -> list[int]:
 
 
 def free_on(device: torch.device, available: Callable[[], int]) -> int:
-    """Return the bytes that this process could allocate on the device now. `available` returns the
-    free host memory, which counts if the device is the CPU."""
+    """Return the bytes that this process could allocate on the device now. On the CPU, this is
+    the free host memory that `available` returns."""
     if device.type != "cuda":
         return available()
     ours = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

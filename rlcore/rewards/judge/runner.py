@@ -41,7 +41,7 @@ _CLOSE_S = 20.0
 _MEMORY_CHECK_S = 0.25
 
 Settle = Callable[[int, RewardResult, str], None]
-"""Callback for a result: the request's key, the result, and after a failure the judge's output."""
+"""Callback that receives a request's key, its result and, after a failure, the judge's output."""
 
 
 class Backend(Protocol):
@@ -375,8 +375,8 @@ class ProcessBackend:
     def _ended(self, reason: str, is_innocent: bool = False) -> None:
         """Stop the process, which has exited or must be killed. The running batch fails if it has
         one request or timed out; otherwise its requests are retried one by one. Other requests are
-        sent again. With `is_innocent` the batch is not the cause, so all requests are sent
-        again."""
+        sent again. If `is_innocent`, the batch did not cause the end, so all requests are
+        sent again."""
         worker, self._worker = self._worker, None
         assert worker is not None
         status = worker.end(exiting=not reason)
