@@ -3,50 +3,60 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from rlcore.rollout.transport import free_port
 from tests import kit, pretend
 from tests.ranks import learner_ranks as ranks
 
 MAIN = "import sys; from tests import kit; kit._rank(*sys.argv[1:])"
 
 
-def run_ranks(n: int, target: str, args: Mapping[str, Any], timeout_s: float = 500.0) -> list[Any]:
+def run_ranks(n: int, target: str, args: Mapping[str, Any]) -> list[Any]:
     """Run `module:function(rank, **args)` as `kit.run_ranks` does, with a pretend device for each
     rank and NCCL between them."""
     with TemporaryDirectory(prefix="pretend") as name:
         folder = Path(name)
         (folder / "args.json").write_text(json.dumps(dict(args)))
-        env = pretend.environment() | {"WORLD_SIZE": str(n), "RLCORE_PRETEND_CUDA_DEVICES": str(n)}
-        gang: list[Any] = []
+        run_gang(n, ["-c", MAIN, target, name], folder)
+        files = [folder / f"result{rank}" for rank in range(n)]
+        return [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+
+
+def run_gang(n: int, command: Sequence[str], folder: Path, timeout_s: float = 500.0) -> str:
+    """Run Python with these arguments on n ranks that have a pretend device each. Return what rank
+    0 wrote. AssertionError if a rank fails."""
+    env = pretend.environment() | {"WORLD_SIZE": str(n), "RLCORE_PRETEND_CUDA_DEVICES": str(n)}
+    env |= {"LOCAL_WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    gang: list[Any] = []
+    logs = [folder / f"log{rank}" for rank in range(n)]
+    try:
         for rank in range(n):
-            with (folder / f"log{rank}").open("wb") as log:
+            with logs[rank].open("wb") as log:
                 gang.append(
                     subprocess.Popen(
-                        [sys.executable, "-c", MAIN, target, name],
+                        [sys.executable, *command],
                         env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                         cwd=kit.ROOT,
                         stdout=log,
                         stderr=subprocess.STDOUT,
                     )
                 )
-        try:
-            failed = kit._wait(gang, timeout_s)
-        finally:
-            for process in gang:
-                process.kill()
-                process.wait()
-        if failed:
-            rank, why = failed
-            log_text = (folder / f"log{rank}").read_text(errors="replace")[-6000:]
-            raise AssertionError(f"rank {rank} of {target} {why}:\n{log_text}")
-        files = [folder / f"result{rank}" for rank in range(n)]
-        return [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+        failed = kit._wait(gang, timeout_s)
+    finally:
+        for process in gang:
+            process.kill()
+            process.wait()
+    texts = [log.read_text(errors="replace") for log in logs]
+    assert not failed, f"rank {failed[0]} {failed[1]}:\n" + "\n----\n".join(
+        t[-6000:] for t in texts
+    )
+    return texts[0]
 
 
 def parity(rank: int, folder: str, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
