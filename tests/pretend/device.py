@@ -63,6 +63,7 @@ def complete() -> None:
     torch.UntypedStorage._new_shared_cuda = _open_shared
     _add_nccl()
     _add_attention()
+    _add_norm()
 
 
 # ---- torch._C
@@ -330,3 +331,31 @@ def _add_attention() -> None:
 
 
 _attention: Any = None
+
+
+def _add_norm() -> None:
+    """Add the fused RMSNorm of CUDA, which keeps its input and one factor per row; without it torch
+    would take the CPU's, which keeps float32 copies."""
+    import torch
+
+    def norm(x: Any, shape: Any, weight: Any, eps: float | None) -> Any:
+        rate = (x.float().square().mean(-1, keepdim=True) + (eps or 1e-6)).rsqrt()
+        out = (x.float() * rate).to(x.dtype)
+        return (out if weight is None else out * weight), rate
+
+    def differentiate(grad: Any, x: Any, shape: Any, rate: Any, weight: Any, wanted: Any) -> Any:
+        if _native.is_hollow(x):
+            return torch.empty_like(x), torch.empty_like(weight)
+        unit = x.float() * rate
+        inner = grad.float() * weight.float()
+        dx = rate * (inner - unit * (inner * unit).mean(-1, keepdim=True))
+        dweight = (grad.float() * unit).flatten(0, -2).sum(0)
+        return dx.to(x.dtype), dweight.to(weight.dtype)
+
+    global _norm
+    _norm = torch.library.Library("aten", "IMPL")
+    _norm.impl("_fused_rms_norm", norm, "CUDA")
+    _norm.impl("_fused_rms_norm_backward", differentiate, "CUDA")
+
+
+_norm: Any = None

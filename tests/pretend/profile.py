@@ -1,0 +1,179 @@
+"""One rank's learner of a recipe at its real size, on the pretend device of mode `sizes`.
+
+    python -m tests.pretend.profile recipes/grpo_32b.sh
+
+Nothing is computed, and the other ranks do not exist: collectives return at once. What remains is
+what this rank allocates, launches, synchronises and copies in each phase of a step.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+from tests import pretend
+
+ROOT = pretend.ROOT
+STUB = """#!/bin/sh
+[ "$1" = -c ] && exec {python} "$@"
+shift 4 # -u -m rlcore train
+exec {python} -c "{record}" "$@"
+"""
+"""Python for a recipe's dry run: it prints the arguments instead."""
+NAMES = ("peak", "allocated", "launches", "syncs", "bytes_to_device", "bytes_to_host")
+
+
+def measure(recipe: str, *keys: str, rank: int = 0, timeout_s: float = 300.0) -> dict[str, Any]:
+    """Return the figures of each phase of the rank, and what its memory plan expects."""
+    args = _arguments(recipe, *keys)
+    env = pretend.environment("sizes", os.environ | args["env"])
+    env |= {"RLCORE_PRETEND_CUDA_DEVICES": "1", "RLCORE_PRETEND_CUDA_BYTES": "200000000000"}
+    command = [sys.executable, "-m", "tests.pretend.profile", "--rank", str(rank), *args["argv"]]
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s
+    )
+    if done.returncode:
+        raise AssertionError(f"{recipe}: {done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _arguments(recipe: str, *keys: str) -> dict[str, Any]:
+    """Return the arguments that a recipe gives the program, and its variables."""
+    wanted = "NODES", "GPUS_PER_NODE", "MODEL_CONFIG", "JUDGE_CONFIG"
+    record = (
+        "import json, os, sys; print(json.dumps({'argv': sys.argv[1:], 'env': "
+        f"{{n: os.environ[n] for n in {wanted} if n in os.environ}}}}))"
+    )
+    stub = ROOT / "build" / "pretend" / "record.sh"
+    stub.parent.mkdir(parents=True, exist_ok=True)
+    stub.write_text(STUB.format(python=sys.executable, record=record))
+    stub.chmod(0o755)
+    command = ["bash", str(ROOT / recipe), "--dry-run", *keys]
+    env = os.environ | {"PYTHON": str(stub)}
+    env.pop("PYTHONPATH", None)
+    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(argv: list[str]) -> None:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from rlcore.cli import settings
+    from rlcore.cli.builders.model import with_layers
+    from rlcore.cli.dry_run import model_of
+    from rlcore.mcore import bridge, learner
+    from rlcore.mcore.layout import layout_of
+    from rlcore.trainer import memory
+
+    rank = int(argv[1])
+    cfg = settings.parse([a for a in argv[2:] if a != "--dry-run"])
+    hf = with_layers(cfg, model_of(cfg.model.path)[0])
+    world = int(os.environ["NODES"]) * int(os.environ["GPUS_PER_NODE"]) - cfg.cluster.rollout_ranks
+    helper = c10d._new_process_group_helper
+
+    def fake(
+        size: int, number: int, ranks: Any, backend: Any, store: Any, *a: Any, **k: Any
+    ) -> Any:
+        return helper(size, number, ranks, dist.Backend("fake"), store, *a, **k)
+
+    c10d._new_process_group_helper = fake
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    bridge.init_random = lambda chunks, *a, **k: [
+        p.data.zero_() for c in chunks for p in c.parameters()
+    ]
+    learner.isfinite = lambda x: True  # nothing is computed, so a norm may be anything
+    found: dict[str, Any] = {"phases": {}}
+    last = dict.fromkeys(NAMES, 0)
+
+    def mark(phase: str) -> None:
+        now = pretend.stats()
+        row = {
+            n: now[n] - (0 if n in ("peak", "allocated") else last[n]) for n in NAMES if n in now
+        }
+        found["phases"][phase] = row
+        last.update({n: now[n] for n in NAMES if n in now})
+        pretend.reset_peak()
+
+    own = learner.MegatronLearner(
+        hf,
+        replace(cfg.model, random_init=True),
+        cfg.train,
+        device=torch.device("cuda", 0),
+        keep_reference=cfg.algo.needs_reference,
+    )
+    mark("build")
+    layout = layout_of(cfg.train, world, rank)
+    longest = memory.longest(cfg, hf)
+    total = max(cfg.train.tokens_per_micro_batch, longest)
+    batch = _batch(total, longest, layout.pp)
+    if layout.pp > 1:  # no other stage sends the shapes of its micro-batches, which are all alike
+        cut = own._cutter.cut(batch, own._cutter.groups(batch), layout.pp)
+        rows = next(cut.micro_batches).tokens.size(1) // (layout.tp if cfg.train.sp else 1)
+        shape = [rows, 1, hf.hidden_size]
+        P2PCommunicator._communicate_shapes = lambda *_: (shape, shape)
+    own.accumulate(batch, _Loss())
+    own.apply(1.0)
+    mark("first step")
+    own.logprobs(batch)  # the optimizer's state exists since the first step
+    mark("old_log_prob")
+    own.accumulate(batch, _Loss())
+    mark("update_actor")
+    own.apply(1.0)
+    mark("optimizer_step")
+    found["resident"] = own.resident_bytes()
+    if cfg.train.offload:
+        own.offload()
+        mark("offload")
+        own.onload()
+        mark("load_learner")
+    for _ in own.export():
+        pass
+    mark("update_weights")
+    plan = memory.make(cfg, hf, layout, gpu_bytes=80e9)
+    found["plan"] = {
+        name: {item.part: item.num_bytes for item in items} for name, items in plan.phases.items()
+    }
+    found["rank"] = rank
+    print(json.dumps(found))
+
+
+def _batch(total: int, longest: int, copies: int) -> Any:
+    """Return `copies` micro-batches of `total` tokens, in sequences of at most `longest`."""
+    import torch
+
+    from rlcore.tensors import Batch, cumulative
+
+    lengths = [longest] * (total // longest) + ([total % longest] if total % longest else [])
+    lengths, total = lengths * copies, total * copies
+    g = torch.Generator().manual_seed(0)
+    return Batch(
+        tokens=torch.randint(0, 1000, (total,), generator=g),
+        cu_seqlens=cumulative(lengths),
+        mask=torch.cat([torch.arange(n) > 10 for n in lengths]),
+        old_log_probs=-torch.rand(total, generator=g),
+        advantage=torch.randn(total, generator=g),
+        score=torch.randn(total, generator=g),
+        ids=tuple(map(str, range(len(lengths)))),
+    )
+
+
+class _Loss:
+    needs_entropy_grad = False
+
+    def __call__(self, x: Any) -> Any:
+        from rlcore.tensors import LossOutput
+
+        return LossOutput(per_token=-x.log_probs * x.advantage, metrics={})
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--rank":
+        main(sys.argv[1:])
+    else:
+        print(json.dumps(measure(*sys.argv[1:]), indent=1))
