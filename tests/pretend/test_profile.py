@@ -25,4 +25,5 @@ def test_the_learner_takes_the_memory_of_its_plan(recipe: str) -> None:
         peak = found["phases"][phase]["peak"]
         assert abs(peak / planned - 1) < 0.05, f"{phase}: {peak / 1e9} of {planned / 1e9} GB"
     if "offload" in found["phases"]:
-        assert found["phases"]["offload"]["allocated"] < 0.002 * sum(found["resident"].values())
+        # What stays is Megatron's buffer for gathered sequences.
+        assert found["phases"]["offload"]["allocated"] < 0.005 * sum(found["resident"].values())
