@@ -8,7 +8,8 @@
 //
 // CudaBlock is a block on the device. HostBlock runs its threads as fibers of one host thread, one
 // after the other from barrier to barrier: it shows wrong results, out-of-bounds accesses and
-// barriers that not all threads reach, but no races between them.
+// barriers that not all threads reach, but no races between them: tests/loss_race_test.cpp has a
+// Block of real threads.
 #pragma once
 
 #include <cstdint>

@@ -55,22 +55,13 @@ def _check_early(cfg: "Config") -> None:
 
 def run(cfg: "Config") -> int:
     """Join the other ranks, build the run, train, and disconnect. Return the exit code."""
+    from rlcore.cli import world
+    from rlcore.cli.builders.folder import run_folder
     from rlcore.rewards.judge import mps
     from rlcore.utils import log
 
     log.setup(int(os.environ.get("RANK", 0)))
-    daemon = mps.of_run(cfg.reward)  # this MPS daemon must run before CUDA starts
-    try:
-        return _run(cfg)
-    finally:
-        if daemon is not None:
-            daemon.stop()
-
-
-def _run(cfg: "Config") -> int:
-    from rlcore.cli import world
-    from rlcore.cli.builders.folder import run_folder
-
+    mps.of_run(cfg.reward)  # CUDA looks for this MPS daemon at its start
     rank, folder, c = os.environ.get("RANK", "0"), run_folder(cfg), cfg.cluster
     try:
         world.pin(c.rollout_ranks, c.rollout_cores, c.train_cores)

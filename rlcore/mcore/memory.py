@@ -5,14 +5,12 @@ The storages of the tensors are emptied and later filled again, so no tensor cha
 Own code instead of torch_memory_saver, which preloads a library and hooks into the allocator.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-BLOCK = 64 * 2**20
-"""Size in bytes of one allocation of pinned memory. torch rounds each allocation up to a power of
-two, so a single allocation of 17 GB would take 34 GB of host memory."""
+from rlcore.utils.host_room import HostRoom
 
 
 class Parked:
@@ -65,48 +63,6 @@ class Parked:
     def host_bytes(self) -> int:
         """Return the bytes of pinned host memory kept for the part, even if not offloaded."""
         return self._room.num_bytes
-
-
-class HostRoom:
-    """Pinned host memory in blocks, kept between uses."""
-
-    def __init__(self, block: int = BLOCK) -> None:
-        self._block = block
-        self._blocks: list[Tensor] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(block.numel() for block in self._blocks)
-
-    def write(self, sources: Sequence[Tensor]) -> None:
-        """Copy uint8 tensors into this memory one after the other, overwriting earlier contents.
-        Copies from an accelerator are complete only after a synchronisation."""
-        need = sum(source.numel() for source in sources)
-        pinned = torch.cuda.is_available()
-        while self.num_bytes < need:
-            self._blocks.append(torch.empty(self._block, dtype=torch.uint8, pin_memory=pinned))
-        for outside, here in self._pieces(sources):
-            here.copy_(outside, non_blocking=True)
-
-    def read(self, targets: Sequence[Tensor]) -> None:
-        """Copy the contents of the most recent `write` into tensors of the same sizes and order."""
-        for outside, here in self._pieces(targets):
-            outside.copy_(here, non_blocking=True)
-
-    def _pieces(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield slices of the tensors, each with the matching slice of a host memory block."""
-        at = 0
-        for tensor in tensors:
-            start = 0
-            while start < tensor.numel():
-                number, offset = divmod(at + start, self._block)
-                count = min(self._block - offset, tensor.numel() - start)
-                yield (
-                    tensor[start : start + count],
-                    self._blocks[number][offset : offset + count],
-                )
-                start += count
-            at += tensor.numel()
 
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rlcore.mcore.memory import HostRoom
+from rlcore.utils.host_room import HostRoom
 
 
 class ReferenceModel:

@@ -3,6 +3,9 @@
 `DeviceForest` gives the same drafts as `rlcore.ops.suffix.Forest`, from a copy of its memory. Each
 request has a record and a fixed capacity for its own stream. Requests with longer streams draft
 only from the history. `device="cpu"` runs the same code on the host.
+
+All calls use the CUDA stream that is current when the forest is made. The allocator reuses freed
+memory in the order of this stream, so a launch on another stream could read overwritten histories.
 """
 
 import warnings
@@ -95,6 +98,7 @@ class DeviceForest:
         self.device = self._records.device  # includes the device index
         self._text = torch.empty((requests, stream, 2), dtype=torch.int32, device=self.device)
         self._slots = torch.empty((requests, room, 2), dtype=torch.int32, device=self.device)
+        self._stream = native.stream(self.device)
         self._nothing = torch.from_numpy(_NOTHING).to(self.device)
         self._none = torch.empty(0, dtype=torch.int32, device=self.device)
         self._current: _Block | None = None
@@ -108,6 +112,7 @@ class DeviceForest:
         Raises:
             ValueError: `forest` has no histories yet, or is the Python reference.
         """
+        self._check_stream()
         block = forest.arena()
         count = int(block[:8].view(np.uint64)[0])
         table = block[_HEADER_BYTES : _HEADER_BYTES + count * _PROMPT.itemsize]
@@ -124,6 +129,7 @@ class DeviceForest:
         Raises:
             ValueError: more than the maximum number of requests would be open.
         """
+        self._check_stream()
         suffix.check_array("keys", keys, np.int64)
         if len(keys) > len(self._free):
             raise ValueError(
@@ -160,6 +166,7 @@ class DeviceForest:
 
     def close(self, handles: Tensor) -> None:
         """Close requests [B] and wait for the device. Raise ValueError if a handle is not open."""
+        self._check_stream()
         self._check("handles", handles, torch.int64)
         given = self._check_open(handles)
         indices = handles.cpu().numpy() & 0xFFFFFFFF
@@ -208,6 +215,7 @@ class DeviceForest:
             invalid values are clamped. On the CPU such values raise the ValueErrors of `Forest`,
             and no request changes.
         """
+        self._check_stream()
         batch, o = self._check("handles", handles, torch.int64), self.options
         for name, given, dtype, size in (
             ("accepted", accepted, torch.int32, batch),
@@ -243,7 +251,7 @@ class DeviceForest:
             claims,
             [float(value) for value in asdict(o).values()],
             running,
-            native.stream(self.device),
+            self._stream,
         )
         return out, lengths
 
@@ -263,6 +271,12 @@ class DeviceForest:
         if accepted is not None:
             proposed = self._records.view(torch.int32)[handles & 0xFFFFFFFF, _PROPOSED_AT]
             suffix.check_accepted(accepted.numpy(), proposed.tolist())
+
+    def _check_stream(self) -> None:
+        current = native.stream(self.device)
+        assert current == self._stream, (
+            f"DeviceForest on stream {current:#x}: it was made on stream {self._stream:#x}"
+        )
 
     def _check(self, name: str, given: Tensor, dtype: torch.dtype, size: int | None = None) -> int:
         if not isinstance(given, Tensor):

@@ -112,6 +112,13 @@ class Zygote:
             if not ready:
                 self._watch()
 
+    def end(self) -> None:
+        """Kill all programs and every process that they started. In a pid namespace, the kernel
+        does so when this process exits."""
+        self._jobs.clear()
+        if self._pids is None:
+            self._sweep()
+
     def _order(self) -> bool:
         data, fds, _, _ = socket.recv_fds(self._control, _ORDER_BYTES, _MAX_FDS)
         if not data:
@@ -176,9 +183,9 @@ class Zygote:
                 self._kill(number, "memory")
 
     def _sweep(self) -> None:
-        """Kill the processes that ended programs left behind. Without pid namespaces, such
-        processes become children of this process. Stop all of them before killing the first,
-        because a fork bomb replaces each killed process."""
+        """Kill all processes below this one that belong to no running program. Without pid
+        namespaces, processes that a program leaves behind become children of this process. Stop
+        all of them before killing the first, because a fork bomb replaces each killed process."""
         end = time.monotonic() + _KILL_S
         stopped: set[int] = set()
         while self._has_strays() and time.monotonic() < end:
@@ -306,7 +313,10 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # garbage collection in a fork must not copy shared pages
     control.send(b"{}")
-    zygote.serve()
+    try:
+        zygote.serve()
+    finally:
+        zygote.end()
 
 
 if __name__ == "__main__":

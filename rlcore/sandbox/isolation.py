@@ -15,12 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from rlcore.sandbox import confine
 from rlcore.sandbox.inside import SandboxSettings
 from rlcore.utils.log import log
+from rlcore.utils.process_tree import MARK, end_tree, has_exited
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSIDE = "/opt/rlcore-inside"
@@ -54,11 +56,12 @@ class SandboxProcess:
         self.tmp = "" if isolated else tempfile.mkdtemp(prefix="rlcore-box-")
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed in close
+        self._mark = uuid.uuid4().hex
         self._process: subprocess.Popen | None = None
         try:
             with theirs:
                 start = _start_isolated if isolated else _start_plain
-                self._process = start(theirs, self.tmp, packages, self._errors)
+                self._process = start(theirs, self.tmp, packages, self._errors, self._mark)
             self.control.settimeout(_START_S)
             if not self.control.recv(16):
                 raise RuntimeError(self._last_words())
@@ -87,22 +90,27 @@ class SandboxProcess:
             os.chmod(self.tmp, 0o1777)
 
     def close(self) -> None:
-        """Stop the process. With namespaces, kill all programs in the sandbox. Idempotent."""
+        """Stop the process, and kill all programs in the sandbox. Idempotent."""
         self.control.close()
-        if self._process is not None:
-            if self.isolated:
-                self._process.kill()
-            try:
-                self._process.wait(_END_S)  # without namespaces, the process exits with its socket
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        if self._process is not None and self._process.returncode is None:
+            if not self.isolated:
+                self._end_tree(self._process)
+            self._process.kill()
+            self._process.wait()
         self._errors.close()
         if self.tmp:
             try:
                 _remove(self.tmp)
             except (OSError, subprocess.SubprocessError) as error:
                 log.error("sandbox: cannot remove %s: %s", self.tmp, error)
+
+    def _end_tree(self, process: subprocess.Popen) -> None:
+        """Wait until the process has killed its programs and exited, since its socket is closed. If
+        it fails to do so, kill the programs, found by parent or by mark."""
+        deadline = time.monotonic() + _END_S
+        while not has_exited(process) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        end_tree(process, self._mark)
 
     def _last_words(self) -> str:
         if self._process is not None:
@@ -163,8 +171,9 @@ def interpreters() -> list[str]:
     return [own, *(p for p in (f"/usr/bin/{name}",) if os.path.exists(p) and p != own)]
 
 
-def _environment(path: str, packages: tuple[str, ...]) -> dict[str, str]:
+def _environment(path: str, packages: tuple[str, ...], mark: str) -> dict[str, str]:
     return {
+        MARK: mark,
         "PATH": "/usr/bin:/bin",
         "LANG": "C.UTF-8",
         "PYTHONPATH": os.pathsep.join([path, *packages]),
@@ -176,7 +185,7 @@ def _environment(path: str, packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def _start_plain(
-    control: socket.socket, tmp: str, packages: tuple[str, ...], errors: IO[bytes]
+    control: socket.socket, tmp: str, packages: tuple[str, ...], errors: IO[bytes], mark: str
 ) -> subprocess.Popen:
     is_root = os.geteuid() == 0
     python = next((p for p in interpreters() if not is_root or _anyone_reads(p)), "")
@@ -197,7 +206,7 @@ def _start_plain(
     )
     return subprocess.Popen(
         [python, *_OPTIONS, str(control.fileno()), json.dumps(settings._asdict())],
-        env=_environment(str(_PACKAGE.parent), packages),
+        env=_environment(str(_PACKAGE.parent), packages, mark),
         stdin=subprocess.DEVNULL,
         stdout=errors,
         stderr=errors,
@@ -224,7 +233,7 @@ def _others(user: int) -> int:
 
 
 def _start_isolated(
-    control: socket.socket, tmp: str, packages: tuple[str, ...], errors: IO[bytes]
+    control: socket.socket, tmp: str, packages: tuple[str, ...], errors: IO[bytes], mark: str
 ) -> subprocess.Popen:
     is_root = os.geteuid() == 0
     settings = SandboxSettings(
@@ -239,7 +248,7 @@ def _start_isolated(
         fds += [ready, told]
     else:
         command += ["--cap-add", "ALL"]
-    for name, value in _environment(_INSIDE, packages).items():
+    for name, value in _environment(_INSIDE, packages, mark).items():
         command += ["--setenv", name, value]
     command += [
         "--",

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlcore.rewards.judge import pipeline
 from rlcore.rewards.judge.model import JudgeModel
+from rlcore.rewards.judge.residency import STEADY
 from tests.gpu import side
 from tests.kit import ARCHS, tiny_hf_folder
 
@@ -33,16 +35,25 @@ def test_layers_that_stream_from_pinned_memory_give_the_bits_of_a_resident_model
 
 
 @side.needs_gpu
-def test_layers_leave_the_gpu_when_others_need_it(tmp_path: Path):
+def test_layers_leave_the_gpu_when_others_need_it_and_come_back_without_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folder = tiny_hf_folder(tmp_path / "m", num_hidden_layers=LAYERS, hidden_size=1024)
     free = 1e9
     model = JudgeModel(
         folder, dtype="float32", device=side.DEVICE, resident_ratio=1.0, free=lambda: free
     )
+    model.load_layers(0)
+    monkeypatch.setattr(pipeline, "read_layer", None)
     before = model.probabilities([[1, 2, 3]], range(53))
     full = torch.cuda.memory_reserved(side.DEVICE)
     free = -1e9
     after = model.probabilities([[1, 2, 3]], range(53))
     assert model.last.streamed_layers == LAYERS and torch.equal(before, after)
     assert torch.cuda.memory_reserved(side.DEVICE) < full
+    free = 1e9
+    for number in range(STEADY):
+        again = model.probabilities([[1, 2, 3]], range(53))
+        assert model.last.streamed_layers == (LAYERS if number + 1 < STEADY else 0)
+        assert torch.equal(before, again)
     model.close()

@@ -208,3 +208,43 @@ def test_no_rows_and_no_columns_are_legal(ops, dtype) -> None:
         run.real, run.where = real(dtype), (run.tokens, 0, width, 1.0)
         run.stream = native.stream(run.logits.device)
         assert run.stats()[1].tolist() == [0.0] * rows
+
+
+LARGE = (20_000, 152_064)
+"""3.04e9 elements, 6.1 GB in bfloat16: indices above 2**31 begin in row 14,122."""
+
+
+@pytest.mark.parametrize("shape", [(40, 1008), pytest.param(LARGE, marks=side.needs_gpu)], ids=str)
+def test_rows_beyond_two_to_the_31_elements_have_the_bits_that_they_have_alone(ops, shape) -> None:
+    """All three kernels. Rows of zeros show that every row is read."""
+    rows, width = shape
+    device, valid, limit = side.DEVICE, width - 5, (1 << 31) // width
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 2.2 * rows * width:
+        pytest.skip("needs 7 GB of free GPU memory")
+    chosen = [row for row in (0, rows // 2, limit, limit + 1, rows - 1) if row < rows]
+    logits = torch.zeros(rows, width, dtype=torch.bfloat16, device=device)
+    logits[chosen] = (randn(len(chosen), width) * 4).to(logits)
+    tokens = (torch.arange(rows) * 7919 % valid).to(device)
+    # Old, sampler's and reference log-probs, advantage, weight.
+    given = [randn(rows, seed=s).to(device, torch.float32) - 9 * (s < 4) for s in (1, 2, 3, 4, 5)]
+
+    def run(logits: Tensor, tokens: Tensor, given: list[Tensor]) -> list[Tensor]:
+        """Statistics, log-prob and entropy, what the policy says; `logits` become a gradient."""
+        where, stream = (tokens, 0, valid, 0.8), native.stream(device)
+        empty = [torch.full((n, len(tokens)), math.nan, device=device) for n in (4, 2, 10)]
+        stats, found, out = empty
+        ops.row_stats(logits, *where, stats, stream)
+        ops.policy_rows(logits, *where, *given, SETTINGS, found, out, stream)
+        lse = torch.stack([stats[0], stats[1].log()])
+        ops.row_grad(logits, *where, lse, found[1], given[3], given[4], logits, stream)
+        return [*stats, *found, *out]
+
+    few = logits[chosen]
+    alone = run(few, tokens[chosen], [x[chosen] for x in given])
+    together = run(logits, tokens, given)
+    for a, b in zip(together, alone, strict=True):
+        assert torch.equal(a[chosen], b) and a.isfinite().all()
+    assert torch.equal(logits[chosen], few) and few.any()
+    others = torch.ones(rows, dtype=torch.bool, device=device)
+    others[chosen] = False
+    assert (together[1][others] == valid).all()

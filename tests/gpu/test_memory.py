@@ -11,10 +11,10 @@ from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.mcore.layout import layout_of
 from rlcore.mcore.learner import MegatronLearner
-from rlcore.mcore.memory import BLOCK
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import load_weights
 from rlcore.trainer import memory
+from rlcore.utils.host_room import BLOCK
 from tests import kit
 from tests.contracts.engine_contract import requests as some_requests
 from tests.contracts.engine_contract import run, weights

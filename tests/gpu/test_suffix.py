@@ -65,3 +65,14 @@ def test_of_equal_handles_one_row_moves_the_request():
     for _ in range(4):
         lengths = forest.step(handles, None, tokens, offsets)[1]
         assert (lengths >= 0).sum() == 1
+
+
+@side.needs_gpu  # the CPU has one stream
+def test_a_call_on_another_stream_is_refused():
+    forest = DeviceForest(side.DEVICE, requests=1)
+    with (
+        torch.cuda.stream(torch.cuda.Stream(side.DEVICE)),
+        pytest.raises(AssertionError, match="it was made on stream"),
+    ):
+        forest.open(np.zeros(1, np.int64))
+    forest.open(np.zeros(1, np.int64))

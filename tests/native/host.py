@@ -20,7 +20,7 @@ def build(folder: Path, sources: Sequence[str], flags: str = f"{SANITIZED} {STRI
     if compiler is None:
         pytest.skip("no C++ compiler")
     if "sanitize" in flags and "clang" not in os.path.basename(compiler):
-        flags += " -static-libasan"
+        flags += " -static-libtsan" if "thread" in flags else " -static-libasan"
     csrc = kit.ROOT / "csrc"
     program = folder / Path(sources[-1]).stem
     files = [csrc / source for source in sources]

@@ -2,6 +2,8 @@
 and the host test of the kernels' bodies."""
 
 import math
+import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -590,3 +592,37 @@ def test_the_host_test_of_the_kernels_bodies_passes(flags, tmp_path):
     said = host.run(host.build(tmp_path, sources, f"{flags} {host.STRICT}"))
     print(said)  # the instruction sets that this machine has not are "not run"
     assert "run: baseline" in said.splitlines()
+
+
+BARRIERS = {"stats": 1, "grad": 2, "rows": 3}
+"""Barriers of the block that each kernel's body passes."""
+
+
+@pytest.fixture(scope="module")
+def races(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels' bodies on real threads, under ThreadSanitizer."""
+    flags = f"-O1 -g -fsanitize=thread {host.STRICT}"
+    program = host.build(tmp_path_factory.mktemp("races"), ["tests/loss_race_test.cpp"], flags)
+    said = subprocess.run([program, "stats", "0"], capture_output=True, text=True, timeout=120)
+    if "unexpected memory mapping" in said.stderr:
+        pytest.skip("this kernel's vm.mmap_rnd_bits is too large for this compiler's sanitizer")
+    return program
+
+
+def test_no_barrier_is_missing_between_the_threads_of_a_kernel(races: Path) -> None:
+    said = host.run(races)
+    assert said.splitlines() == [f"{body} {count}" for body, count in BARRIERS.items()]
+
+
+@pytest.mark.parametrize(
+    "body, barrier", [(b, str(i + 1)) for b, count in BARRIERS.items() for i in range(count)]
+)
+def test_a_kernel_without_one_of_its_barriers_is_caught(races: Path, body: str, barrier: str):
+    said = subprocess.run(
+        [races, body, barrier],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"TSAN_OPTIONS": "halt_on_error=1"},
+    )
+    assert said.returncode == 66 and "ThreadSanitizer: data race" in said.stderr

@@ -199,3 +199,22 @@ def test_bad_options_are_refused(options, message):
 def test_histories_are_uploaded_from_a_forest_that_has_some():
     with pytest.raises(ValueError, match="arena: no histories"):
         DeviceForest(requests=1).upload(Forest(threads=1))
+
+
+@pytest.mark.parametrize("call", ["upload", "open", "step", "close"])
+def test_a_call_on_another_stream_is_refused(call, monkeypatch):
+    """The CPU has one stream, 0: the other one is pretended."""
+    device, forest = DeviceForest(requests=2), forest_of({0: [1, 2, 3, 4]})
+    device.upload(forest)
+    handle = device.open(i64(0))
+    calls = {
+        "upload": lambda: device.upload(forest),
+        "open": lambda: device.open(i64(0)),
+        "step": lambda: device.step(handle, None, *tensors(*batch([[1]]))),
+        "close": lambda: device.close(handle),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "stream", lambda device: 0x7F)
+        with pytest.raises(AssertionError, match="on stream 0x7f: it was made on stream 0x0"):
+            calls[call]()
+    calls[call]()

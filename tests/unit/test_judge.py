@@ -7,6 +7,7 @@ Not covered: CUDA.
 import dataclasses
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -16,13 +17,22 @@ import torch
 from rlcore.cli import judge
 from rlcore.data import label_task
 from rlcore.hf.tokenizer import load_tokenizer, make_char_tokenizer
-from rlcore.rewards.judge import process
+from rlcore.rewards.judge import pipeline, process
 from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.process import JudgeServer
+from rlcore.rewards.judge.residency import STEADY
 from rlcore.rewards.judge.rubric import Rubric
 from rlcore.rewards.judge.runner import ProcessBackend
-from rlcore.rewards.judge.wire import GradeRequest
+from rlcore.rewards.judge.wire import (
+    BatchDone,
+    BatchStarted,
+    FromJudge,
+    GradeRequest,
+    JudgeReady,
+    LoadJudge,
+)
 from rlcore.rewards.service import RewardService
+from rlcore.utils import net
 from tests.contracts.reward_contract import prompt_of, sample_of, score_all
 from tests.kit import tiny_hf_folder
 
@@ -138,7 +148,7 @@ def test_a_judge_that_grows_by_more_than_memory_gb_ends_and_its_batch_pays(folde
         max_new_tokens=110,
         pattern="(.)$",
         timeout_s=60.0,
-        memory_limit_gb=0.002,  # less than torch takes for its first forward,
+        memory_limit_gb=0.004,  # less than torch takes for its first forward,
         max_tokens=64,  # which needs little by itself
         batch_tokens=64,
     )
@@ -156,7 +166,7 @@ def test_a_judge_that_grows_by_more_than_memory_gb_ends_and_its_batch_pays(folde
             os.kill(worker.process.pid, signal.SIGSTOP)  # so that it is looked at before its end
         found = found or score_all(service)
     assert found["t0.0"].error.startswith("memory: the judge grew by ")
-    assert found["t0.0"].error.endswith("--reward.memory_limit_gb is 0.002")
+    assert found["t0.0"].error.endswith("--reward.memory_limit_gb is 0.004")
 
 
 def kill_in_a_batch(backend: ProcessBackend, rows: int) -> None:
@@ -185,6 +195,43 @@ def test_a_judge_that_cannot_be_loaded_ends_the_run_with_one_sentence(folder, tm
     ):
         service.submit("a.0", sample_of("a.0"), prompt_of("1"), ">1")
         score_all(service)
+
+
+class OneRequest:
+    """Stands for the channel to the parent: one request, then the end of the stream."""
+
+    def __init__(self, load: LoadJudge, events: list) -> None:
+        self._load, self._events = load, events
+        self._bodies = [net.encode(GradeRequest(0, "", "1", ">1", {}))]
+
+    def first(self) -> bytes:
+        return net.encode(self._load)
+
+    def send(self, data: bytearray) -> None:
+        (body,) = net.Frames(1 << 20).feed(bytes(data))
+        self._events.append(type(net.decode(body, FromJudge)))
+
+    def receive(self, timeout_s: float | None) -> list[bytes]:
+        if not self._bodies and timeout_s is None:
+            raise EOFError
+        bodies, self._bodies = self._bodies, []
+        return bodies
+
+
+def test_the_judge_reads_its_layers_before_it_is_ready(folder, monkeypatch):
+    """And not in its first batch, which has less time."""
+    events, read = [], pipeline.read_layer
+
+    def reads(reader, number, *rest) -> None:
+        events.append(number)
+        read(reader, number, *rest)
+
+    monkeypatch.setattr(pipeline, "read_layer", reads)
+    cfg = config(folder, resident_ratio=1.0, batch_wait_s=0.0)
+    load = LoadJudge(config=dataclasses.asdict(cfg), device="cpu", sys_path=tuple(sys.path))
+    with pytest.raises(EOFError):
+        process.serve(OneRequest(load, events))
+    assert events == [0, 1, 2, 3, 4, JudgeReady, BatchStarted, BatchDone]
 
 
 # ---- the rubric
@@ -291,35 +338,35 @@ def test_a_burst_becomes_tokens_bit_by_bit_and_the_clock_hears_of_every_stretch(
 
 
 def test_a_batch_without_memory_is_tried_again_with_no_layer_left_in_place(folder, monkeypatch):
-    """One row as well, before it is given up; and layers stay away until the batch is through."""
+    """One row as well, before it is given up; layers return after several batches with room."""
     judge = JudgeServer(config(folder, resident_ratio=1.0), "cpu")
     model, seen, fits = judge.model, [], {"resident": 0, "rows": 2}
 
-    def probabilities(rows, ids):
-        model._decide(0)
+    def prefill(rows, cache):
         seen.append((len(rows), model.layers.num_resident))
         if model.layers.num_resident > fits["resident"] or len(rows) > fits["rows"]:
             raise torch.OutOfMemoryError("no room")
-        return real(rows, ids)
+        return real(rows, cache)
 
-    real = model.probabilities
-    monkeypatch.setattr(model, "probabilities", probabilities)
+    real = model._prefill
+    monkeypatch.setattr(model, "_prefill", prefill)
     try:
         for key in range(4):
             judge.add(GradeRequest(key, "", "", "1" * 9, {}))
         assert [r.error for r in judge.score(judge.next_batch())] == [""] * 4
         assert seen == [(4, 5), (2, 0), (2, 0)]
         seen.clear()
-        judge.add(GradeRequest(4, "", "", "1", {}))
-        assert [r.error for r in judge.score(judge.next_batch())] == [""]
-        assert seen == [(1, 5), (1, 0)]
+        for key in range(STEADY):
+            judge.add(GradeRequest(4 + key, "", "", "1" * key, {}))
+            assert [r.error for r in judge.score(judge.next_batch())] == [""]
+        assert seen == [*[(1, 0)] * (STEADY - 1), (1, 5), (1, 0)]
         seen.clear()
         fits["rows"] = 0
-        judge.add(GradeRequest(5, "", "", "1", {}))
+        judge.add(GradeRequest(99, "", "", "1", {}))
         assert [r.error for r in judge.score(judge.next_batch())] == [
             "memory: OutOfMemoryError: no room"
         ]
-        assert seen == [(1, 5), (1, 0)]
+        assert seen == [(1, 0), (1, 0)]
     finally:
         model.close()
 

@@ -25,6 +25,7 @@ import os, signal, sys, time
 pipes = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
 control, quit = os.path.join(pipes, "control"), os.path.join(pipes, "quit")
 if sys.argv[1:] == ["-f"]:
+    open(os.path.join(pipes, "..", "mask"), "w").write(str(os.environ.get("CUDA_VISIBLE_DEVICES")))
     if os.environ.get("STUB_FAILS"):
         sys.exit(os.environ["STUB_FAILS"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -78,31 +79,47 @@ def wait_for(condition) -> bool:
     return condition()
 
 
-def test_the_first_starts_it_the_second_joins_and_the_first_ends_it(stub):
-    first = mps.join(stub)
-    second = mps.join(stub)
+def end(daemon: mps.Daemon) -> None:
+    """Release the daemon as its last process, and wait for its end."""
+    pid = pid_of(daemon)
+    daemon.close()
+    assert wait_for(lambda: not is_alive(pid) and not Path(daemon.environment[mps.PIPES]).exists())
+
+
+def test_the_daemon_stops_after_the_last_process_has_released_it(stub):
+    """Whichever process started it: a process is a client of the daemon until its exit."""
+    first, second = mps.join(stub), mps.join(stub)
     pid = pid_of(first)
-    assert first.is_ours and not second.is_ours
-    assert first.environment == second.environment
-    assert first.environment[mps.PIPES] == str(stub / "pipe")
-    second.stop()
+    assert (
+        first.environment
+        == second.environment
+        == {
+            mps.PIPES: str(stub / "pipe"),
+            mps.LOGS: str(stub / "log"),
+        }
+    )
+    first.close()
+    first.close()
+    time.sleep(0.5)  # the keeper looks every 0.1 s
     assert is_alive(pid)
-    first.stop()
-    first.stop()
-    assert not is_alive(pid) and not (stub / "pipe").exists()
+    third = mps.join(stub)
+    assert pid_of(third) == pid
+    second.close()
+    third.close()
+    assert wait_for(lambda: not is_alive(pid) and not (stub / "pipe").exists())
 
 
 def test_a_daemon_of_somebody_else_is_used_and_left_alone(stub, monkeypatch):
     theirs = mps.join(stub)
     monkeypatch.setenv(mps.PIPES, theirs.environment[mps.PIPES])
     ours = mps.join(stub.with_name("other"))
-    ours.stop()
-    assert not ours.is_ours and ours.environment == {mps.PIPES: str(stub / "pipe")}
+    ours.close()
+    assert ours.environment == {mps.PIPES: str(stub / "pipe")}
     assert is_alive(pid_of(theirs)) and not stub.with_name("other").exists()
-    theirs.stop()
+    end(theirs)
 
 
-def test_it_ends_with_the_process_that_started_it(stub):
+def test_the_daemon_outlives_the_process_that_started_it_if_others_use_it(stub):
     code = (
         "import sys, time, pathlib; from rlcore.rewards.judge import mps;"
         "mps.join(pathlib.Path(sys.argv[1])); print('up', flush=True); time.sleep(60)"
@@ -111,42 +128,52 @@ def test_it_ends_with_the_process_that_started_it(stub):
     assert owner.stdout is not None
     while b"up" not in owner.stdout.readline():
         assert owner.poll() is None
-    pid = int((stub / "pipe" / "control").read_text())
+    other = mps.join(stub)
+    pid = pid_of(other)
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    assert wait_for(lambda: not is_alive(pid))
+    time.sleep(0.5)  # the keeper looks every 0.1 s
+    assert is_alive(pid)
+    end(other)
     again = mps.join(stub)  # and what it left is no obstacle
-    assert again.is_ours and pid_of(again) != pid
-    again.stop()
+    assert pid_of(again) != pid
+    end(again)
+
+
+@pytest.mark.parametrize("mask", ["4,5,6,7", "3", "GPU-8d2b"])
+def test_the_daemon_has_every_gpu_and_a_client_keeps_its_mask(stub, monkeypatch, mask):
+    """A daemon with a mask renumbers its GPUs: a client with the same mask then finds none."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    daemon = mps.join(stub)
+    assert (stub / "mask").read_text() == "None"
+    assert "CUDA_VISIBLE_DEVICES" not in daemon.environment
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == mask
+    end(daemon)
 
 
 def test_pipes_that_a_dead_daemon_left_are_cleared_away(stub, caplog):
     daemon = mps.join(stub)
     os.kill(pid_of(daemon), signal.SIGKILL)
-    assert daemon._process is not None
-    daemon._process.wait()
-    os.close(daemon._lock)  # as the death of its process would
-    assert (stub / "pipe" / "control").exists()
-    again = mps.join(stub)
+    again = mps.join(stub)  # after the exit of the keeper
     assert "left behind by a daemon that has failed" in caplog.text
-    assert again.is_ours and is_alive(pid_of(again))
-    again.stop()
-
-
-def test_a_daemon_that_crashed_in_the_run_is_no_trouble_at_its_end(stub):
-    daemon = mps.join(stub)
-    os.kill(pid_of(daemon), signal.SIGKILL)
-    daemon.stop()
-    assert not (stub / "pipe").exists()
+    assert is_alive(pid_of(again))
+    daemon.close()
+    end(again)
 
 
 def test_a_daemon_that_does_not_obey_is_killed(stub, monkeypatch):
     monkeypatch.setenv("STUB_STUBBORN", "1")
+    end(mps.join(stub, stop_s=0.6))
+
+
+def test_the_signal_that_slurm_sends_to_a_job_stops_no_daemon_whose_ranks_still_run(stub):
     daemon = mps.join(stub)
     pid = pid_of(daemon)
-    daemon.stop(timeout_s=0.8)
-    assert not is_alive(pid)
+    os.kill(int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1]), 15)
+    time.sleep(0.5)
+    assert is_alive(pid)
+    end(daemon)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +186,9 @@ def test_a_daemon_that_does_not_obey_is_killed(stub, monkeypatch):
 def test_a_daemon_that_does_not_come_up_is_one_sentence(stub, monkeypatch, variable, value, said):
     monkeypatch.setenv(variable, value)
     with pytest.raises(mps.MPSError, match=said):
-        mps.join(stub, timeout_s=1.0)
+        mps.join(stub, timeout_s=1.0, stop_s=0.6)
     monkeypatch.delenv(variable)
-    mps.join(stub).stop()  # nothing is left that would hinder the next one
+    end(mps.join(stub))  # nothing is left that would hinder the next one
 
 
 def test_a_missing_program_and_a_folder_without_permission_are_one_sentence(stub, monkeypatch):
@@ -188,11 +215,28 @@ def test_a_run_with_a_judge_on_its_gpus_has_a_daemon_and_others_have_none(stub, 
     assert mps.of_run(run_config(mps="off")) is None
     sums = config_class("exact:1,judge:0.5")
     daemon = mps.of_run(sums(judge=run_config()))
-    assert daemon is not None and daemon.is_ours
+    assert daemon is not None
     assert os.environ[mps.PIPES] == str(stub / "pipe")
-    daemon.stop()
+    end(daemon)
     for name in daemon.environment:
         monkeypatch.delenv(name)
+
+
+def test_ranks_that_may_open_other_gpus_have_a_daemon_of_their_own(monkeypatch):
+    """As Slurm's device cgroups do it; the masks of ranks in one cgroup change nothing."""
+    found = []
+
+    def join(folder: Path) -> mps.Daemon:
+        found.append(folder)
+        raise mps.MPSError("stop here")
+
+    monkeypatch.setattr(mps, "join", join)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for rank, visible in enumerate((["nvidia0", "nvidia1"], ["nvidia0", "nvidia1"], ["nvidia1"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(rank))
+        monkeypatch.setattr(mps, "gpus", lambda visible=visible: visible)
+        assert mps.of_run(run_config()) is None
+    assert found[0] == found[1] != found[2]
 
 
 def test_a_run_says_why_there_is_no_mps_and_ends_only_if_it_was_asked_for(monkeypatch, caplog):

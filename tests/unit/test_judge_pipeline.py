@@ -11,16 +11,21 @@ import torch
 from rlcore.hf.config import HFConfig
 from rlcore.hf.weights import WeightReader, drop_pages
 from rlcore.rewards.judge import pipeline
+from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.model import JudgeModel
 from rlcore.rewards.judge.residency import (
     SLOTS,
+    STEADY,
     JudgeSizes,
+    footprint,
+    host_growth,
     most_resident,
     num_resident,
     sizes_of,
     spread,
     work_bytes,
 )
+from rlcore.utils import host_room
 from tests.kit import ARCHS, tiny_hf_folder
 
 CPU = torch.device("cpu")
@@ -81,20 +86,73 @@ def test_layers_leave_and_come_back_between_batches_as_memory_does(tmp_path):
     hf = HFConfig.from_folder(folder)
     sizes, rows = sizes_of(hf, torch.float32), rows_of(5, 9)
     work = work_bytes(hf, torch.float32, 2, 9)
-    held = 0.0
 
     def free() -> float:  # what others leave, less what the judge has taken already
         return others - model.layers.num_buffers * sizes.layer
 
     model = JudgeModel(folder, dtype="float32", device=CPU, resident_ratio=1.0, free=free)
     seen, results = [], []
-    for held in (9.5, 6.5, 3.5, 2.5, 6.5, 9.5):
+    for held, batches in ((9.5, 1), (6.5, 1), (3.5, 1), (2.5, 1), (6.5, STEADY), (9.5, STEADY)):
         others = held * sizes.layer + work
-        results.append(model.probabilities(rows, range(53)))
-        seen.append((model.layers.num_resident, model.layers.num_buffers))
+        for _ in range(batches):
+            results.append(model.probabilities(rows, range(53)))
+            seen.append((model.layers.num_resident, model.layers.num_buffers))
     model.close()
-    assert seen == [(7, 7), (4, 6), (1, 3), (0, 2), (4, 6), (7, 7)]
+    down, up = [(7, 7), (4, 6), (1, 3), (0, 2)], STEADY - 1
+    assert seen == [*down, *[(0, 2)] * up, (4, 6), *[(4, 6)] * up, (7, 7)]
     assert all(torch.equal(r, results[0]) for r in results)
+
+
+def test_memory_that_changes_by_one_layer_from_batch_to_batch_moves_one_layer_once(tmp_path):
+    folder = tiny_hf_folder(tmp_path / "m", num_hidden_layers=LAYERS)
+    hf = HFConfig.from_folder(folder)
+    sizes, rows, seen = sizes_of(hf, torch.float32), rows_of(5, 9), []
+    work, held = work_bytes(hf, torch.float32, 2, 9), 0.0
+
+    def free() -> float:
+        return held * sizes.layer + work - model.layers.num_buffers * sizes.layer
+
+    model = JudgeModel(folder, dtype="float32", device=CPU, resident_ratio=1.0, free=free)
+    for number in range(3 * STEADY):
+        held = (6.5, 5.5)[number % 2]
+        model.probabilities(rows, range(53))
+        seen.append(model.layers.num_resident)
+    model.close()
+    assert seen == [4] + [3] * (3 * STEADY - 1)
+
+
+def test_a_layer_is_read_from_its_files_once_and_its_host_copy_stays(tmp_path, monkeypatch):
+    """The carrier of CUDA on the CPU, whose streams have no effect. The plan has the bytes of its
+    host memory."""
+    monkeypatch.setattr(host_room, "BLOCK", 1000)
+    folder = tiny_hf_folder(tmp_path / "m", num_hidden_layers=LAYERS)
+    hf, reader, read = HFConfig.from_folder(folder), WeightReader(folder), []
+    expected = [pipeline.make_buffer(hf, torch.float32, CPU) for _ in range(LAYERS)]
+    for number, buffer in enumerate(expected):
+        pipeline.read_layer(reader, number, buffer, read.append)
+    once = sum(read)
+    read.clear()
+    carrier = pipeline.PinnedCarrier(reader, CPU, read.append)
+    layers = pipeline.LayerPipeline(hf, torch.float32, CPU, carrier)
+    layers.set_resident(4)
+    layers.load()
+    assert sum(read) == once
+    cfg = JudgeRewardConfig(model=str(folder), dtype="float32", resident_ratio=4 / LAYERS)
+    layer = sizes_of(hf, torch.float32).layer
+    assert layer % 1000
+    assert carrier.host_bytes == footprint(cfg, hf).host == -(-3 * layer // 1000) * 1000
+    read.clear()
+    for resident in (4, 6, 0, 2, 7, 1):
+        layers.set_resident(resident)
+        for _ in range(2):
+            for found, buffer in zip(layers, expected, strict=True):
+                for name in ("qkv", "gate_up", "down", "norm1"):
+                    assert torch.equal(getattr(found, name), getattr(buffer.layer, name))
+    assert not read
+    assert carrier.host_bytes == -(-LAYERS * layer // 1000) * 1000
+    assert carrier.host_bytes - footprint(cfg, hf).host <= host_growth(cfg, hf, "cuda", 4)
+    layers.close()
+    assert carrier.host_bytes == 0
 
 
 @pytest.mark.parametrize("fit", [0, 1])

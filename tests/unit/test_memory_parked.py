@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rlcore.mcore.memory import HostRoom, Parked, storages
+from rlcore.mcore.memory import Parked, storages
+from rlcore.utils.host_room import HostRoom
 
 
 @pytest.mark.parametrize("sizes", [[5, 0, 11], [16], [3, 5], []])
@@ -16,6 +17,18 @@ def test_what_is_written_into_blocks_is_read_back_bit_by_bit(sizes: list[int]) -
         room.read(targets)
         assert all(torch.equal(a, b) for a, b in zip(sources, targets, strict=True))
         assert room.num_bytes == -(-sum(sizes) // 8) * 8  # the same blocks every time
+
+
+def test_contents_are_written_and_read_from_any_byte_on() -> None:
+    room = HostRoom(block=8)
+    parts = [torch.randint(0, 256, (11,), dtype=torch.uint8) for _ in range(3)]
+    for number, part in enumerate(parts):
+        room.write([part], 11 * number)
+    for number in (2, 0, 1):
+        target = torch.zeros(11, dtype=torch.uint8)
+        room.read([target], 11 * number)
+        assert torch.equal(target, parts[number])
+    assert room.num_bytes == 40
 
 
 def test_a_part_that_comes_back_as_zeros_is_gone_meanwhile_and_its_views_live() -> None:

@@ -5,6 +5,7 @@ Not covered: kernels without seccomp or Landlock, processors other than this one
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -160,6 +161,53 @@ def test_closing_a_sandbox_whose_folder_stays_raises_nothing(monkeypatch, caplog
     Sandbox(False).close()
     assert f"cannot remove {folders[0]}" in caplog.text
     remove(folders[0])
+
+
+def pids_of(argument: str) -> list[int]:
+    """Living processes with this argument."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if argument.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+SLEEPER = """
+import subprocess, time
+subprocess.Popen(["sleep", "{0}"], start_new_session=True)
+time.sleep({0})
+"""
+"""A program whose own child has left its session."""
+
+
+@pytest.mark.parametrize("what", ["an exception in a run", "killed", "stopped"])
+def test_without_namespaces_closing_ends_a_running_program_and_all_that_it_started(
+    what, monkeypatch
+):
+    """Also if the interpreter that waits inside can no longer do so."""
+    monkeypatch.setattr(box_module, "_GRACE_S", 0.2)
+    monkeypatch.setattr(isolation, "_END_S", 0.5)
+    seconds = f"{300 + os.getpid() % 1000}.25"
+    begin = time.monotonic()
+    end = begin + LONG_S
+
+    def deadline() -> float:
+        if not pids_of(seconds):
+            return end
+        if what == "an exception in a run":
+            raise KeyError(what)
+        os.kill(sandbox.pid, signal.SIGKILL if what == "killed" else signal.SIGSTOP)
+        return begin
+
+    with Sandbox(False) as sandbox:
+        with pytest.raises((KeyError, Broken)):
+            sandbox.run(SLEEPER.format(seconds), deadline)
+        assert time.monotonic() < end, "the program did not start"
+        sandbox.close()
+        assert pids_of(seconds) == []
 
 
 def test_folders_that_a_program_has_locked_are_removed():

@@ -1,13 +1,22 @@
 """A judge of random weights in the whole program, alone and in a sum; the tiny judge learns its
 rule."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlcore.cli import judge
+from rlcore.cli.builders import rollout
+from rlcore.cli.builders.start import BuildContext
+from rlcore.cli.settings import parse
+from rlcore.cli.world import World
 from rlcore.data import label_task
-from rlcore.hf.tokenizer import make_char_tokenizer
+from rlcore.hf.config import HFConfig
+from rlcore.hf.tokenizer import load_tokenizer, make_char_tokenizer
+from rlcore.trainer.progress import Progress
+from rlcore.utils.spans import Spans
 from tests import runs
 from tests.kit import tiny_hf_folder
 
@@ -56,6 +65,30 @@ def test_in_a_sum_the_judge_has_its_weight(gang):
     total = 2 * row["reward/exact"] + 0.5 * row["reward/judge"]
     assert row["critic/score/mean"] == pytest.approx(total, abs=1e-6)
     assert 0 < row["reward/judge"] < 1 and row["reward/judge/judge_streamed_layers"] == 2
+
+
+def test_a_judge_starts_once_the_engine_has_taken_its_memory(tmp_path: Path):
+    """An engine sizes its cache by free memory, so a judge must not load at the same time."""
+    model = runs.tiny_model(tmp_path / "model")
+    path = tiny_hf_folder(tmp_path / "judge", vocab_size=len(label_task.VOCAB))
+    make_char_tokenizer(path, label_task.CHARS)
+    keys = ("--rollout.process", "child", "--reward", "judge", "--reward.model", path)
+    words = ("--reward.good", "*", "--reward.bad", "-")
+    cfg = parse(runs.arguments(model, tmp_path, "run", *keys, *words))
+    with ExitStack() as closing:
+        start = BuildContext(
+            cfg=cfg,
+            world=World(0, 1, 0, torch.device("cpu"), None),
+            hf=HFConfig.from_folder(model),
+            folder=tmp_path,
+            spans=Spans(),
+            progress=Progress(),
+            closing=closing,
+        )
+        scorer, engine, _ = rollout._make_sampler(start, load_tokenizer(model), None, lambda: None)
+        closing.callback(scorer.close)
+        closing.callback(engine.close)
+        assert not engine.is_starting(0.0) and not engine.failure
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from rlcore.cli.builders.engine import make_engine, make_episodes
 from rlcore.cli.builders.model import sampling_of
 from rlcore.cli.builders.observers import of_agent, watch
 from rlcore.cli.builders.prompts import is_chat
-from rlcore.cli.builders.rewards import make_deadlines, make_scorer
+from rlcore.cli.builders.rewards import make_deadlines, make_scorer, own_judges
 from rlcore.cli.builders.sizes import make_pipe, make_place
 from rlcore.cli.builders.start import BuildContext
 from rlcore.cli.world import make_hub
@@ -117,8 +117,10 @@ def _make_sampler(
     """Return rewards and engine of a rank that samples, and whether the engine is a child process.
     `worker` returns the rank's worker, which is built later and knows a round's prompts."""
     cfg, world = start.cfg, start.world
-    rewards = make_scorer(cfg, world, deadlines)
     engine = make_engine(cfg, start.hf, world)
+    if own_judges(cfg):  # the engine sizes its cache by free memory, which a judge would take
+        engine.is_starting(cfg.cluster.timeout_s)
+    rewards = make_scorer(cfg, world, deadlines)
     in_child = isinstance(engine, ChildEngine)
     if not cfg.select.env:
         assert rewards is not None

@@ -1,10 +1,13 @@
 """Model of the judge: probabilities of verdict tokens after a prefill, or a few greedy tokens.
 
 The forward pass is `hf.model.CausalLM`, as in the torch engine; its layers come from a
-`LayerPipeline`. Before each batch, the number of resident layers is recomputed from free memory.
+`LayerPipeline`. Before each batch, the number of resident layers is recomputed from free memory. It
+falls at once, but rises only after several batches with room, so that small changes of free memory
+move no layers.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +23,7 @@ from rlcore.hf.names import EMBED, HEAD, NORM, expected
 from rlcore.hf.weights import WeightReader
 from rlcore.rewards.judge import residency
 from rlcore.rewards.judge.pipeline import Carrier, FileCarrier, LayerPipeline, OnRead, PinnedCarrier
-from rlcore.rewards.judge.residency import num_resident, sizes_of, work_bytes
+from rlcore.rewards.judge.residency import STEADY, num_resident, sizes_of, work_bytes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -67,7 +70,7 @@ class JudgeModel:
         reader.check(expected(self.hf))
         carrier: Carrier
         if device.type == "cuda":
-            carrier = PinnedCarrier(self.hf, self.dtype, reader, device)
+            carrier = PinnedCarrier(reader, device, on_read)
         else:
             carrier = FileCarrier(reader, on_read)
         self.layers = LayerPipeline(self.hf, self.dtype, device, carrier, overlap)
@@ -79,7 +82,15 @@ class JudgeModel:
             if name in self._model.views:
                 self._model.load(name, reader.get(name))
         self._sizes = sizes_of(self.hf, self.dtype)
+        self._fits: deque[int] = deque(maxlen=STEADY)
+        """Numbers of resident layers that recent batches had room for."""
         self.last = BatchStats()
+
+    def load_layers(self, work: int) -> None:
+        """Load all layers: as many as fit on the device beside a batch that takes `work` bytes, the
+        others into host memory. Without this call, the first batch loads them."""
+        self._decide(work)
+        self.layers.load()
 
     @torch.no_grad()
     def probabilities(self, rows: Sequence[Sequence[int]], ids: Sequence[int]) -> Tensor:
@@ -135,10 +146,11 @@ class JudgeModel:
         """Stream all layers, after a batch ran out of memory that another process had taken. No
         layer becomes resident until `may_grow` is called, however much memory seems free."""
         self.is_small = True
+        self._fits.append(0)
         self.layers.set_resident(0)
 
     def may_grow(self) -> None:
-        """Allow layers to become resident again as memory permits."""
+        """Allow layers to become resident again, after several batches with room."""
         self.is_small = False
 
     def _prefill(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
@@ -182,14 +194,16 @@ class JudgeModel:
         return cache
 
     def _decide(self, work: int) -> None:
-        """Keep as many layers resident as fit in memory beside a batch that takes `work` bytes."""
+        """Keep as many layers resident as fit in memory beside a batch that takes `work` bytes, now
+        and in the recent batches."""
         if self.is_small:
             return
         held = self.layers.num_buffers * self._sizes.layer
         room = self._free() + held
         if self._memory:
             room = min(room, self._memory - self._sizes.outer)
-        self.layers.set_resident(num_resident(self._sizes, self._ratio, room - work))
+        self._fits.append(num_resident(self._sizes, self._ratio, room - work))
+        self.layers.set_resident(min(self._fits))
 
     def _free_here(self) -> float:
         return residency.free_on(self.device, lambda: psutil.virtual_memory().available)

@@ -20,7 +20,7 @@ import msgspec
 from rlcore.records import RewardResult
 from rlcore.rewards.judge import mps
 from rlcore.rewards.judge.config import JudgeRewardConfig
-from rlcore.rewards.judge.residency import host_growth
+from rlcore.rewards.judge.residency import footprint, host_growth
 from rlcore.rewards.judge.rubric import Rubric, of_probabilities, verdict_ids
 from rlcore.rewards.judge.wire import (
     BatchDone,
@@ -63,7 +63,7 @@ def serve(channel: Channel) -> None:
         traceback.print_exc()
         channel.send(frame(JudgeReady(error=sentence(error))))
         sys.exit(1)
-    growth = host_growth(cfg, judge.model.hf, device)
+    growth = host_growth(cfg, judge.model.hf, device, judge.model.layers.num_resident)
     channel.send(frame(JudgeReady(growth_bytes=growth)))
     while True:
         if not judge.num_waiting:
@@ -106,7 +106,8 @@ class JudgeServer:
     """Judge inside its process: model, tokenizer, rubric and the waiting requests."""
 
     def __init__(self, cfg: JudgeRewardConfig, device: str) -> None:
-        """Load the model. Raises ValueError if settings, rubric and model are incompatible."""
+        """Load the model with all layers, within the start's time-out instead of a batch's. Raises
+        ValueError if settings, rubric and model are incompatible."""
         import torch
 
         from rlcore.hf.tokenizer import load_tokenizer
@@ -133,6 +134,7 @@ class JudgeServer:
             resident_ratio=cfg.resident_ratio,
             memory_bytes=1e9 * min(filter(None, (cfg.device_memory_gb, cfg.mps_gb)), default=0.0),
         )
+        self.model.load_layers(footprint(cfg, self.model.hf).work)
         new = cfg.max_new_tokens if cfg.method == "generate" else 0
         self._longest = min(cfg.max_tokens, self.model.hf.max_positions - new)
         self.waiting: list[JudgeRow] = []

@@ -10,9 +10,12 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.model import layer_numel
 from rlcore.hf.names import EMBED, HEAD, NORM, expected
 from rlcore.rewards.judge.config import JudgeRewardConfig
+from rlcore.utils.host_room import room_bytes
 
 SLOTS = 2
 """Number of buffers for streamed layers: one is in use while the next is filled."""
+STEADY = 8
+"""Number of batches that must have room for a layer before the layer becomes resident again."""
 MARGIN = 0.02
 """Share of free memory that stays unused, because allocators round up."""
 
@@ -82,7 +85,8 @@ class Footprint:
     work: int
     """Estimated device bytes of the largest batch."""
     host: int
-    """Pinned host bytes of the streamed layers."""
+    """Pinned host bytes of the streamed layers. If memory on the device becomes short, evicted
+    layers add to them."""
     num_resident: int
 
 
@@ -103,18 +107,20 @@ def footprint(cfg: JudgeRewardConfig, hf: HFConfig) -> Footprint:
     return Footprint(
         stay=sizes.outer + stay * sizes.layer + slots,
         work=work,
-        host=streamed * sizes.layer,
+        host=room_bytes(streamed * sizes.layer),
         num_resident=stay,
     )
 
 
-def host_growth(cfg: JudgeRewardConfig, hf: HFConfig, device_type: str) -> int:
-    """Return how many bytes of host memory a healthy judge may add after its start: for its layers,
-    which are read on first use, and on the CPU also for its largest batch."""
+def host_growth(cfg: JudgeRewardConfig, hf: HFConfig, device_type: str, num_resident: int) -> int:
+    """Return how many bytes of host memory a healthy judge may add after its start, when
+    `num_resident` layers are resident: on CUDA for copies of layers that are evicted, on the CPU
+    for the other layers, slots, and its largest batch."""
     sizes = sizes_of(hf, getattr(torch, cfg.dtype))
     if device_type == "cuda":
-        return 2 * sizes.num_layers * sizes.layer  # torch rounds pinned memory up to powers of two
-    return (sizes.num_layers + SLOTS) * sizes.layer + footprint(cfg, hf).work
+        return room_bytes(num_resident * sizes.layer)
+    others = sizes.num_layers + SLOTS - num_resident
+    return others * sizes.layer + footprint(cfg, hf).work
 
 
 def spread(num_layers: int) -> list[int]:
