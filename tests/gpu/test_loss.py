@@ -188,12 +188,12 @@ def test_nan_and_infinity_spread_over_their_row_alone(ops, dtype) -> None:
 @side.needs_gpu
 def test_a_side_stream_is_used(ops, dtype) -> None:
     run = Run(ops, dtype, (64, 20001, 20000), side.DEVICE)
-    expected = run.stats()
+    expected, logits = run.stats(), run.logits  # kept, since only the other stream reads them
     torch.cuda.synchronize()
     stream = torch.cuda.Stream(side.DEVICE)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)  # the logits come late: only this stream knows when
-        run.logits = run.logits.clone()
+        run.logits = logits.clone()
         run.stream = native.stream(run.logits.device)
         made = run.stats()
     stream.synchronize()

@@ -170,14 +170,17 @@ def test_a_device_that_somebody_else_holds_is_refused_before_the_learner_comes()
     plan = memory.make(cfg, large(), layout_of(cfg.train, 1, 0), gpu_bytes=total)
     guard = memory.Residency(plan, side.DEVICE)
     guard.before("load_learner", [])
-    guard.check("generate", [])
+    guard.check("gen", [])
     found = guard.take()
-    assert 0 < found["memory/device_gb/generate"] * 1e9 <= total
+    assert 0 < found["memory/device_gb/gen"] * 1e9 <= total
     free, _ = torch.cuda.mem_get_info(side.DEVICE)
     held = torch.empty(int(0.98 * free), dtype=torch.uint8, device=side.DEVICE)
     large_plan = dataclasses.replace(
-        plan, phases=plan.phases | {"step": (memory.Item("learner weights", int(0.5 * total)),)}
+        plan,
+        phases=plan.phases | {"update_actor": (memory.Item("learner weights", int(0.5 * total)),)},
     )
-    with pytest.raises(RuntimeError, match="memory: phase step on rank 0 needs .* more are needed"):
+    with pytest.raises(
+        RuntimeError, match="memory: phase update_actor on rank 0 needs .* more are needed"
+    ):
         memory.Residency(large_plan, side.DEVICE).before("load_learner", [])
     del held

@@ -141,8 +141,8 @@ def test_the_chunked_head_is_that_of_the_cpu(
     tokens = torch.arange(300) * 3
 
     def gradients(device: torch.device) -> list[Tensor]:
-        h = hidden.to(device).requires_grad_()
-        w = weight.to(device).requires_grad_()
+        h = hidden.detach().to(device).requires_grad_()  # on the CPU `to` returns the tensor itself
+        w = weight.detach().to(device).requires_grad_()
         buffer = torch.zeros(1003, 64, device=device) if lent else None
         where = {"vocab_size": 1000, "chunk_tokens": 128, "weight_grad": buffer}
         if fused:
