@@ -15,6 +15,9 @@ from typing import Any
 
 from tests.pretend import library
 
+CONTEXT_BYTES = 500_000_000
+"""What the driver and its kernels take of a device."""
+
 _native: Any = None
 _started_in = 0
 """Process that initialised CUDA; 0: none. A fork of it must not use CUDA."""
@@ -117,7 +120,7 @@ def _functions() -> dict[str, Any]:
     total = _native.device_bytes()
     cudart = SimpleNamespace(
         cudaError=SimpleNamespace(success=0),
-        cudaMemGetInfo=lambda _: (total - stats()["reserved"], total),
+        cudaMemGetInfo=lambda _: (total - CONTEXT_BYTES - stats()["reserved"], total),
         cudaProfilerStart=lambda: 0,
         cudaProfilerStop=lambda: 0,
     )
@@ -151,6 +154,7 @@ def _functions() -> dict[str, Any]:
         "_cuda_getCurrentRawStream": lambda _: _native.get_stream(),
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_sleep": lambda _: None,
     }
 
 

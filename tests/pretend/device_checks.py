@@ -1,13 +1,16 @@
 """What the pretend device notices. test_device.py runs this file where there is such a device."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from rlcore.mcore.memory import HostRoom
+from rlcore.rewards.judge.model import JudgeModel
 from rlcore.utils import buckets
 from tests import pretend
+from tests.kit import tiny_hf_folder
 
 CUDA = torch.device("cuda")
 RACE = "no wait orders them"
@@ -134,6 +137,13 @@ def test_host_room_that_is_reused_before_a_sync_is_found() -> None:
         torch.cuda.synchronize()
 
 
+def test_host_memory_comes_back_in_the_order_of_the_stream() -> None:
+    host, back = torch.zeros(100, pin_memory=True), torch.zeros(100, device=CUDA)
+    host.copy_(ramp(), non_blocking=True)
+    back.copy_(host, non_blocking=True)
+    assert torch.equal(back, ramp())
+
+
 # ---- streams
 
 
@@ -208,6 +218,30 @@ def test_gradients_follow_the_streams_of_the_forward() -> None:
     torch.cuda.current_stream().wait_stream(side)
     y.sum().backward()
     assert (x.grad == 2).all()
+
+
+@pytest.mark.parametrize("missing", ["", "wait_stream", "wait_event"])
+def test_a_judge_whose_copies_wait_for_nothing_is_found(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_hf_folder(tmp_path / "m", num_hidden_layers=5)
+    if missing:
+        monkeypatch.setattr(torch.cuda.Stream, missing, lambda *_: None)
+
+    def judge(resident: float = 0.0) -> torch.Tensor:
+        place = torch.device("cuda:0")
+        model = JudgeModel(folder, dtype="float32", device=place, resident_ratio=resident)
+        try:
+            return model.probabilities([[1, 2, 3]], range(53))
+        finally:
+            model.close()
+
+    if not missing:
+        assert torch.equal(judge(), judge(resident=1.0))
+        return
+    with pytest.raises(RuntimeError, match=RACE):
+        judge()
+    torch.cuda.synchronize()
 
 
 # ---- handles of memory

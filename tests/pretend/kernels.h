@@ -351,6 +351,7 @@ inline Tensor& copy(Tensor& to, const Tensor& from, bool non_blocking) {
     if ((to_host || to_device) && !non_blocking) synchronize_stream(stream);
     return to;
   }
+  if (to_device) finish_ordered_copies(from, stream);
   const Tensor source = to_device ? from : on_cpu(from);
   if (to_host && non_blocking && is_pinned(to.storage().data())) {
     Tensor contents = at::empty_like(to, to.options().pinned_memory(false)).copy_(source);

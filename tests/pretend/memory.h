@@ -139,7 +139,8 @@ struct DeviceAllocator final : c10::Allocator {
     auto* p = static_cast<char*>(mmap(nullptr, round_up(n, kPage), PROT_READ | PROT_WRITE,
                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     TORCH_CHECK(p != MAP_FAILED, "pretend CUDA: mmap of ", n, " bytes failed");
-    if (n / 8 <= largest_real) std::memset(p, 0xFF, n);  // NaN, until something is written
+    // NaN until something is written; more than this might be more than the host has.
+    if (n / 8 <= largest_real) std::memset(p, 0xFF, std::min<size_t>(n, 64 << 20));
     blocks.emplace(p, Block{n, current_stream, {}, {}});
     stats.allocated += static_cast<int64_t>(round_up(n, 512));
     stats.peak = std::max(stats.peak, stats.allocated);
@@ -223,6 +224,17 @@ inline void finish_copies() {
                 "pretend CUDA: pinned host memory ", c.host.sizes(),
                 " was overwritten before its copy to the device was waited for");
   }
+}
+
+// Let a copy to the device see what earlier copies on its stream have brought to host memory.
+inline void finish_ordered_copies(const Tensor& host, StreamId stream) {
+  std::lock_guard guard(lock);
+  auto end = [](const Tensor& t) { return static_cast<char*>(t.data_ptr()) + t.nbytes(); };
+  c10::impl::ExcludeDispatchKeyGuard no_grad(c10::autograd_dispatch_keyset);
+  for (Copy& c : copies)
+    if (c.to_host && has_seen(clocks[stream], c.stream, c.time) && c.host.data_ptr() < end(host) &&
+        host.data_ptr() < end(c.host))
+      c.host.copy_(c.contents);
 }
 
 inline void host_waits(const Clock& clock) {

@@ -3,19 +3,38 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests import kit, pretend
 
+pytestmark = pytest.mark.timeout(1200)
 
-def run_pytest(*args: str, mode: str = "real", timeout_s: float = 500.0) -> str:
+NATIVE = "ops", "loss", "reshard", "suffix"
+LONG_CASES = "not sampled_tokens and not every_shape and not fused_loss and not 151936"
+SLOW = (
+    "memory",
+    "judge",
+    "learner",
+    "checkpoint",
+    "engine",
+    "push",
+    "contract",
+    "attention",
+    "train",
+)
+
+
+def run_pytest(*args: str, mode: str = "real") -> str:
     """Run pytest with the pretend device; return its output. AssertionError if a test fails."""
+    options = "-q", "-rfEs", "-p", "no:xdist", "-p", "no:cacheprovider"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *args],
+        [sys.executable, "-m", "pytest", *options, *args],
         env=pretend.environment(mode),
         cwd=kit.ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout_s,
+        timeout=1100,
     )
     assert done.returncode == 0, done.stdout[-8000:]
     return done.stdout
@@ -23,3 +42,19 @@ def run_pytest(*args: str, mode: str = "real", timeout_s: float = 500.0) -> str:
 
 def test_the_device_notices_what_goes_wrong_on_a_gpu() -> None:
     assert "skipped" not in run_pytest("tests/pretend/device_checks.py")
+
+
+def test_large_tensors_have_sizes_alone_in_the_mode_for_it() -> None:
+    assert "skipped" not in run_pytest("tests/pretend/sizes_checks.py", mode="sizes")
+
+
+@pytest.mark.native
+def test_native_kernels_have_their_wrappers_on_the_device() -> None:
+    files = [f"tests/gpu/test_{name}.py" for name in NATIVE]
+    run_pytest("-p", "tests.pretend.native", "-k", LONG_CASES, *files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_what_needs_no_real_kernel_of_tests_gpu_passes(name: str) -> None:
+    assert " passed" in run_pytest(f"tests/gpu/test_{name}.py")
