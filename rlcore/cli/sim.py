@@ -229,7 +229,12 @@ def _add_papers(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--picture", type=Path, help="PNG file that compares published and simulated values"
     )
-    p.add_argument("--data", type=Path, default=DATA, help="folder with lengths/ for `planner`")
+    p.add_argument(
+        "--data",
+        type=Path,
+        default=DATA,
+        help="folder of recorded response lengths, for table `planner`",
+    )
     p.add_argument("--json", type=Path, help="JSON file for the results")
 
 
@@ -270,7 +275,7 @@ def _add_rollmux(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--rounds",
         type=int,
-        help="number of iterations, instances, traces or decisions (rlcore/sim/README.md)",
+        help="number of repetitions of the experiment (rlcore/sim/README.md)",
     )
     p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     p.add_argument(

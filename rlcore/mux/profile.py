@@ -14,7 +14,7 @@ from rlcore.utils.errors import ConfigError
 
 FILE = "mux_profile.json"
 STEP = "step"
-"""Name of a colocated job's phase on the nodes of both pools: a rollout and its training step."""
+"""Name of the phase in which a colocated job samples and trains, on the nodes of both pools."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,7 +63,7 @@ class Link:
         self._remotes: dict[int, Remote] = {}
 
     def is_ready(self) -> bool:
-        """Return whether the program's source ran without error, so that questions are answered."""
+        """Return whether the program's source ran without error, so that tests can call it."""
         try:
             return values.receive(self._channel).get("ready") is True
         except (EOFError, ValueError, AttributeError):

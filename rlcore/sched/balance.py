@@ -182,8 +182,8 @@ class Balance:
         }
 
     def sentence(self, rows: Iterable[Mapping[str, float]], source: str) -> str:
-        """Describe the current and the proposed split, based on the metrics of an earlier run's
-        steps. If these steps have no rates, return an empty string."""
+        """Describe the current and the proposed split of GPUs between rollout and training, from
+        the steps' metrics of an earlier run. Without metrics of speed, return an empty string."""
         found: dict[str, float] = {}
         for row in rows:
             found = self.metrics(row) or found

@@ -161,7 +161,8 @@ def read(path: Path) -> dict[int, EngineMeasurements]:
     for x in layouts:
         bad = [f.name for f in fields(EngineCost) if not getattr(x.cost, f.name) >= 0]
         if bad or not x.cost.decode_s(1, 1, 1) > 0:
-            raise ConfigError(f"profile {path}: tp {x.tp} lacks the cost {bad or ['of a step']}")
+            lacking = ", ".join(bad) or "the time of a decode step"
+            raise ConfigError(f"profile {path}: the layout of tp {x.tp} lacks {lacking}")
     if not layouts:
         raise ConfigError(
             f"profile {path}: contains no layouts (engine sizes); write it again with python -m "

@@ -112,7 +112,7 @@ def _moved_s(
 
 
 def batch_share(model: ModelSize, column: str, gpu: Gpu, tp: int) -> float:
-    """Return, for the start of a rollout, the share of step time that grows with batch size."""
+    """Return the share of a decode step's time that grows with batch size, as a rollout starts."""
     cost = from_data_sheet(model, gpu, tp)
     size = told.PROMPTS * told.SAMPLES * tp // SLOTS
     step = cost.decode_s(size, size * GENERATORS[column].prompt_tokens, 1)

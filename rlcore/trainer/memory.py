@@ -561,7 +561,7 @@ class Residency:
             f"memory: phase {phase} on rank {self.plan.rank} needs {planned / GB:.1f} GB by plan; "
             f"{taken / GB:.1f} GB of the device's {total / GB:.1f} GB are in use and "
             f"{coming / GB:.1f} GB more are needed; stop other processes on the GPU (nvidia-smi), "
-            "or lower the largest parts of --dry-run"
+            "or lower the largest parts that --dry-run lists"
         )
 
 

@@ -143,7 +143,8 @@ class NodeRelease:
         self._run = run
 
     def engine_leaves(self) -> None:
-        """Send the engine to sleep; another job has the node until the rollout is over."""
+        """Send this node's engine to sleep: the rollout ends on other nodes, and another job gets
+        this node until then."""
         self._run.device.release_engine()
 
     def train(

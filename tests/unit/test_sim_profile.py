@@ -89,7 +89,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ('{"format": 1, "layouts": []}', "contains no layouts"),
         ('{"format": 1, "layouts": [{"tp": 1}]}', "has missing or unknown fields: 'cost'"),
         ('{"format": 1, "layouts": [{"tp": 1, "cost": {"step": 1}}]}', "'step'"),
-        ('{"format": 1, "layouts": [{"tp": 1, "cost": {"step_s": -1}}]}', "tp 1 lacks the cost"),
+        ('{"format": 1, "layouts": [{"tp": 1, "cost": {"step_s": -1}}]}', "of tp 1 lacks"),
     ],
 )
 def test_what_is_no_profile_is_refused_in_one_sentence(

@@ -3,7 +3,7 @@
     python tools/studies/sample_texts.py --seed COMMIT > texts.md
 
 The texts come with their place. A verdict for each (clear, second reading, unclear) is written
-beside it by the reader; `tools/results/language.md` is such a list.
+beside it by the reader; `tools/results/language.json` is such a list.
 """
 
 import argparse
