@@ -2,6 +2,7 @@
 log-probs that the learner computes."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -120,7 +121,10 @@ def test_a_bucket_stays_on_the_gpu_and_its_memory_comes_back(route: str) -> None
         route, transport="cuda_ipc", max_bytes=8192, device=side.DEVICE, peers=Peers(name=route)
     )
     options = {"max_model_tokens": 96, "dtype": "float32", "seed": 7, "device": str(side.DEVICE)}
-    with side.learner() as learner:
+    model = ModelConfig(dtype="float32", random_init=True)
+    # Not `side.learner`, whose temperature is not that of the requests.
+    made = MegatronLearner(HFConfig.from_dict(config), model, TrainConfig(), seed=3)
+    with closing(made) as learner:
         engine = ChildEngine(FACTORY, {"config": config} | options)
         try:
             channel.update_weights(learner, engine, 0)
