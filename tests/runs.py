@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -183,19 +182,14 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
 
 def checkpoint(run_folder: Path, step: int) -> dict[str, Any]:
     """Everything that a checkpoint holds, flat: tensors, bytes, and the rest of the state."""
-    import torch
-    from torch.distributed import checkpoint as dcp
+    from safetensors.torch import load_file
 
     folder = run_folder / "checkpoints" / f"step_{step:06d}"
-    reader = dcp.FileSystemReader(folder / "learner")
     found: dict[str, Any] = {}
-    for name, meta in reader.read_metadata().state_dict_metadata.items():
-        if isinstance(meta, dcp.metadata.TensorStorageMetadata):
-            found[name] = torch.zeros(meta.size, dtype=meta.properties.dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group is meant
-        dcp.load(found, storage_reader=reader, no_dist=True)
-    found["common"] = torch.load(folder / "learner" / "common.pt", weights_only=False)
+    for file in sorted((folder / "learner").glob("*.safetensors")):
+        found |= load_file(file)
+    assert found
+    found["common"] = json.loads((folder / "learner" / "checkpoint.json").read_text())
     found["state"] = json.loads((folder / "state.json").read_text())
     return found
 

@@ -628,7 +628,7 @@ def check_running(running: Any) -> int:
     """Return `running` as an int. Raise ValueError unless it is a whole number, 0 or more."""
     _check_whole("running", running)
     if running < 0:
-        raise ValueError(f"running {running}: must be 0 (meaning the batch size) or more")
+        raise ValueError(f"running {running}: must be 0 (the batch size) or more")
     return int(running)
 
 

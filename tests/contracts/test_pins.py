@@ -22,7 +22,7 @@ from packaging.version import Version
 
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
-from rlcore.rewards.judge import mps
+from rlcore.rewards.judge import mps, mps_keeper
 from tests.contracts.engine_contract import CONFIG
 from tests.contracts.pins import MPS, NOT_INSTALLED, PACKAGES, PINS, Pin
 from tests.contracts.record import FILE, ROOT, TRANSFORMER_ENGINE, locked, shapes
@@ -286,17 +286,24 @@ def test_transformer_engine_takes_every_field_of_megatrons_packed_sequences() ->
 
 
 def test_mps_gets_only_documented_options_commands_and_variables() -> None:
-    tree = ast.parse(Path(mps.__file__).read_text())
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    trees = [ast.parse(Path(module.__file__ or "").read_text()) for module in (mps, mps_keeper)]
+    calls = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Call)]
     said = {
         eval(ast.unparse(call.args[1]), vars(mps))  # a string, or a constant of the module
         for call in calls
         if ast.unparse(call.func) == "command"
     }
     lists = [call.args[0] for call in calls if call.args and isinstance(call.args[0], ast.List)]
+    lists = [words for words in lists if words.elts and ast.unparse(words.elts[0]) == "CONTROL"]
     started = [eval(ast.unparse(words), vars(mps)) for words in lists]
-    started = [words for words in started if words[0] == mps.CONTROL]
-    assert mps.CONTROL == "nvidia-cuda-mps-control" and len(started) == 2
+    assert mps.CONTROL == "nvidia-cuda-mps-control" and len(started) == 3
+    told = {
+        kw.value.value
+        for c in calls
+        for kw in c.keywords
+        if kw.arg == "input" and isinstance(kw.value, ast.Constant)
+    }
+    said |= {text.decode().strip() for text in told}
     assert said == {"quit", "get_server_list"} and said <= MPS["commands"]
     assert {word for words in started for word in words[1:]} == {"-f"} <= MPS["options"]
     assert {mps.PIPES, mps.LOGS, mps.PERCENT, mps.MEMORY} <= MPS["environment"]

@@ -143,7 +143,7 @@ def test_a_port_that_is_taken_is_left_out_and_a_range_of_all_ports_has_free_ones
         for low, high in ((port + 1, 65535), (port, 65535)):
             monkeypatch.setattr(transport, "_system_ports", lambda r=(low, high): r)
             if low > port:
-                with pytest.raises(RuntimeError, match="none of the 1 ports"):
+                with pytest.raises(RuntimeError, match="all 1 usable ports are taken"):
                     free_port()
             else:
                 assert free_port() > port
