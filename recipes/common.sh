@@ -106,10 +106,18 @@ dry_run() { # one process, which reads the size of the world in NODES and GPUS_P
   exec "$PYTHON" -u -m rlcore "$@"
 }
 
-launch() { # "${ARRAY[@]}"... "$@": train with these settings
-  local args=(train --run.name "$(basename "$0" .sh)" "$@") arg
+launch() { # "${ARRAY[@]}"... "$@": train with these settings; --preflight only checks the nodes
+  local command=train keys=() args arg
   local nodes=1 rank=0 head=${HEAD_ADDR:-} port=${HEAD_PORT:-29500}
   : "${NODES:=1}" "${GPUS_PER_NODE:=8}"
+  for arg in "$@"; do
+    if [[ $arg == --preflight ]]; then
+      command=preflight
+    else
+      keys+=("$arg")
+    fi
+  done
+  args=("$command" --run.name "$(basename "$0" .sh)" "${keys[@]}")
   for arg in "$@"; do
     case $arg in
       --dry-run | --help | -h) # needs no engine

@@ -6,6 +6,7 @@ import sys
 
 COMMANDS = {
     "train": "train a model; --dry-run only checks the run and shows its plan",
+    "preflight": "check machines, network, data and reward before a run; takes the keys of train",
     "sft": "make a tiny model and warm-start it",
     "judge": "make the tiny judge of recipes/judge_tiny.sh",
     "plot": "plot the metrics of runs: rlcore plot RUN...",
@@ -24,7 +25,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("python -m rlcore COMMAND [--section.key value ...]\n")
         for name, what in COMMANDS.items():
-            print(f"  {name:8} {what}")
+            print(f"  {name:9} {what}")
         print("\n  train --help lists every key.")
         return 0
     if argv[0] not in COMMANDS:

@@ -21,6 +21,11 @@ def half(sample, prompt, text):
     return 0.0 if prompt.index % 2 else variety(sample, prompt, text)
 
 
+def broken(sample, prompt, text):
+    """Has a fault that every response shows."""
+    return prompt.fields["no such column"]
+
+
 def hangs(sample, prompt, text):
     """Of every group the first is right at once, the last never ends."""
     k = int(sample.id.rpartition(".")[2])

@@ -57,36 +57,51 @@ def run(cfg: "Config") -> int:
     """Join the other ranks, build the run, train, and disconnect. Return the exit code."""
     from rlcore.cli import world
     from rlcore.cli.builders.folder import run_folder
+    from rlcore.cli.checks import start
     from rlcore.rewards.judge import mps
     from rlcore.utils import log
 
     log.setup(int(os.environ.get("RANK", 0)))
     mps.of_run(cfg.reward)  # CUDA looks for this MPS daemon at its start
     rank, folder, c = os.environ.get("RANK", "0"), run_folder(cfg), cfg.cluster
+    warnings: list[str] = []
+    refusal = ""
     try:
         world.pin(c.rollout_ranks, c.rollout_cores, c.train_cores)
-        here = world.join(c.timeout_s, c.rollout_ranks, folder, c.interface)
-    except ConfigError as e:  # rank 0 prints the error, since every rank usually raises it
+        warnings = start.check(cfg)
+    except ConfigError as e:  # `join` raises it on every rank, so that none waits for this one
+        refusal = str(e)
+    try:
+        here = world.join(c.timeout_s, c.rollout_ranks, folder, c.interface, refusal)
+    except ConfigError as e:
         if rank == "0":
             print(e, file=sys.stderr)
         return 2
     except Exception as e:
+        if refusal:
+            print(refusal, file=sys.stderr)
         return exits.fail(e, folder / "logs" / f"rank{rank}.log")
     try:
-        return _train(cfg, here)
+        return _train(cfg, here, warnings)
     finally:
         if here.health is not None:
             here.health.close()
 
 
-def _train(cfg: "Config", here: "World") -> int:
+def _train(cfg: "Config", here: "World", warnings: Sequence[str]) -> int:
     from rlcore.cli import builders, world
     from rlcore.cli.builders.folder import open_folder
+    from rlcore.ops import native
     from rlcore.trainer import async_loop, stream_loop, sync_loop
     from rlcore.utils import collective
+    from rlcore.utils.log import log
 
     try:
         open_folder(cfg, here)
+        for line in warnings:
+            log.warning("WARNING: %s", line)
+        if here.device.type == "cuda":
+            native.warn_without_kernels()
         built = builders.run(cfg, here)
     except ConfigError as e:  # no alarm: wrong settings need no flight records
         return failed(cfg, here, e, alarm=False)

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,9 @@ from rlcore.utils.errors import ConfigError
 from rlcore.utils.flight_recorder import FlightRecorder
 from rlcore.utils.health import Health, meet
 from rlcore.utils.sealed import SealedStore, share_secret
+
+READ_S = 5.0
+"""Maximum seconds that rank 0 waits for the other ranks to read its store before it exits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,9 @@ def check_cores(rollout_cores: Sequence[int], train_cores: Sequence[int]) -> Non
             )
 
 
-def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = "") -> World:
+def join(
+    timeout_s: float, rollout_ranks: int, folder: Path, interface: str = "", refusal: str = ""
+) -> World:
     """Make the default process group (NCCL and gloo with GPUs, gloo without).
 
     The group has all ranks. But with `rollout_ranks`, the last ranks only sample, and train ranks
@@ -108,44 +113,48 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
             ranks share a secret.
         interface: network interface to listen on; empty: the loopback if all ranks are on one node,
             otherwise torch's choice.
+        refusal: reason why this rank cannot start; empty: none.
 
     Raises:
-        ConfigError: no rank would train, or the ranks do not see the same folder.
+        ConfigError: a rank refuses, no rank would train, or the ranks do not see the same folder.
+            Every rank raises the same error.
         TimeoutError: some ranks have not joined; the error names them.
     """
     has_cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
-    if has_cuda:
+    try:
+        choose_interface(interface)
+    except ConfigError as error:
+        refusal = refusal or str(error)
+    refusal = refusal or rules.of_roles(rollout_ranks, int(os.environ.get("WORLD_SIZE", 1)))
+    if has_cuda and not refusal:
         # Megatron needs this variable for kernel order; CUDA reads it with the first context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device)
     # TORCH_FR_BUFFER_SIZE makes torch keep each group's last collectives, for flight records.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
-    if interface:
-        listen.address_of(interface)
-    if interface or _is_one_node():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or "lo")
-    listen.bind_stores(interface)
-    collective.share_gloo_device()
     backend = "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
     timeout = timedelta(seconds=timeout_s)
-    if found := rules.of_roles(rollout_ranks, int(os.environ.get("WORLD_SIZE", 1))):
-        raise ConfigError(found)
     if "WORLD_SIZE" not in os.environ:
+        if refusal:
+            raise ConfigError(refusal)
         health = _health(FlightRecorder(0, 1, folder), None)
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
         return World(0, 1, 0, device, None, health=health)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _store(rank, timeout_s)
+    store = connect(rank, timeout_s)
     lobby = dist.PrefixStore(f"rlcore/{os.environ.get('TORCHELASTIC_RUN_ID', '0')}", store)
     flight = FlightRecorder(rank, size, folder)
     health = _health(flight, None)
     first, count, everyone = 0, size, None  # first rank and number of ranks with this rank's role
     try:
-        known, meeting = meet(lobby, flight.at, size, timeout_s, time.monotonic)
+        at = flight.at | {"refusal": refusal}
+        known, meeting = meet(lobby, at, size, timeout_s, time.monotonic)
+        if found := _refusals(known):
+            raise ConfigError(found)
         health.met(known)
         # The prefix is new at each start, so that no rank reads addresses of exited ranks.
         start = f"rlcore/{meeting}"
@@ -174,6 +183,10 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
             # With this device, NCCL connects here, not in a step, and its groups share memory.
             device_id=device if has_cuda else None,
         )
+    except ConfigError:  # no alarm: wrong settings need no flight records
+        health.close()
+        _wait_for_readers(lobby, rank, size)
+        raise
     except (RuntimeError, OSError) as error:
         health.alarm(f"failed: {error}")
         health.close()
@@ -181,7 +194,43 @@ def join(timeout_s: float, rollout_ranks: int, folder: Path, interface: str = ""
     return World(rank, size, local_rank, device, hub, rollout_ranks, everyone, health, secret)
 
 
-def _is_one_node() -> bool:
+def _refusals(known: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return the reasons of all ranks that refuse to start, one line for each reason; "" if no rank
+    refuses. Reasons that not all ranks have name their ranks."""
+    reasons: dict[str, list[int]] = {}
+    for rank, at in sorted(known.items()):
+        if at["refusal"]:
+            reasons.setdefault(at["refusal"], []).append(rank)
+    lines = []
+    for reason, ranks in reasons.items():
+        hosts = ", ".join(sorted({known[rank]["host"] for rank in ranks}))
+        which = f"rank {', '.join(map(str, ranks[:8]))}{', ...' if ranks[8:] else ''} on {hosts}: "
+        lines.append(("" if len(ranks) == len(known) else which) + reason)
+    return "\n".join(lines)
+
+
+def _wait_for_readers(store: Any, rank: int, size: int) -> None:
+    """If rank 0 hosts the store, keep it alive until all ranks have read why no rank starts."""
+    if _has_agent():
+        return
+    store.add("refused", 1)
+    end = time.monotonic() + READ_S
+    while rank == 0 and store.add("refused", 0) < size and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def choose_interface(interface: str) -> None:
+    """Let torch's stores and gloo listen on `interface`; empty: on the loopback if all ranks are on
+    one node. Raise ConfigError if this node lacks the interface."""
+    if interface:
+        listen.address_of(interface)
+    if interface or is_one_node():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or "lo")
+    listen.bind_stores(interface)
+    collective.share_gloo_device()
+
+
+def is_one_node() -> bool:
     """Return whether all ranks are on this node."""
     size = os.environ.get("WORLD_SIZE", "1")
     return os.environ.get("LOCAL_WORLD_SIZE", size) == size
@@ -192,10 +241,15 @@ def _health(flight: FlightRecorder, store: Any) -> Health:
     return Health(flight, store).start(signals=on_main)
 
 
-def _store(rank: int, timeout_s: float) -> dist.TCPStore:
-    """Connect to torchrun's store without waiting for other ranks, which may start later."""
+def _has_agent() -> bool:
+    """Return whether torchrun hosts the store; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def connect(rank: int, timeout_s: float) -> dist.TCPStore:
+    """Connect to torchrun's store without waiting for other ranks; `meet` names missing ranks."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent = _has_agent()
     try:
         return dist.TCPStore(
             host,

@@ -59,8 +59,7 @@ def torch_ops(op: str, device: str = "cpu") -> Any | None:
     if wanted == "0":
         announce(op, f"torch on {device} (RLCORE_NATIVE=0)")
         return None
-    why = _library() or _without_kernels(device)
-    if why:
+    if why := obstacle(device):
         if wanted == "1":
             raise _missing(f"{op} on {device}", why)
         announce(op, f"torch on {device} ({why})")
@@ -71,6 +70,17 @@ def torch_ops(op: str, device: str = "cpu") -> Any | None:
     import torch
 
     return torch.ops.rlcore_native
+
+
+def obstacle(device: str) -> str:
+    """Return why the native ops do not run on `device` ("cuda": the current GPU); "" if they do."""
+    return _library() or _without_kernels(device)
+
+
+def warn_without_kernels() -> None:
+    """Warn if the current GPU runs without rlcore's kernels, unless RLCORE_NATIVE is 0."""
+    if os.environ.get("RLCORE_NATIVE") != "0" and (why := obstacle("cuda")):
+        _warn(why)
 
 
 def stream(device: Any) -> int:
@@ -111,15 +121,20 @@ def _without_kernels(device: str) -> str:
     return why and f"the native build does not run on {name}: {why}; set RLCORE_CUDA_ARCHS"
 
 
+REMEDY = (
+    "run bash tools/setup.sh where nvcc and a C++ compiler are, or set RLCORE_NATIVE=0 to run "
+    "without them on purpose"
+)
+_WARNING = """WARNING: this GPU runs without rlcore's CUDA kernels
+    reason  %s
+    effect  log-probs, losses and weight copies take longer and more memory
+    remedy  %s"""
+
+
 @functools.cache
 def _warn(why: str) -> None:
     """Warn once that a GPU runs without rlcore's kernels."""
-    log.warning(
-        "WARNING: this GPU runs without rlcore's CUDA kernels (%s): log-probs, losses and weight "
-        "copies take longer and more memory. Run bash tools/setup.sh where nvcc and a C++ compiler "
-        "are, or set RLCORE_NATIVE=0 to run without them on purpose",
-        why,
-    )
+    log.warning(_WARNING, why, REMEDY)
 
 
 def _missing(op: str, why: str) -> ImportError:

@@ -34,4 +34,9 @@ class ExactReward:
         return float(text.strip() == prompt.answer.strip())
 
 
-KIND = RewardKind(ExactRewardConfig, score=ExactReward)
+def reference(config: ExactRewardConfig, prompt: Prompt) -> str:
+    """Return the row's answer after the marker."""
+    return config.answer_marker + prompt.answer if prompt.answer else ""
+
+
+KIND = RewardKind(ExactRewardConfig, score=ExactReward, reference=reference)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rlcore.config.schema import RewardConfig
-from rlcore.records import RequestId, RewardResult
+from rlcore.records import Prompt, RequestId, RewardResult
 from rlcore.rewards.wire import ScoreJob
 from rlcore.utils.children import ERROR_CHARS
 
@@ -61,6 +61,10 @@ class Runner(Protocol):
         """Stop the runner and everything that it started. Pending jobs are dropped."""
 
 
+def _answer_of(config: RewardConfig, prompt: Prompt) -> str:
+    return prompt.answer
+
+
 class RewardKind(NamedTuple):
     """Reward kind: a config section with either `score` or `serve`; see the module docstring."""
 
@@ -70,6 +74,9 @@ class RewardKind(NamedTuple):
     serve: Callable[[Any, RunnerHost], Runner] | None = None
     """Function that starts a runner from the config section and the host. Called in the rank's
     process and must return quickly: slow start-up work runs in the background."""
+    reference: Callable[[Any, Prompt], str] = _answer_of
+    """Function that writes a correct response from the config section and a data row, for `rlcore
+    preflight`; by default the row's answer. It returns "" if it knows none."""
 
 
 def to_result(value: Any) -> RewardResult:

@@ -155,4 +155,10 @@ def _limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-KIND = RewardKind(MathRewardConfig, score=MathReward)
+def reference(config: MathRewardConfig, prompt: Prompt) -> str:
+    """Return the row's answer if it is marked as the final one, else the answer in a box."""
+    marked = answers.boxed(prompt.answer) or answers.labelled(prompt.answer)
+    return prompt.answer if marked or not prompt.answer else f"\\boxed{{{prompt.answer}}}"
+
+
+KIND = RewardKind(MathRewardConfig, score=MathReward, reference=reference)

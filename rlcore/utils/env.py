@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rlcore.utils import nvidia
+
 PACKAGES = (
     "torch",
     "megatron-core",
@@ -107,7 +109,7 @@ def _cuda() -> dict[str, Any]:
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "version": torch.version.cuda,
-        "driver": _driver(),
+        "driver": nvidia.driver_version(),
         "devices": [
             {"name": p.name, "memory_gb": round(p.total_memory / 2**30, 1)} for p in properties
         ],
@@ -168,14 +170,6 @@ def _requirements(package: str, extra: str) -> list[tuple[str, str]]:
         if (marker is None or marker.evaluate({"extra": extra})) and bool(extra) != by_itself:
             found.append((requirement.name, str(requirement.specifier)))
     return found
-
-
-def _driver() -> str:
-    for line in _read("/proc/driver/nvidia/version").splitlines():
-        words = [w for w in line.split() if w[:1].isdigit() and "." in w]
-        if line.startswith("NVRM") and words:
-            return words[0]
-    return ""
 
 
 def _cpu_model() -> str:

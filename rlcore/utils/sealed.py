@@ -74,23 +74,25 @@ def share_secret(
     """Make the run's secret on rank 0 and pass it to all ranks through `file`; collective.
 
     The file has mode 0600 and is in a folder that all nodes share. It is removed as soon as every
-    rank has read it.
+    rank has read it. If one rank cannot read it, no rank starts.
 
     Args:
         file: path of the file, which no earlier start has used.
-        store: torch's store; it records only whether the file exists and how many ranks read it.
+        store: torch's store; it records whether the file exists, how many ranks have tried to
+            read it, and why one could not.
 
     Raises:
-        ConfigError: the file cannot be written (same message on all ranks) or read.
+        ConfigError: a rank cannot write or read the file; every rank raises the same message.
         TimeoutError: a rank has not read the file in time; the message names the file.
     """
     if rank:
-        _await(lambda: store.check(["secret/there"]), clock() + timeout_s, clock, _NOT_MADE, file)
-        if problem := store.get("secret/there").decode():
-            raise ConfigError(problem)
-        secret = _read(file, rank)
-        store.add("secret/read", 1)
-        return secret
+        return _take_secret(file, rank, store, timeout_s, clock)
+    return _give_secret(file, size, store, timeout_s, clock)
+
+
+def _give_secret(
+    file: Path, size: int, store: Any, timeout_s: float, clock: Callable[[], float]
+) -> bytes:
     secret = secrets.token_bytes(SECRET_BYTES)
     try:
         _write(file, secret)
@@ -107,6 +109,28 @@ def share_secret(
         _await(lambda: store.add("secret/read", 0) == size - 1, end, clock, _NOT_READ, file)
     finally:
         file.unlink(missing_ok=True)
+    problem = store.get("secret/problem").decode() if store.check(["secret/problem"]) else ""
+    store.set("secret/end", problem)
+    if problem:
+        raise ConfigError(problem)
+    return secret
+
+
+def _take_secret(
+    file: Path, rank: int, store: Any, timeout_s: float, clock: Callable[[], float]
+) -> bytes:
+    secret = b""
+    _await(lambda: store.check(["secret/there"]), clock() + timeout_s, clock, _NOT_MADE, file)
+    if problem := store.get("secret/there").decode():
+        raise ConfigError(problem)
+    try:
+        secret = _read(file, rank)
+    except ConfigError as error:
+        store.set("secret/problem", str(error))
+    store.add("secret/read", 1)
+    _await(lambda: store.check(["secret/end"]), clock() + timeout_s, clock, _NOT_READ, file)
+    if problem := store.get("secret/end").decode():
+        raise ConfigError(problem)
     return secret
 
 

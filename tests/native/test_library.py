@@ -149,11 +149,20 @@ def test_a_gpu_without_kernels_is_warned_of_once(said: list[str], monkeypatch) -
     monkeypatch.delenv("RLCORE_NATIVE", raising=False)
     monkeypatch.setattr(native, "_without_kernels", lambda device: f"no kernels for {device}")
     lines: list[str] = []
-    monkeypatch.setattr(native.log, "warning", lambda text, why: lines.append(text % why))
+    monkeypatch.setattr(native.log, "warning", lambda text, *of: lines.append(text % of))
     native._warn.cache_clear()
+    native.warn_without_kernels()
     for op in ("token_logprob", "reshard"):
         assert native.torch_ops(op, "cuda") is None
-    (line,) = lines
-    assert "without rlcore's CUDA kernels (no kernels for cuda)" in line
-    assert "bash tools/setup.sh" in line
+    ((title, reason, _, remedy),) = [text.splitlines() for text in lines]
+    assert title == "WARNING: this GPU runs without rlcore's CUDA kernels"
+    assert reason.endswith("no kernels for cuda") and "bash tools/setup.sh" in remedy
     assert torch.ops.rlcore_native.cuda_obstacle(0) != ""
+
+
+def test_a_run_that_wants_no_kernels_is_not_warned(monkeypatch) -> None:
+    monkeypatch.setenv("RLCORE_NATIVE", "0")
+    monkeypatch.setattr(native, "_without_kernels", lambda device: f"no kernels for {device}")
+    monkeypatch.setattr(native.log, "warning", lambda *_: pytest.fail("a warning"))
+    native._warn.cache_clear()
+    native.warn_without_kernels()

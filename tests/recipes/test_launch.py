@@ -59,6 +59,14 @@ def test_bash_starts_one_process_per_gpu_and_the_users_keys_come_last(bench):
 
 
 @pytest.mark.ranks(2)
+def test_a_preflight_is_of_the_processes_and_keys_of_the_run(bench):
+    rc, out = bench.run("bash", bench.recipe(), "--preflight", "--algo.clip_high", "0.3")
+    assert rc == 0, out
+    assert ranks(bench.records("preflight")) == TWO_RANKS and not bench.records()
+    assert all(r["argv"] == ["preflight", *ARGV[1:]] for r in bench.records("preflight"))
+
+
+@pytest.mark.ranks(2)
 def test_torchrun_with_a_process_per_gpu_becomes_the_program(bench):
     command = (*bench.torchrun, "--standalone", "--nproc-per-node", 2, bench.recipe())
     process = bench.start(*command, "--algo.clip_high", "0.3", SLEEP_S="1")

@@ -231,10 +231,11 @@ def test_ranks_that_may_open_other_gpus_have_a_daemon_of_their_own(monkeypatch):
         raise mps.MPSError("stop here")
 
     monkeypatch.setattr(mps, "join", join)
+    monkeypatch.setattr(mps, "has_gpu", lambda: True)
     monkeypatch.setenv("WORLD_SIZE", "8")
     for rank, visible in enumerate((["nvidia0", "nvidia1"], ["nvidia0", "nvidia1"], ["nvidia1"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(rank))
-        monkeypatch.setattr(mps, "gpus", lambda visible=visible: visible)
+        monkeypatch.setattr(mps, "gpu_files", lambda visible=visible: visible)
         assert mps.of_run(run_config()) is None
     assert found[0] == found[1] != found[2]
 

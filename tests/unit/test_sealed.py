@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ def test_every_rank_gets_the_secret_and_nothing_of_it_stays(tmp_path: Path) -> N
         found = list(ranks.map(lambda rank: share(file, rank, store), range(3)))
     assert len(found[0]) == SECRET_BYTES and found == found[:1] * 3
     assert list(file.parent.iterdir()) == []
-    keys = ["secret/there", "secret/read"]
+    keys = ["secret/there", "secret/read", "secret/end"]
     assert store.num_keys() == len(keys)
     assert not any(found[0] in store.get(key) for key in keys)
 
@@ -53,14 +54,33 @@ def test_a_folder_that_cannot_be_made_is_one_sentence_on_every_rank(tmp_path: Pa
             share(tmp_path / "file" / "secret", rank, store)
 
 
-def test_a_disk_that_the_nodes_do_not_share_is_named(tmp_path: Path) -> None:
-    store = dist.HashStore()
-    store.set("secret/there", "")
-    with pytest.raises(ValueError, match="rank 1 cannot read .* a disk shared by all nodes"):
-        share(tmp_path / "secret", 1, store)
-    (tmp_path / "secret").write_bytes(b"half")
-    with pytest.raises(ValueError, match="rank 1 reads 4 bytes"):
-        share(tmp_path / "secret", 1, store)
+def refusals(files: list[Path], store: dist.Store) -> list[str]:
+    """What each rank raises that looks for the secret in its own file."""
+
+    def refusal(rank: int) -> str:
+        with pytest.raises(ValueError) as error:
+            share(files[rank], rank, store)
+        return str(error.value)
+
+    with ThreadPoolExecutor(len(files)) as ranks:
+        return list(ranks.map(refusal, range(len(files))))
+
+
+def test_a_disk_that_the_nodes_do_not_share_is_named_by_every_rank(tmp_path: Path) -> None:
+    here, there = tmp_path / "here" / "secret", tmp_path / "there" / "secret"
+    found = refusals([here, here, there], dist.HashStore())
+    assert found == found[:1] * 3
+    assert re.search("rank 2 cannot read .* a disk shared by all nodes", found[0])
+    assert list(here.parent.iterdir()) == []
+
+
+def test_a_file_that_has_not_arrived_whole_is_named_by_every_rank(tmp_path: Path) -> None:
+    here, there = tmp_path / "here" / "secret", tmp_path / "there" / "secret"
+    there.parent.mkdir()
+    there.write_bytes(b"half")
+    assert all(
+        "rank 1 reads 4 bytes" in said for said in refusals([here, there, here], dist.HashStore())
+    )
 
 
 def test_a_rank_that_does_not_read_it_ends_the_start_and_leaves_no_file(tmp_path: Path) -> None:

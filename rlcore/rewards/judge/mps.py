@@ -32,6 +32,7 @@ from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.mps_keeper import CONTROL, PIPES
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce, log
+from rlcore.utils.nvidia import gpu_files, has_gpu
 
 LOGS = "CUDA_MPS_LOG_DIRECTORY"
 PERCENT = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
@@ -96,7 +97,7 @@ def of_run(reward: RewardConfig | RewardSum) -> Daemon | None:
     run = [os.environ.get(name, "") for name in names]
     if "WORLD_SIZE" not in os.environ:
         run = [str(os.getpid())]
-    text = "-".join((*run, *gpus()))
+    text = "-".join((*run, *gpu_files()))
     try:
         daemon = join(folder_of(hashlib.blake2b(text.encode(), digest_size=6).hexdigest()))
     except MPSError as error:
@@ -106,23 +107,6 @@ def of_run(reward: RewardConfig | RewardSum) -> Daemon | None:
         return None
     os.environ.update(daemon.environment)
     return daemon
-
-
-def has_gpu() -> bool:
-    """Return whether this process may use an NVIDIA GPU. Makes no CUDA call."""
-    return os.environ.get(_MASK) != "" and bool(gpus())
-
-
-def gpus() -> list[str]:
-    """Return the device files of the GPUs that this process may open, also those outside of its
-    CUDA_VISIBLE_DEVICES. Makes no CUDA call."""
-    return sorted(
-        name
-        for name in os.listdir("/dev")
-        if name.startswith("nvidia")
-        and name[6:].isdigit()
-        and os.access(f"/dev/{name}", os.R_OK | os.W_OK)
-    )
 
 
 def limits(percent: int, memory_gb: float, device: int = 0) -> dict[str, str]:

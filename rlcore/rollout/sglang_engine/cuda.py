@@ -28,13 +28,40 @@ def prepare(env: MutableMapping[str, str], version: str) -> None:
         ConfigError: a library or a compiler is missing; the message says what to install.
     """
     major = version.partition(".")[0]
+    set_runtime(env, major)
+    set_toolkit(env, major)
+    set_compiler(env)
+
+
+def set_runtime(env: MutableMapping[str, str], major: str) -> str:
+    """Let processes with this environment find the CUDA runtime library. Return its name.
+
+    Raises:
+        ConfigError: such a process cannot load the library.
+    """
     wheels = wheel_toolkit(major)
     if wheels is not None:
         _prepend(env, "LD_LIBRARY_PATH", str(wheels / "lib"))
     _check_runtime(env, major)
-    env["CUDA_HOME"] = str(toolkit(env, major, wheels))
+    return f"libcudart.so.{major}"
+
+
+def set_toolkit(env: MutableMapping[str, str], major: str) -> str:
+    """Set CUDA_HOME to the toolkit to compile with, and return it. Raise ConfigError if there is
+    none."""
+    env["CUDA_HOME"] = str(toolkit(env, major, wheel_toolkit(major)))
+    return env["CUDA_HOME"]
+
+
+def set_compiler(env: MutableMapping[str, str]) -> str:
+    """Check that the C++ compiler is on PATH, add ninja, and return the compiler's path.
+
+    Raises:
+        ConfigError: there is no compiler.
+    """
     compiler = (env.get("CXX") or "c++").split()[0]
-    if shutil.which(compiler, path=env.get("PATH")) is None:
+    found = shutil.which(compiler, path=env.get("PATH"))
+    if found is None:
         raise ConfigError(
             f"--rollout.engine sglang: SGLang compiles kernels at run time, and the C++ compiler "
             f"{compiler} is not on PATH; install one on every node with GPUs (Debian and Ubuntu: "
@@ -42,6 +69,7 @@ def prepare(env: MutableMapping[str, str], version: str) -> None:
         )
     if shutil.which("ninja", path=env.get("PATH")) is None:  # ninja is in Python's bin folder
         env["PATH"] = os.pathsep.join(filter(None, (env.get("PATH"), _scripts())))
+    return found
 
 
 def wheel_toolkit(major: str) -> Path | None:
