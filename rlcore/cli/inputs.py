@@ -23,6 +23,7 @@ from rlcore.cli.builders.prompts import counts_rows, load_data, with_tasks
 from rlcore.cli.builders.rewards import judge_sections, own_judges
 from rlcore.cli.builders.sharing import address_of, check_mux
 from rlcore.cli.builders.sizes import make_elastic, size_policy
+from rlcore.cli.builders.weights import check_allocator
 from rlcore.config.schema import Config
 from rlcore.data import prompts
 from rlcore.hf.config import HFConfig
@@ -124,6 +125,9 @@ def machine(cfg: Config, world_size: int, found: Findings) -> None:
             listening_host("", c.interface)
     with found.check(f"--rollout.engine {cfg.rollout.engine}", may_lack=found.elsewhere):
         check_engine(cfg)
+    if not cfg.mux.url:
+        with found.check("PYTORCH_ALLOC_CONF"):
+            check_allocator(cfg, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if cfg.log.wandb:
         with found.check(f"--log.wandb {cfg.log.wandb}", may_lack=found.elsewhere):
             check_wandb(cfg.log.wandb)

@@ -105,6 +105,7 @@ def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
 
     from rlcore.cli.builders.model import model_config
     from rlcore.cli.world import World
+    from rlcore.config import rules
     from rlcore.metrics.jsonl import write_atomic
     from rlcore.trainer import memory
 
@@ -130,7 +131,7 @@ def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
         "engine": cfg.rollout.engine,
         "model": cfg.model.path,
         "device": torch.cuda.get_device_name(0) if cuda else f"cpu, {os.cpu_count()} cores",
-        "dtype": memory.engine_dtype(cfg),
+        "dtype": rules.engine_dtype(cfg),
         "load": load,
     }
     table = profile.to_json(layouts, best_tp=best, head=head)

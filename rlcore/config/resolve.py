@@ -141,7 +141,7 @@ def _for_each(chunks: list[list[str]], default: Config) -> list[list[str]]:
         spelt = [
             f"{section}.{n}.{key}" for n in names if dataclasses.is_dataclass(getattr(part, n))
         ]
-        found = [k for k in spelt if k in known or known.get(_positive(k)) is bool]
+        found = [k for k in spelt if k in known or _is_switch(known.get(_positive(k)))]
         out += [[f"--{k}", *words] for k in found] or [[option, *words]]
     return out
 
@@ -150,6 +150,11 @@ def _positive(key: str) -> str:
     """Return the positive form of a negated key: `train.sp` for `train.no_sp`."""
     section, _, name = key.rpartition(".")
     return f"{section}.{name.removeprefix('no_')}"
+
+
+def _is_switch(kind: Any) -> bool:
+    """Return whether a key of type `kind` needs no value, as in --train.sp and --train.no_sp."""
+    return kind is bool or bool in typing.get_args(kind)
 
 
 def _chunks(argv: list[str]) -> list[list[str]]:
@@ -180,8 +185,8 @@ def _values(chunks: list[list[str]], default: Config) -> dict[str, Any]:
     last = {_key(chunk[0], known): chunk for chunk in chunks}
     found = {}
     for key, chunk in last.items():
-        value = _value(known[key], chunk)
         is_negated = chunk[0][2:].replace("-", "_") != key  # negated, as in --train.no_sp
+        value = _value(bool if is_negated else known[key], chunk)
         found[key] = not value if is_negated else value
     return found
 
@@ -202,7 +207,7 @@ def _key(option: str, known: dict[str, Any]) -> str:
     name = option[2:].replace("-", "_")
     if name in known:
         return name
-    if known.get(_positive(name)) is bool:
+    if _is_switch(known.get(_positive(name))):
         return _positive(name)
     if said := other_names.explain(name):
         raise ConfigError(f"{option}: there is no such key; {said}")
@@ -226,7 +231,7 @@ def _value(kind: Any, chunk: list[str]) -> Any:
     option, *words = chunk
     given = hide(" ".join(word or "''" for word in chunk))
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is bool and not words:
+    if _is_switch(kind) and not words:
         return True
     if origin is list or (origin is tuple and args[1:] == (...,)):
         return origin(_one(given, args[0], word) for word in words)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rlcore import algos
 from rlcore.algos import fused
+from rlcore.config import sglang_args
 from rlcore.config.schema import (
     AsyncConfig,
     Config,
@@ -96,6 +97,18 @@ def route(cfg: Config) -> Literal["gather", "intranode", "two_stage"]:
     return "two_stage" if cfg.cluster.rollout_ranks else "gather"
 
 
+def engine_dtype(cfg: Config) -> Literal["float32", "bfloat16", "float64"]:
+    """Return the data type of the engines: --rollout.dtype, with `auto` resolved."""
+    return cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
+
+
+def has_fp32_lm_head(cfg: Config, *, cuda: bool) -> bool:
+    """Return whether the engines compute their output layer in fp32: --rollout.fp32_lm_head, with
+    None resolved for engines on a GPU (`cuda`) or on the CPU."""
+    wanted = cuda if cfg.rollout.fp32_lm_head is None else cfg.rollout.fp32_lm_head
+    return wanted and engine_dtype(cfg) == "bfloat16"
+
+
 def warnings(cfg: Config) -> list[str]:
     """Return warnings about settings with no effect or an unexpected effect."""
     a, r, out = cfg.algo, cfg.rollout, []
@@ -160,7 +173,7 @@ def warnings(cfg: Config) -> list[str]:
             "--train.offload: has no effect with cluster.rollout_ranks, where engine and learner "
             "use different devices"
         )
-    if r.fp32_lm_head and (cfg.model.dtype if r.dtype == "auto" else r.dtype) != "bfloat16":
+    if r.fp32_lm_head and engine_dtype(cfg) != "bfloat16":
         out.append("--rollout.fp32_lm_head: has no effect, the engine computes in full precision")
     return out
 
@@ -382,18 +395,7 @@ def _algo(cfg: Config) -> list[str]:
 
 
 def _rollout(cfg: Config) -> list[str]:
-    r, out = cfg.rollout, []
-    for argument in r.sglang_args:
-        if not argument.partition("=")[0].isidentifier() or "=" not in argument:
-            out.append(
-                f"--rollout.sglang_args {argument}: must be key=value, such as "
-                "attention_backend=triton"
-            )
-        if argument.startswith("speculative_"):
-            out.append(
-                f"--rollout.sglang_args {argument}: SGLang's own drafts change the distribution "
-                "that is sampled; use --rollout.draft and --draft.verify_tokens"
-            )
+    r, out = cfg.rollout, sglang_args.problems(cfg.rollout.sglang_args)
     if r.engine == "torch" and r.tp > 1:
         out.append(
             f"--rollout.tp {r.tp}: a torch engine is one rank; set 1, or use --rollout.engine "
@@ -413,7 +415,7 @@ def _rollout(cfg: Config) -> list[str]:
                 f"--rollout.quantize {r.quantize}: only the torch engine has it; use "
                 "--rollout.engine torch, or set none"
             )
-        if (cfg.model.dtype if r.dtype == "auto" else r.dtype) == "float64":
+        if engine_dtype(cfg) == "float64":
             out.append(
                 "--rollout.dtype float64: SGLang has only float32 and bfloat16; set one of them, "
                 "or use --rollout.engine torch"

@@ -133,7 +133,8 @@ class RolloutConfig:
     """Maximum engine size with rollout.adaptive_tp; 0: the ranks of a node, or fewer if the model's
     heads cannot be divided by more."""
     sglang_args: tuple[str, ...] = ()
-    """Further SGLang server arguments as `key=value`, such as `attention_backend=triton`."""
+    """Further SGLang server arguments as `key=value`, such as `attention_backend=triton`; not those
+    that rlcore sets itself (rlcore/config/sglang_args.py)."""
     gpu_memory_utilization: Annotated[float, above(0, below=1)] = 0.8
     """Share of GPU memory for SGLang's weights and KV cache (its mem_fraction_static), if
     rollout.kv_cache_tokens is 0."""
@@ -181,9 +182,9 @@ class RolloutConfig:
     """Source of drafts for speculative decoding, which does not change samples. `ngram`: the
     request's own text. `history`: also earlier epochs' responses to the prompt, by most frequent
     continuation. `history_reward`: as `history`, but by largest sum of rewards."""
-    fp32_lm_head: bool = False
-    """Whether the engine computes the output layer in fp32, whatever rollout.dtype is; the torch
-    engine then also computes the final norm in fp32."""
+    fp32_lm_head: bool | None = None
+    """Whether a bfloat16 engine computes the output layer in fp32; the torch engine then also
+    computes the final norm in fp32. None: on a GPU."""
     threads: Annotated[int, above(0)] = 1
     """Number of CPU threads per engine."""
     progress_interval_s: Annotated[float, at_least(0)] = 0.5

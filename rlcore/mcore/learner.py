@@ -348,6 +348,8 @@ class MegatronLearner:
         if self.device.type == "cpu" and not self._has_told:
             self._has_told = True
             announce("offload", "frees only the gradients, since the learner is on the CPU")
+        # Megatron keeps the buffer of its last all-gather; the next all-gather makes a new one.
+        parallel_state.get_global_memory_buffer().buffer.clear()
         for part in parts:
             self._parts[part].park()
 

@@ -251,6 +251,7 @@ METRICS = [
     Metric("sync/slow_bytes", "bytes", "bytes of weights sent between sites in a weight update"),
     Metric("sync/time_s", "s", "time of a weight update"),
     Metric("sync/transient_gb", "GB", "peak extra memory of a weight update"),
+    Metric("memory/contexts_gb", "GB", "measured GPU memory of rank 0's contexts: all but tensors"),
     Metric("memory/learner_gb/<phase>", "GB", "GPU memory of the learner as the phase begins"),
     Metric("memory/device_gb/<phase>", "GB", "GPU memory in use on rank 0 as the phase begins"),
     Metric("memory/planned_gb/<phase>", "GB", "GPU memory planned for the phase"),

@@ -7,6 +7,7 @@ every switch between engine and learner.
 
 With --train.offload the phases hold (+: in addition to load_learner):
 
+    build            learner: weights (twice), gradients; the engine sleeps
     gen              engine: weights, cache
     load_learner     learner: weights, gradients, optimizer; the engine sleeps
     old_log_prob     + reference weights, one layer's activations, logits
@@ -21,7 +22,7 @@ Without --train.offload all persistent parts stay on the device; phases add temp
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -33,14 +34,19 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.names import layer_shapes, num_parameters
 from rlcore.mcore.layout import ParallelLayout, layout_of
 from rlcore.protocols import PARTS, Learner, Part
+from rlcore.utils.log import log
 
 GB = 1e9
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
-TRAINER_CONTEXT = 1_500_000_000
-"""Bytes of a training process (estimate): CUDA context, NCCL buffers, cuBLAS workspaces."""
-ENGINE_CONTEXT = 2_000_000_000
-"""Bytes of an engine process, even asleep (estimate): context, buffers, workspaces, CUDA graphs."""
+PROCESS_CONTEXT = 1_500_000_000
+"""Bytes of any process on a GPU (estimate): CUDA context, loaded kernels, workspaces."""
+TRAINER_CONTEXT = 3_000_000_000
+"""Bytes of a training process (estimate): as `PROCESS_CONTEXT`, and NCCL buffers of all groups."""
+ENGINE_CONTEXT = {"torch": PROCESS_CONTEXT, "sglang": 4_000_000_000}
+"""Bytes of an engine process, even asleep (estimate): SGLang also keeps CUDA graphs and buffers."""
 PREFILL_TOKENS = {"torch": 16384, "sglang": 8192}
+CHECKPOINT_BYTES = 2 * 2**30
+"""Bytes of checkpoint files that a rank holds in host memory at a time (mcore/checkpoint.py)."""
 BUNDLE_BYTES = 256 * 2**20
 """Bytes that `Learner.export` gathers at a time, unless one tensor is larger."""
 SLACK_BYTES = 16 * 2**20
@@ -77,6 +83,19 @@ class MemoryPlan:
     def worst(self) -> str:
         """Name of the phase that takes most memory."""
         return max(self.phases, key=self.total)
+
+    def with_measured(self, num_bytes: int) -> "MemoryPlan":
+        """Return this plan with measured contexts. `num_bytes`: bytes in use on the device while it
+        holds neither learner nor engine. Beside a judge, which may still be loading, contexts are
+        at least the estimate."""
+
+        def measured(items: tuple[Item, ...]) -> tuple[Item, ...]:
+            judge = sum(i.num_bytes for i in items if i.part == "judge")
+            least = sum(i.num_bytes for i in items if i.part == "contexts") if judge else 0
+            contexts = Item("contexts", max(num_bytes - judge, least))
+            return (*(i for i in items if i.part != "contexts"), contexts)
+
+        return replace(self, phases={name: measured(items) for name, items in self.phases.items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,16 +203,13 @@ def logits_bytes(
 # ---- memory of an engine
 
 
-def engine_dtype(cfg: Config) -> str:
-    return cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
-
-
-def engine_weight_bytes(cfg: Config, hf: HFConfig) -> int:
+def engine_weight_bytes(cfg: Config, hf: HFConfig, cuda: bool = True) -> int:
     """Return the bytes of the weights on one rank of an engine."""
-    size = ITEMSIZE[engine_dtype(cfg)]
+    size = ITEMSIZE[rules.engine_dtype(cfg)]
     total = size * num_parameters(hf)
-    if cfg.rollout.fp32_lm_head and cfg.rollout.engine == "torch":  # SGLang has no float32 LM head
-        total += max(4 - size, 0) * hf.vocab_size * hf.hidden_size
+    # SGLang computes float32 logits from bfloat16 weights, without a copy of the weights.
+    if cfg.rollout.engine == "torch" and rules.has_fp32_lm_head(cfg, cuda=cuda):
+        total += (4 - size) * hf.vocab_size * hf.hidden_size
     return total // cfg.rollout.tp
 
 
@@ -205,7 +221,7 @@ def longest(cfg: Config, hf: HFConfig) -> int:
 def token_bytes(cfg: Config, hf: HFConfig) -> int:
     """Return the bytes of one token in one rank's part of the KV cache."""
     heads = -(-hf.num_kv_heads // cfg.rollout.tp)
-    return 2 * hf.num_layers * heads * hf.head_dim * ITEMSIZE[engine_dtype(cfg)]
+    return 2 * hf.num_layers * heads * hf.head_dim * ITEMSIZE[rules.engine_dtype(cfg)]
 
 
 def cache_bytes(cfg: Config, hf: HFConfig, gpu_bytes: float) -> int:
@@ -216,12 +232,12 @@ def cache_bytes(cfg: Config, hf: HFConfig, gpu_bytes: float) -> int:
     if r.engine == "sglang":
         return max(0, int(r.gpu_memory_utilization * gpu_bytes) - weights)
     full = r.max_running_requests * longest(cfg, hf) * token_bytes(cfg, hf)
-    return max(0, min(full, int(0.8 * (gpu_bytes - weights - TRAINER_CONTEXT))))
+    return max(0, min(full, int(0.8 * (gpu_bytes - weights - 2 * PROCESS_CONTEXT))))
 
 
 def engine_work_bytes(cfg: Config, hf: HFConfig) -> int:
     """Estimate an engine's temporary bytes: a prefill and the logits of a decode step."""
-    r, size = cfg.rollout, ITEMSIZE[engine_dtype(cfg)]
+    r, size = cfg.rollout, ITEMSIZE[rules.engine_dtype(cfg)]
     inner = hf.experts_per_token * hf.moe_intermediate_size or hf.intermediate_size
     per_token = 4 * hf.hidden_size + 3 * inner // r.tp + 2 * hf.num_heads * hf.head_dim // r.tp
     rows = min(PREFILL_TOKENS[r.engine], r.max_running_requests * longest(cfg, hf))
@@ -286,8 +302,8 @@ def make(
 
     grows = cfg.rollout.engine == "torch"  # SGLang allocates the whole KV cache when it wakes.
     cache = Item("KV cache", cache_bytes(cfg, hf, gpu_bytes), comes_later=grows)
-    weights = Item("engine weights", engine_weight_bytes(cfg, hf))
-    contexts = TRAINER_CONTEXT + (ENGINE_CONTEXT if has_engine else 0)
+    weights = Item("engine weights", engine_weight_bytes(cfg, hf, cuda))
+    contexts = TRAINER_CONTEXT + (ENGINE_CONTEXT[cfg.rollout.engine] if has_engine else 0)
     context = [Item("contexts", contexts, True)] if cuda else []
     context = [*beside.always, *context]
 
@@ -310,6 +326,7 @@ def make(
     moments = 3 if cfg.model.dtype == "bfloat16" else 2
     adam = max(state["optimizer"] for state in states.values()) // moments
     phases = {
+        "build": [*_build(states, train, moments), *engine()],
         "gen": [
             *learners(()),
             *engine(weights, cache),
@@ -339,6 +356,24 @@ def make(
     )
 
 
+def _build(states: dict[str, dict[Part, int]], train: TrainConfig, kinds: int) -> list[Item]:
+    """Return the items at the peak of building learner and critic, one after the other. `kinds`:
+    number of values that the optimizer keeps per parameter.
+
+    Megatron copies all weights into a flat buffer for its distributed optimizer. The optimizer
+    begins with the main parameters, if the weights are not themselves the main parameters.
+    """
+    items = []
+    for name, state in states.items():
+        main = state["optimizer"] // kinds if kinds > 2 else 0
+        items += [Item(f"{name} {part}", state[part]) for part in ("weights", "gradients")]
+        items.append(Item(f"{name} optimizer", main))
+    copy = state["weights"] if train.distributed_optimizer else 0
+    if copy > main:  # the last model's main parameters are made after its copy is freed
+        items[-1] = Item("copy of weights", copy, comes_later=True)
+    return [item for item in items if item.num_bytes]
+
+
 def _host(cfg: Config, hf: HFConfig, states: dict[str, dict[Part, int]], cuda: bool) -> list[Item]:
     items = []
     if cfg.train.offload and cuda:
@@ -346,6 +381,10 @@ def _host(cfg: Config, hf: HFConfig, states: dict[str, dict[Part, int]], cuda: b
             items.append(Item(f"{name} parked", state["weights"] + state["optimizer"]))
     if cfg.algo.needs_reference:
         items.append(Item("reference weights", states["learner"]["weights"]))
+    saved = max(state["optimizer"] for state in states.values())
+    if cfg.model.dtype != "bfloat16":  # the weights are saved as the main parameters
+        saved += saved // 2
+    items.append(Item("checkpoint files", min(CHECKPOINT_BYTES, 2 * saved)))
     if cfg.rollout.engine == "sglang" and cuda:  # SGLang's buckets stay on the GPU.
         return items
     return [*items, Item("bucket", bucket_bytes(cfg, hf))]
@@ -376,7 +415,8 @@ def make_sampler(
     cache = cache_bytes(cfg, hf, gpu_bytes)
     work = Item("engine's work", engine_work_bytes(cfg, hf), True, True)
     weights, held = Item("engine weights", engine_weight_bytes(cfg, hf)), Item("KV cache", cache)
-    always = (weights, held, *beside.always, Item("contexts", ENGINE_CONTEXT, True))
+    contexts = Item("contexts", ENGINE_CONTEXT[cfg.rollout.engine], True)
+    always = (weights, held, *beside.always, contexts)
     buckets = Item("buckets", update_weights_bytes(cfg, hf), True, True)
     phases = {"gen": (*always, work, *beside.generate), "update_weights": (*always, buckets)}
     return MemoryPlan(
@@ -486,6 +526,8 @@ def _gb(num_bytes: float) -> str:
 
 _THERE = ("contexts", "judge")
 """Names of the parts that are on the device in every phase."""
+_TRAINING = ("load_learner", "old_log_prob", "update_actor", "optimizer_step")
+"""Phases between loading and offloading the learner."""
 
 
 class Residency:
@@ -495,16 +537,21 @@ class Residency:
         self.plan, self._device = plan, device
         self._found: dict[str, float] = {}
         self._engine_sleeps = False
+        self._in_use: int | None = None
+        """Measured bytes in use while the device holds neither learner nor engine."""
 
     def follow(self, plan: MemoryPlan) -> None:
-        """Use another plan for all later checks."""
-        self.plan = plan
+        """Use another plan for all later checks, with the measured contexts."""
+        self.plan = plan if self._in_use is None else plan.with_measured(self._in_use)
 
     def before(
-        self, phase: Literal["load_learner", "update_weights"], learners: Sequence[Learner]
+        self,
+        phase: Literal["build", "load_learner", "update_weights"],
+        learners: Sequence[Learner] = (),
     ) -> None:
-        """Check that the device has room for the learner (load_learner) or for the engine's
-        weights (update_weights). On the CPU nothing is checked.
+        """Check that the device has room for the learner (build, load_learner) or for the engine's
+        weights (update_weights). On the CPU nothing is checked. If the engine sleeps, first measure
+        the contexts; the plan then has the measured bytes instead of the estimate.
 
         Raises:
             RuntimeError: too little memory is free.
@@ -513,9 +560,10 @@ class Residency:
             return
         if phase == "update_weights" and not self._engine_sleeps:  # Engines start awake.
             return
-        self._engine_sleeps = phase == "load_learner"
-        loaded = ("load_learner", "old_log_prob", "update_actor", "optimizer_step")
-        most = max(loaded if phase == "load_learner" else (phase,), key=self.plan.total)
+        self._measure_contexts()
+        self._engine_sleeps = phase != "update_weights"
+        filled = {"build": ("build", *_TRAINING), "load_learner": _TRAINING}.get(phase, (phase,))
+        most = max(filled, key=self.plan.total)
         coming = sum(i.num_bytes for i in self.plan.phases[most] if i.part not in _THERE)
         self._must_fit(most, coming - _resident(learners))
 
@@ -535,7 +583,7 @@ class Residency:
                 "missing in the plan (trainer/memory.py)"
             )
         if self._device.type == "cuda":
-            self._found[f"memory/device_gb/{phase}"] = self._taken() / GB
+            self._found[f"memory/device_gb/{phase}"] = self._taken(phase) / GB
             self._found[f"memory/planned_gb/{phase}"] = self.plan.total(phase) / GB
             later = sum(i.num_bytes for i in self.plan.phases[phase] if i.comes_later)
             self._must_fit(phase, later)
@@ -545,15 +593,29 @@ class Residency:
         found, self._found = self._found, {}
         return found
 
-    def _taken(self) -> int:
-        """Return the bytes of the device that this process cannot allocate. Memory that torch keeps
-        reserved but unused in this process counts as free."""
+    def _measure_contexts(self) -> None:
+        """Measure the memory in use outside of this process's tensors, while the engine sleeps."""
         free, total = torch.cuda.mem_get_info(self._device)
+        self._in_use = total - free - torch.cuda.memory_reserved(self._device)
+        fits = not too_large(self.plan, total)
+        self.plan = self.plan.with_measured(self._in_use)
+        items = next(iter(self.plan.phases.values()))  # the contexts of all phases are the same
+        contexts = sum(i.num_bytes for i in items if i.part == "contexts")
+        self._found["memory/contexts_gb"] = contexts / GB
+        if fits and (said := too_large(self.plan, total)):
+            log.warning("%s (contexts are measured)", said)
+
+    def _taken(self, phase: str) -> int:
+        """Return the bytes of the device that are not free for `phase`. Memory that torch keeps
+        reserved but unused in this process is free only in phases that the learner fills."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        if phase in ("update_weights", "gen"):  # The engine's process fills these.
+            return total - free
         idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return total - free - idle
 
     def _must_fit(self, phase: str, coming: int) -> None:
-        taken, total = self._taken(), torch.cuda.mem_get_info(self._device)[1]
+        taken, total = self._taken(phase), torch.cuda.mem_get_info(self._device)[1]
         if taken + coming <= total:
             return
         planned = self.plan.total(phase)

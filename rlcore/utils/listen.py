@@ -5,11 +5,14 @@ import errno
 import ipaddress
 import logging
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from rlcore.utils.errors import ConfigError
+
+if TYPE_CHECKING:  # importing torch would slow down the command line
+    from torch.distributed import TCPStore
 
 log = logging.getLogger("rlcore")
 _BACKLOG = 4096
@@ -77,6 +80,21 @@ def bind_stores(interface: str = "") -> None:
 
     init.is_bound = True  # type: ignore[attr-defined]  # mark rlcore's method
     TCPStore.__init__ = init  # type: ignore[method-assign]  # replace torch's method
+
+
+def open_store() -> "TCPStore":
+    """Start a store on a loopback port that the system chooses, so that no other process can take
+    the port first. The store ends when the object is deleted."""
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+    return TCPStore(
+        "127.0.0.1",
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _listener(address: str, port: int) -> socket.socket | None:

@@ -42,6 +42,7 @@ WITHIN = {
     "step": "one step, with all phases of `STEP`",
     "stream": "training on some ranks while others decode, part of gen",
     "wait_learner": "waiting for the train ranks, on rollout ranks",
+    "build": "building the learner, part of start, in the memory plan",
     "optimizer_step": "the optimizer's part of update_actor, in the memory plan",
 }
 """Names of spans that enclose phases or are part of a phase; only `step` has a separate metric."""

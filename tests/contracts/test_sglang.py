@@ -22,11 +22,13 @@ from rlcore.ops.reshard import checksum
 from rlcore.protocols import Engine
 from rlcore.records import Bucket, Down, Partial, Request, Sampling
 from rlcore.rollout.child import ChildEngine
+from rlcore.rollout.sglang_engine import server
 from rlcore.rollout.sglang_engine.server import sweep
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.rollout.transport import free_port
 from rlcore.sync.pack import load_weights, pack
 from rlcore.utils.buckets import SharedRoom
+from rlcore.utils.listen import open_store
+from tests import kit
 from tests.contracts import engine_contract
 from tests.contracts.engine_contract import *  # noqa: F403
 from tests.contracts.engine_contract import (
@@ -281,12 +283,14 @@ def push_to(engine: Engine, ranks: int, std: float = 0.25) -> None:
 
 def start_two(**options: Any) -> list[ChildEngine]:
     """The shares of one engine, which meet again at another port when they are restarted."""
-    meetings = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    stores = [open_store() for _ in range(2)]
 
     def settings(rank: int) -> Callable[[], dict[str, Any]]:
-        places = iter(meetings)
+        places = iter(stores)
         share = {"tp": 2, "nnodes": 2, "node_rank": rank, "rank": rank}
-        return lambda: OPTIONS | options | share | {"dist_init_addr": next(places)}
+        return lambda: (
+            OPTIONS | options | share | {"dist_init_addr": f"127.0.0.1:{next(places).port}"}
+        )
 
     return [ChildEngine(FACTORY, settings(rank), rank=rank, start_s=280.0) for rank in (0, 1)]
 
@@ -343,6 +347,50 @@ def test_two_ranks_share_an_engine_and_sample_what_one_does(lab):
     finally:
         for rank in ranks:
             rank.close()
+
+
+# ---- what of SGLang our arguments rely on
+
+
+RELIED_ON = """
+from types import SimpleNamespace
+from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
+from sglang.srt.arg_groups.field_order import POSITIONAL_FIELD_ORDER
+from sglang.srt.arg_groups.model_overrides import qwen3_moe
+from sglang.srt.distributed import bootstrap
+from sglang.srt.environ import envs
+from rlcore.config import sglang_args
+
+assert sglang_args.OWNED.keys() <= set(POSITIONAL_FIELD_ORDER)
+assert set(sglang_args.RUNNERS) <= set(MOE_RUNNER_BACKEND_CHOICES)
+
+qwen3_moe.get_platform = lambda: SimpleNamespace(is_sm100=True)
+qwen3_moe.resolving_view = lambda arguments: arguments
+model = SimpleNamespace(architectures=["Qwen3MoeForCausalLM"])
+for asked, chosen in (("auto", "flashinfer_trtllm"), (sglang_args.RUNNERS[0], None)):
+    arguments = SimpleNamespace(
+        quantization=None,
+        _quantization_explicitly_unset=False,
+        moe_runner_backend=asked,
+        moe_a2a_backend="none",
+    )
+    found = qwen3_moe._qwen3_moe_family_overrides(arguments, model)
+    assert found.get("moe_runner_backend") == chosen, (asked, found)
+
+with envs.SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE.override("env://"):
+    assert bootstrap._resolve_dist_init_method(dist_port=1) == "env://"
+"""
+
+
+def test_sglang_takes_our_arguments_as_they_are_meant():
+    """Also for Blackwell, where its own choice for experts would make weight updates wrong."""
+    folder = Path(server.__file__).parent / "cpu"
+    env = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(folder), kit.python_path()])
+    done = subprocess.run(
+        [sys.executable, "-c", RELIED_ON], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # ---- memory

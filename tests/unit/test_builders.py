@@ -5,15 +5,18 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rlcore.cli import builders, exits, train, world
+from rlcore.cli.builders import engine, model, sharing, weights
 from rlcore.cli.builders import folder as open_run
-from rlcore.cli.builders import model, sharing
 from rlcore.cli.world import World
 from rlcore.config import resolve
 from rlcore.config.schema import (
@@ -29,7 +32,7 @@ from rlcore.trainer import resume, sync_loop
 from rlcore.utils import lock
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
-from tests import runs
+from tests import kit, runs
 
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
 
@@ -199,3 +202,94 @@ def test_the_address_of_a_cluster_may_come_from_the_environment(monkeypatch) -> 
     assert sharing.address_of("redis://h:1") == "redis://h:1"
     with pytest.raises(ValueError, match="--mux.url env:NONE: the environment variable is not set"):
         sharing.address_of("env:NONE")
+
+
+# ---- the engine
+
+
+def kit_model() -> HFConfig:
+    return HFConfig.from_dict(kit.tiny_config("qwen2"))
+
+
+def test_ranks_of_an_engine_meet_at_a_store_that_its_first_rank_holds(monkeypatch) -> None:
+    """A port that was only looked up could go to another engine that starts meanwhile."""
+    monkeypatch.setattr(engine, "ChildEngine", lambda _, settings, **__: settings)
+    monkeypatch.setattr(engine, "check_engine", lambda _: None)
+    cfg, shared = Config(rollout=RolloutConfig(engine="sglang", tp=2)), dist.HashStore()
+    ranks: list[Any] = [
+        engine.make_engine(
+            cfg, kit_model(), replace(ALONE, rank=rank, size=4, store=shared, secret=b"s" * 32)
+        )
+        for rank in range(4)
+    ]
+    for _ in range(2):  # at the start, and when the engines start again
+        addresses = [settings()["dist_init_addr"] for settings in ranks]
+        assert addresses[0] == addresses[1] != addresses[2] == addresses[3]
+        for address in addresses:
+            host, _, port = address.partition(":")
+            soon = timedelta(seconds=20)
+            dist.TCPStore(host, int(port), timeout=soon, wait_for_workers=False).set("is", "there")
+
+
+@pytest.mark.parametrize("kind", ["torch", "sglang"])
+@pytest.mark.parametrize(
+    "dtype, wanted, device, found",
+    [
+        ("bfloat16", None, "cuda", True),
+        ("bfloat16", None, "cpu", False),
+        ("bfloat16", True, "cpu", True),
+        ("bfloat16", False, "cuda", False),
+        ("float32", None, "cuda", False),
+    ],
+)
+def test_logits_of_bfloat16_are_float32_on_a_gpu(
+    kind, dtype, wanted, device, found, monkeypatch
+) -> None:
+    monkeypatch.setattr(engine, "check_engine", lambda _: None)
+    cfg = Config(rollout=RolloutConfig(engine=kind, dtype=dtype, fp32_lm_head=wanted))
+    here = replace(ALONE, device=torch.device(device))
+    assert engine.engine_settings(cfg, kit_model(), here)["fp32_head"] is found
+
+
+def test_expandable_segments_are_refused_where_an_engine_opens_the_learners_memory(
+    monkeypatch,
+) -> None:
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    sglang, alone = (Config(rollout=RolloutConfig(engine=kind)) for kind in ("sglang", "torch"))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    weights.check_allocator(sglang, gpu)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+            with pytest.raises(ConfigError, match=f"{name} max.*; remove this setting"):
+                weights.check_allocator(sglang, gpu)
+            weights.check_allocator(alone, gpu)
+            weights.check_allocator(sglang, cpu)
+            patch.setenv(name, "expandable_segments:False")
+            weights.check_allocator(sglang, gpu)
+
+
+def test_contexts_are_measured_while_the_engine_sleeps_before_anything_is_built(
+    tmp_path: Path, monkeypatch
+) -> None:
+    order: list[object] = []
+
+    class Stop(Exception):
+        """Ends the start where the learner would be built."""
+
+    def build(_: object) -> None:
+        order.append("learner")
+        raise Stop
+
+    memory = SimpleNamespace(before=order.append)
+    side = SimpleNamespace(engine=SimpleNamespace(sleep=lambda tags: order.append(set(tags))))
+    cfg = replace(config(tmp_path), train=TrainConfig(offload=True))
+    monkeypatch.setattr(model, "model_config", lambda _: kit_model())
+    monkeypatch.setattr(builders.devices, "make_residency", lambda *_: memory)
+    monkeypatch.setattr(builders.sizes, "make_sizes", lambda *_: None)
+    monkeypatch.setattr(builders.rollout, "make_side", lambda *_: side)
+    monkeypatch.setattr(builders.learner, "make_models", build)
+    monkeypatch.setattr(builders.collective, "barrier", lambda: order.append("barrier"))
+    with pytest.raises(Stop):
+        builders.run(cfg, replace(ALONE, rank=1, size=2))  # rank 0 would load data
+    assert order == [{"weights", "kv_cache"}, "barrier", "build", "learner"]

@@ -262,6 +262,39 @@ def test_drafts_of_sglang_have_a_width(words, said):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("tp_size=4", "tp_size=4: rlcore sets this argument itself; use --rollout.tp instead"),
+        ("random_seed=1", "use --run.seed instead"),
+        ("mem_fraction_static=0.9", "use --rollout.gpu_memory_utilization instead"),
+        ("load_format=auto", "rlcore sets this argument itself; remove it"),
+        ("moe_runner_backend=auto", "weight updates would be wrong; use one of triton,"),
+        ("moe_runner_backend=flashinfer_trtllm", "weight updates would be wrong"),
+    ],
+)
+def test_what_rlcore_tells_sglang_itself_is_not_for_a_user(words, said):
+    assert_rule_of_sglang(f"--rollout.sglang_args attention_backend=triton {words}", said)
+
+
+def test_what_rlcore_does_not_need_in_sglang_is_for_a_user():
+    words = "attention_backend=triton moe_runner_backend=triton disable_cuda_graph=true"
+    assert_rule_of_sglang(f"--rollout.sglang_args {words}", "")
+
+
+def test_a_switch_with_a_third_state_needs_no_value():
+    def found(*words):
+        return parse(list(words)).rollout.fp32_lm_head
+
+    assert found() is None
+    assert found("--rollout.fp32_lm_head") is True
+    assert found("--rollout.no_fp32_lm_head") is False
+    assert found("--rollout.fp32_lm_head", "false") is False
+    assert found("--rollout.fp32_lm_head", "None") is None
+    with pytest.raises(ValueError, match="no_fp32_lm_head None: must be true or false"):
+        found("--rollout.no_fp32_lm_head", "None")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
         ("--rollout.adaptive_tp", ""),
         ("--rollout.adaptive_tp --rollout.tp 2 --rollout.max_tp 8", ""),
         ("--debug.rollout_tp 1 2 1", ""),

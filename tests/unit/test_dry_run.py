@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rlcore.cli import train
+from rlcore.cli.builders import weights
 from rlcore.utils import log
 from tests import runs
 
@@ -58,6 +59,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "no tries": ("--reward", "http://127.0.0.1:9/score", "--reward.retries", "-1"),
     "no module": ("--reward", "no.such.module"),
     # settings that do not fit the model, the ranks or what is installed
+    "an argument that rlcore gives SGLang": ("--rollout.sglang_args", "nccl_port=1", "tp_size=2"),
     "float64": ("--model.dtype", "float64"),
     "no ranks": ("--train.tp", "0"),
     "one rank": ("--mode", "stream"),
@@ -128,6 +130,16 @@ def test_a_dry_run_refuses_what_the_run_refuses_with_its_sentence(
     refusals = [line.partition("cannot run: ")[2] for line in planned.splitlines()]
     refusals = [line for line in refusals if line] or planned.splitlines()  # no configuration
     assert any(line in said.splitlines() for line in refusals), (refusals, said)
+
+
+def test_a_dry_run_refuses_the_learners_allocator_as_the_run_does(
+    folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "uses_cuda_ipc", lambda *_: True)  # else it needs a GPU
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    for more in (["--dry-run"], []):
+        code, said = start(capsys, "segments", *more)
+        assert code == 2 and "PYTORCH_CUDA_ALLOC_CONF expandable_segments:True: SGLang" in said
 
 
 def test_what_would_run_runs(folder: Path, capsys: pytest.CaptureFixture) -> None:

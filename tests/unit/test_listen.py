@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from rlcore.utils import listen
 from tests.forks import Fork
@@ -13,8 +14,6 @@ from tests.forks import Fork
 
 def servers(interface: str) -> None:
     """Print the address of each server that was started in these ways."""
-    import torch.distributed as dist
-
     listen.bind_stores(interface)
     listen.bind_stores(interface)  # twice is no harm
     one = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -63,3 +62,13 @@ def test_an_interface_without_an_address_is_refused() -> None:
     assert "lo" in psutil.net_if_addrs()
     assert listen.store_address("10.0.0.7") == "10.0.0.7"
     assert listen.store_address("node7.cluster") == ""
+
+
+def test_a_store_has_its_port_before_anyone_hears_of_it() -> None:
+    stores = [listen.open_store() for _ in range(20)]
+    assert len({store.port for store in stores}) == 20
+    own = {c.laddr.port: c.laddr.ip for c in psutil.Process().net_connections("tcp")}
+    assert {own[store.port] for store in stores} == {"127.0.0.1"}
+    client = dist.TCPStore("127.0.0.1", stores[3].port, wait_for_workers=False)
+    client.set("key", "value")
+    assert stores[3].get("key") == b"value"

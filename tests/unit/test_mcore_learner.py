@@ -404,6 +404,17 @@ def test_offload_takes_the_gradients_away_on_the_cpu_and_nothing_may_be_asked_me
     assert ranks.step(learner, 1)["actor/skipped"] == 0
 
 
+def test_offload_frees_the_buffer_of_megatrons_all_gather(learner: MegatronLearner) -> None:
+    """With sequence parallelism it is as large as the activations of a micro-batch."""
+    from megatron.core import parallel_state  # not before rlcore.mcore, which prepares it
+
+    held = parallel_state.get_global_memory_buffer()
+    held.get_tensor([8, 4], torch.float32, "mpu")
+    learner.offload(["optimizer"])
+    assert held.buffer == {}
+    learner.onload()
+
+
 def test_offload_does_not_forget_gradients_that_nobody_applied(learner: MegatronLearner) -> None:
     learner.accumulate(ranks.rows(0), ranks.Loss())
     with pytest.raises(RuntimeError, match="offload between accumulate and apply"):

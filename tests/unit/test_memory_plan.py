@@ -2,17 +2,23 @@
 what is planned, and that a run is held to it."""
 
 import dataclasses
+import gc
+import itertools
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from rlcore.cli.settings import parse
 from rlcore.config.schema import Config, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import num_parameters
+from rlcore.mcore import checkpoint
 from rlcore.mcore.layout import layout_of
+from rlcore.mcore.learner import MegatronLearner
 from rlcore.trainer import memory
 from tests import kit
 from tests.ranks import memory_ranks as ranks
@@ -122,14 +128,76 @@ def test_with_offload_engine_and_learner_meet_in_the_push_and_in_a_save_alone() 
         "engine weights",
     }
     assert found.learner["gen"] == 0
-    assert [item.part for item in found.host] == ["learner parked", "bucket"]
+    assert [i.part for i in found.host] == ["learner parked", "checkpoint files", "bucket"]
 
 
 def test_without_offload_everybody_is_always_there() -> None:
     found = plan()
     static = parts(found, "load_learner")
     assert {"engine weights", "KV cache", "learner gradients"} < static
-    assert all(static <= parts(found, phase) for phase in found.phases)
+    assert all(static <= parts(found, phase) for phase in found.phases if phase != "build")
+    assert {"engine weights", "KV cache"} < parts(found, "build")
+
+
+GPUS = {"gpu_bytes": 0, "cuda": True}
+
+
+def building(*argv: object, **changes: Any) -> dict[str, int]:
+    """Bytes of each part while the first of eight ranks builds its models."""
+    return {i.part: i.num_bytes for i in plan("--train.offload", *argv, **changes).phases["build"]}
+
+
+def test_weights_are_there_twice_while_they_move_into_megatrons_buffer() -> None:
+    cfg = config()
+    count, _ = memory.parameters(small(), layout_of(cfg.train, 8, 0))
+    held = {"learner weights": 2 * count, "learner gradients": 4 * count, "contexts": 4_500_000_000}
+    assert building(**SMALL) == held | {"copy of weights": 2 * count}
+    plain = building("--train.distributed_optimizer", "false", **SMALL)
+    assert plain == held | {"learner optimizer": 4 * count}  # main parameters, no moments yet
+    alone = memory.make(cfg, small(), layout_of(cfg.train, 1, 0), **GPUS)
+    assert size_of(alone, "build", "learner optimizer") == 4 * count
+    assert "copy of weights" not in parts(alone, "build")  # the main parameters take more
+
+
+def test_a_critic_is_built_beside_the_actor() -> None:
+    found = building("--algo.adv_estimator", "gae", **SMALL)
+    actor, _ = memory.parameters(small(), layout_of(TrainConfig(), 8, 0))
+    critic, _ = memory.parameters(small(), layout_of(TrainConfig(), 8, 0), head="value")
+    assert found["learner optimizer"] == 4 * (actor // 8)
+    assert found["critic gradients"] == 4 * critic
+    assert found["copy of weights"] == 2 * critic and "critic optimizer" not in found
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("arch, dtype", [("qwen2", "bfloat16"), ("qwen3_moe", "float32")])
+def test_megatron_builds_within_the_plan(arch: str, dtype: str, distributed: bool) -> None:
+    """Tensors of this process at their most, by torch's profiler; beside them, one tensor at a time
+    is converted."""
+    hf = HFConfig.from_dict(kit.tiny_config(arch, **ranks.SIZES))
+    model = ModelConfig(dtype=dtype, random_init=True)
+    train = TrainConfig(distributed_optimizer=distributed)
+    gc.collect()  # else earlier learners are freed while this one is measured
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        learner = MegatronLearner(hf, model, train, seed=3)
+    events = measured.profiler.kineto_results.events()
+    peak = max(itertools.accumulate(e.nbytes() for e in events if e.name() == "[memory]"))
+    cfg = dataclasses.replace(config("--train.offload"), model=model, train=train)
+    found = memory.make(cfg, hf, learner.layout, **GPUS, has_engine=False)
+    learner.close()
+    planned = sum(i.num_bytes for i in found.phases["build"] if i.part != "contexts")
+    largest = hf.vocab_size * hf.hidden_size * memory.ITEMSIZE[dtype]
+    assert 0.99 * planned <= peak <= 1.01 * planned + largest
+
+
+def test_checkpoint_files_are_twice_in_host_memory() -> None:
+    assert 2 * checkpoint.WRITERS * checkpoint.FILE_BYTES == memory.CHECKPOINT_BYTES
+    for dtype in ("bfloat16", "float32"):  # main parameter and two moments, 4 bytes each
+        cfg = config("--model.dtype", dtype)
+        found = memory.make(cfg, small(), layout_of(cfg.train, 1, 0), **GPUS)
+        count, _ = memory.parameters(small(), layout_of(cfg.train, 1, 0))
+        assert {i.part: i.num_bytes for i in found.host}["checkpoint files"] == 2 * 12 * count
+    large = plan(vocab_size=80_000_000, hidden_size=16)
+    assert {i.part: i.num_bytes for i in large.host}["checkpoint files"] == 2 * 2**30
 
 
 def test_a_critic_counts_in_its_turn_and_is_away_in_the_push() -> None:
@@ -148,7 +216,8 @@ def test_sglang_takes_its_share_of_the_gpu_and_the_cache_is_what_weights_leave()
     argv = ["--rollout.engine", "sglang", "--rollout.tp", 2, "--rollout.gpu_memory_utilization"]
     found = {i.part: i.num_bytes for i in plan(*argv, 0.5).phases["gen"]}
     assert found["engine weights"] + found["KV cache"] == 0.5 * 80e9
-    half = {i.part: i.num_bytes for i in plan("--rollout.kv_cache_tokens", 100).phases["gen"]}
+    torch_engine = plan("--rollout.kv_cache_tokens", 100, "--rollout.fp32_lm_head", "false")
+    half = {i.part: i.num_bytes for i in torch_engine.phases["gen"]}
     assert found["engine weights"] == half["engine weights"] // 2
 
 
@@ -170,11 +239,11 @@ def test_a_tensor_larger_than_a_bucket_has_one_of_its_own(route: str) -> None:
 def test_sglang_takes_buckets_and_logits_without_copies() -> None:
     argv = "--rollout.engine", "sglang", "--rollout.dtype", "bfloat16"
     plain, exact = plan(*argv), plan(*argv, "--rollout.fp32_lm_head")
-    assert [item.part for item in plain.host] == []
+    assert [item.part for item in plain.host] == ["checkpoint files"]
     weights = [size_of(found, "gen", "engine weights") for found in (plain, exact)]
     assert weights[0] == weights[1]
-    torch_engine = "--rollout.dtype", "bfloat16", "--rollout.fp32_lm_head"
-    assert size_of(plan(*torch_engine), "gen", "engine weights") > weights[0]
+    torch_engine = plan("--rollout.dtype", "bfloat16")  # on a GPU, its head is float32
+    assert size_of(torch_engine, "gen", "engine weights") > weights[0]
 
 
 def test_a_cache_smaller_than_a_response_is_a_problem_whatever_fits() -> None:
@@ -251,16 +320,20 @@ def test_on_the_cpu_the_plan_keeps_what_an_offload_leaves() -> None:
     assert found.problems == ()
 
 
-def gpu(monkeypatch: pytest.MonkeyPatch, taken_gb: float, idle_gb: float = 0.0) -> None:
-    """A GPU of 80 GB of which this much is taken, some of it idle in torch's allocator."""
+def gpu(
+    monkeypatch: pytest.MonkeyPatch, taken_gb: float, idle_gb: float = 0.0, used_gb: float = 0.0
+) -> None:
+    """A GPU of 80 GB of which this much is taken, some of it by this process's tensors (`used_gb`)
+    or idle in its allocator."""
     total = 80 * 10**9
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total - int(taken_gb * 1e9), total))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: int(idle_gb * 1e9))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: int((idle_gb + used_gb) * 1e9))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: int(used_gb * 1e9))
 
 
 def test_what_comes_must_have_room_beside_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     phases = {
+        "gen": (),
         "load_learner": (memory.Item("learner weights", 30 * 10**9),),
         "old_log_prob": (),
         "update_actor": (memory.Item("learner weights", 30 * 10**9), memory.Item("logits", 10**10)),
@@ -280,14 +353,14 @@ def test_what_comes_must_have_room_beside_what_is_taken(monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError) as error:
         guard.before("load_learner", [])
     assert str(error.value).startswith(
-        "memory: phase update_actor on rank 0 needs 40.0 GB by plan; 45.0 GB of the device's "
+        "memory: phase update_actor on rank 0 needs 85.0 GB by plan; 45.0 GB of the device's "
         "80.0 GB are in use and 40.0 GB more are needed"
     )
     gpu(monkeypatch, 25)
     guard.before("update_weights", [holding(weights=10**10)])
     guard.before("load_learner", [])
-    gpu(monkeypatch, 35)
-    with pytest.raises(RuntimeError, match="phase update_weights on rank 0 needs 60.0 GB"):
+    gpu(monkeypatch, 35, used_gb=10)
+    with pytest.raises(RuntimeError, match="phase update_weights on rank 0 needs 85.0 GB"):
         guard.before("update_weights", [holding(weights=10**10)])
 
 
@@ -309,3 +382,75 @@ def test_a_switch_is_measured_and_what_comes_later_must_fit(
     gpu(monkeypatch, 71)
     with pytest.raises(RuntimeError, match="71.0 GB of the device's 80.0 GB are in use and 10.0"):
         guard.check("update_weights", [])
+
+
+def with_phases(**phases: tuple[memory.Item, ...]) -> memory.Residency:
+    """The check of a plan that holds nothing but these items."""
+    empty = plan("--train.offload")
+    all_ = {name: phases.get(name, ()) for name in empty.phases}
+    found = dataclasses.replace(empty, phases=all_, learner=dict.fromkeys(all_, 0))
+    return memory.Residency(found, torch.device("cuda", 0))
+
+
+def test_the_learner_is_not_built_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = memory.Item("copy of weights", 30 * 10**9, comes_later=True)
+    guard = with_phases(build=(memory.Item("learner weights", 30 * 10**9), copy))
+    gpu(monkeypatch, 20)
+    guard.before("build")
+    gpu(monkeypatch, 21)
+    with pytest.raises(RuntimeError, match="phase build on rank 0 .* 60.0 GB more are needed"):
+        guard.before("build")
+    gpu(monkeypatch, 41)
+    step = with_phases(update_actor=(memory.Item("activations", 40 * 10**9),))
+    with pytest.raises(RuntimeError, match="phase update_actor on rank 0 needs"):
+        step.before("build")  # not only after the first rollout
+
+
+def test_memory_idle_in_the_trainer_is_not_free_for_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coming = (memory.Item("engine weights", 40 * 10**9, comes_later=True),)
+    guard = with_phases(load_learner=coming, update_weights=coming, gen=coming)
+    gpu(monkeypatch, 60, idle_gb=30)
+    guard.before("load_learner", [])  # the learner takes it from its own allocator
+    with pytest.raises(RuntimeError, match="update_weights .* 60.0 GB of the device's 80.0 GB"):
+        guard.before("update_weights", [])
+    with pytest.raises(RuntimeError, match="phase gen .* 60.0 GB of the device's 80.0 GB"):
+        guard.check("gen", [])
+
+
+def test_measured_contexts_take_the_place_of_the_estimate(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    estimate = (memory.Item("contexts", 3 * 10**9, True),)
+    guard = with_phases(gen=(memory.Item("KV cache", 75 * 10**9), *estimate), build=estimate)
+    gpu(monkeypatch, 7, idle_gb=1, used_gb=2)
+    with caplog.at_level(logging.WARNING):
+        guard.before("build")
+    assert guard.take() == {"memory/contexts_gb": 4.0}
+    assert [size_of(guard.plan, phase, "contexts") for phase in ("build", "gen")] == [4 * 10**9] * 2
+    assert not caplog.messages  # 79 GB fit
+    gpu(monkeypatch, 6)
+    with caplog.at_level(logging.WARNING):
+        guard.before("load_learner", [])
+    assert "phase gen needs 81.0 GB on rank 0" in caplog.messages[0]
+    gpu(monkeypatch, 9)
+    guard.before("update_weights", [])  # the engine still sleeps
+    assert guard.take() == {"memory/contexts_gb": 9.0}
+    gpu(monkeypatch, 50)
+    guard.before("update_weights", [])  # an engine that is awake tells nothing about contexts
+    assert guard.take() == {}
+    other = plan("--train.offload")
+    guard.follow(other)
+    assert size_of(guard.plan, "gen", "contexts") == 9 * 10**9
+
+
+def test_contexts_beside_a_judge_that_may_still_load_are_at_least_the_estimate() -> None:
+    judge = memory.OtherMemory(always=(memory.Item("judge", 10 * 10**9, True),))
+    cfg, hf = config("--train.offload"), small()
+    layout = layout_of(cfg.train, 1, 0)
+    found = memory.make(cfg, hf, layout, gpu_bytes=80e9, beside=judge)
+    assert size_of(found.with_measured(6 * 10**9), "gen", "contexts") == 4_500_000_000
+    assert size_of(found.with_measured(16 * 10**9), "gen", "contexts") == 6 * 10**9
+    alone = memory.make(cfg, hf, layout, gpu_bytes=80e9)
+    assert size_of(alone.with_measured(10**9), "gen", "contexts") == 10**9

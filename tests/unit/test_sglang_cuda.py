@@ -70,9 +70,19 @@ def test_the_engine_of_a_gpu_starts_with_this_environment(wheels, env, monkeypat
     monkeypatch.setattr(os, "environ", env)
     monkeypatch.setattr("torch.version.cuda", "99.0")
     monkeypatch.setattr(server.metadata, "entry_points", lambda **_: ["the plug-in"])
-    server.set_environment("cuda", 1)
+    env |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    env["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:64,expandable_segments:True"
+    env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    server.set_environment("cuda", 1, "127.0.0.1:4567")
     assert env["LD_LIBRARY_PATH"] == str(wheels / "lib")
     assert env["CUDA_HOME"] == str(wheels)
+    # what Megatron and the user's learner want
+    assert not {"CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG"} & env.keys()
+    assert env["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert "PYTORCH_ALLOC_CONF" not in env
+    # where the ranks meet, as clients
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", "4567")
+    assert env["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
 def test_a_toolkit_that_sglang_would_find_is_kept_if_it_is_of_the_right_version(

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlcore.config import sglang_args
+from rlcore.hf.config import HFConfig
 from rlcore.records import Request, Sampling
 from rlcore.rollout.errors import EngineFailedError
 from rlcore.rollout.sglang_engine import plugin, server
@@ -25,6 +27,7 @@ from rlcore.rollout.sglang_engine.engine import SGLangEngine, _SGLangRequest, _s
 from rlcore.rollout.sglang_engine.server import Server
 from rlcore.rollout.torch_engine.sampler import GOLDEN
 from rlcore.utils.seed import derive
+from tests import kit
 from tests.contracts.engine_contract import HF
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +104,62 @@ def test_pins_of_sglang_and_of_torch_are_the_same_for_cuda_and_cpu():
 def test_settings_that_cannot_work_are_refused_before_anything_starts(settings, word):
     with pytest.raises(ValueError, match=word):
         SGLangEngine(HF, max_model_tokens=64, **settings)
+
+
+# ---- SGLang's arguments
+
+MOE = HFConfig.from_dict(kit.tiny_config("qwen3_moe"))
+USERS = {"attention_backend", "disable_overlap_schedule", "log_level", "sleep_on_idle"}
+"""Arguments with a value of ours that a user may change."""
+
+
+@pytest.fixture
+def arguments_of(monkeypatch):
+    """Arguments with which an engine of these settings would start SGLang."""
+    started = bare_server([])
+    started.manager = None
+    given: dict[str, Any] = {}
+
+    def server(arguments: dict[str, Any], *_: Any) -> Server:
+        given.update(arguments)
+        return started
+
+    monkeypatch.setattr("rlcore.rollout.sglang_engine.engine.set_environment", lambda *_: None)
+    monkeypatch.setattr("rlcore.rollout.sglang_engine.engine.Server", server)
+
+    def of(hf: HFConfig, **settings: Any) -> dict[str, Any]:
+        given.clear()
+        SGLangEngine(hf, max_model_tokens=64, **settings)
+        return dict(given)
+
+    return of
+
+
+def test_experts_on_a_gpu_are_kept_as_they_are_sent(arguments_of):
+    """SGLang's own choice on Blackwell rearranges them at the first load."""
+    assert arguments_of(MOE, device="cuda:1")["moe_runner_backend"] == "triton"
+    given = arguments_of(MOE, device="cuda", sglang={"moe_runner_backend": "flashinfer_cutlass"})
+    assert given["moe_runner_backend"] == "flashinfer_cutlass"
+    for hf, device in ((HF, "cuda"), (MOE, "cpu")):
+        assert "moe_runner_backend" not in arguments_of(hf, device=device)
+
+
+def test_a_user_can_change_none_of_our_arguments_but_those_named_here(arguments_of):
+    given = arguments_of(MOE, device="cuda", cache_tokens=64) | arguments_of(HF, draft="ngram")
+    refused = {name for name in given if sglang_args.problems((f"{name}=1",))}
+    assert given.keys() - refused == USERS
+
+
+def test_the_ranks_of_an_engine_meet_at_a_store_that_has_its_port(arguments_of, monkeypatch):
+    stores: list[str] = []
+    monkeypatch.setattr(
+        "rlcore.rollout.sglang_engine.engine.set_environment",
+        lambda _device, _tp, store, _drafts: stores.append(store),
+    )
+    for address in ("", "127.0.0.1:4"):
+        given = arguments_of(HF, dist_init_addr=address)
+        assert given["dist_init_addr"] == stores[-1] and "nccl_port" not in given
+    assert stores[0].startswith("127.0.0.1:") and stores[1] == "127.0.0.1:4"
 
 
 # ---- what waits for SGLang

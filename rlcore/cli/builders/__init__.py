@@ -96,6 +96,8 @@ def _run(
         progress=progress,
         closing=closing,
     )
+    if gate is None:
+        weights.check_allocator(cfg, world.device)
     memory = devices.make_residency(cfg, start.hf, world)
     tail = gate.tail if gate is not None else None
     engine_sizes = sizes.make_sizes(cfg, start.hf, world, tail)
@@ -108,7 +110,8 @@ def _run(
     if cfg.train.offload:  # the engine sleeps until the first weight update
         assert side.engine is not None
         side.engine.sleep(["weights", "kv_cache"])
-        collective.barrier()  # wait until all engines sleep
+        collective.barrier()  # wait until the first rank of every engine has put it to sleep
+        memory.before("build")
     async_rollout = (
         rollout.make_async_rollout(start, side, data.source) if cfg.select.mode == "async" else None
     )

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from rlcore.cli.builders.folder import run_folder
 from rlcore.cli.builders.model import max_model_tokens
 from rlcore.cli.builders.sizes import with_tp
@@ -20,8 +22,8 @@ from rlcore.protocols import Engine
 from rlcore.records import GroupId, Prompt
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.torch_engine.engine import TorchEngine
-from rlcore.rollout.transport import free_port
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.listen import open_store
 from rlcore.utils.log import announce
 
 TORCH_ENGINE = "rlcore.rollout.torch_engine.engine:build"
@@ -61,14 +63,14 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
     settings = {
         "config": hf.to_dict(),
         "device": str(world.device),
-        "dtype": cfg.model.dtype if r.dtype == "auto" else r.dtype,
+        "dtype": rules.engine_dtype(cfg),
         "seed": cfg.run.seed,
         "max_running": r.max_running_requests,
         "cache_tokens": r.kv_cache_tokens,
         "max_model_tokens": max_model_tokens(cfg, hf),
         "threads": r.threads,
         "progress_s": r.progress_interval_s,
-        "fp32_head": r.fp32_lm_head,
+        "fp32_head": rules.has_fp32_lm_head(cfg, cuda=world.device.type == "cuda"),
         "rank": world.rank,
     }
     if r.engine == "torch":
@@ -125,18 +127,21 @@ def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
     announce("engine", f"sglang on {where}, {plain['dtype']}, {tp}, child process")
     # Numbers of resizes, and of engine starts since the last resize.
     sizes, starts, sized = 0, itertools.count(), cfg
+    store: TCPStore | None = None  # of the latest start; deleting it would end it
 
     def resize(tp: int) -> None:
         nonlocal sizes, starts, sized
         sizes, starts, sized = sizes + 1, itertools.count(), with_tp(cfg, tp)
 
     def settings() -> dict[str, Any]:
+        nonlocal store
         tp, share = sized.rollout.tp, {}
         if tp > 1:
             first = world.rank - world.rank % tp
             meeting = f"engine/{sizes}/{first}/{next(starts)}"
             if world.rank == first:
-                world.sealed.set(meeting, f"127.0.0.1:{free_port()}")  # engines never span nodes
+                store = open_store()
+                world.sealed.set(meeting, f"127.0.0.1:{store.port}")  # engines never span nodes
             share = {
                 "tp": tp,
                 "nnodes": tp,

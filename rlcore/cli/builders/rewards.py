@@ -59,7 +59,7 @@ def beside(judges: Sequence[tuple[JudgeRewardConfig, HFConfig]]) -> memory.Other
     found = [footprint(section, hf) for section, hf in judges]
     if not found:
         return memory.NOBODY
-    context = memory.TRAINER_CONTEXT * len(found)
+    context = memory.PROCESS_CONTEXT * len(found)
     stay, work, host = (sum(getattr(f, k) for f in found) for k in ("stay", "work", "host"))
     return memory.OtherMemory(
         always=(memory.Item("judge", stay + context, True),),

@@ -2,6 +2,8 @@
 
 import os
 
+import torch
+
 from rlcore.cli.world import World
 from rlcore.config import rules
 from rlcore.config.schema import Config
@@ -9,6 +11,8 @@ from rlcore.protocols import WeightChannel
 from rlcore.sync.channel import make_channel
 from rlcore.sync.colocated import Transport
 from rlcore.sync.peers import Peers
+from rlcore.utils import cuda_allocator
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce
 
 
@@ -16,12 +20,11 @@ def make_weight_channel(
     cfg: Config, world: World, *, in_child: bool, to_shelf: bool
 ) -> WeightChannel:
     """Return the channel that sends the learner's weights to this rank's engine or host cache."""
-    cuda = world.device.type == "cuda"
     transport: Transport = "shm" if in_child else "bytes"
-    if cfg.rollout.engine == "sglang" and cuda:
-        transport = "cuda_ipc"
     if to_shelf:
         transport = "bytes"
+    elif uses_cuda_ipc(cfg, world.device):
+        transport = "cuda_ipc"
     size = cfg.sync.ranks_per_site or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     way = rules.route(cfg)
     if cfg.sync.route == "auto" and way != "gather":
@@ -35,6 +38,26 @@ def make_weight_channel(
         peers=make_peers(cfg, world),
         device=world.device,
     )
+
+
+def uses_cuda_ipc(cfg: Config, device: torch.device) -> bool:
+    """Return whether engines read the weights from the learner's GPU memory, unless jobs share the
+    nodes."""
+    return cfg.rollout.engine == "sglang" and device.type == "cuda"
+
+
+def check_allocator(cfg: Config, device: torch.device) -> None:
+    """Raise ConfigError if an engine could not open the learner's GPU memory.
+
+    Expandable segments share memory as file descriptors (torch 2.13). Another process may take
+    these only with the right to trace this process, which containers deny.
+    """
+    name = cuda_allocator.expandable(os.environ)
+    if name and uses_cuda_ipc(cfg, device):
+        raise ConfigError(
+            f"{name} {os.environ[name]}: SGLang reads the learner's weights from its GPU memory, "
+            "which other processes cannot open with expandable_segments:True; remove this setting"
+        )
 
 
 def make_peers(cfg: Config, world: World) -> Peers:

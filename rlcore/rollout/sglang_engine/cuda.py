@@ -1,4 +1,4 @@
-"""Paths of the CUDA runtime library and the compilers that SGLang's processes need at run time.
+"""Environment of SGLang's processes on CUDA: libraries and compilers that they need at run time.
 
 SGLang preloads its memory saver into every scheduler and compiles kernels at the first forward. If
 the runtime library is missing, a scheduler exits before it runs any Python. If a compiler is
@@ -14,19 +14,25 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from rlcore.utils import cuda_allocator
 from rlcore.utils.errors import ConfigError
 
+_LEARNERS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG")
+"""Variables that the rank sets for Megatron; in SGLang they would only cost speed or memory."""
 _CHECK_S = 60.0  # timeout of the programs run as checks
 _SYSTEM = "/usr/local/cuda"
 
 
 def prepare(env: MutableMapping[str, str], version: str) -> None:
-    """Set the environment variables with which SGLang's processes find libraries and compilers.
-    `version`: torch's CUDA version.
+    """Remove the learner's settings from the environment of SGLang's processes, and set the
+    variables with which they find libraries and compilers. `version`: torch's CUDA version.
 
     Raises:
         ConfigError: a library or a compiler is missing; the message says what to install.
     """
+    for name in _LEARNERS:
+        env.pop(name, None)
+    cuda_allocator.remove_expandable(env)  # the memory saver raises an error with them
     major = version.partition(".")[0]
     set_runtime(env, major)
     set_toolkit(env, major)

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlcore.config.schema import DraftConfig, RolloutConfig
+from rlcore.config.sglang_args import RUNNERS
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected
 from rlcore.protocols import InProcess, PauseMode, Tag
@@ -48,8 +49,8 @@ from rlcore.rollout.sglang_engine.names import ALGORITHM, PROMPT_KEY, REMEMBER
 from rlcore.rollout.sglang_engine.server import Server, set_environment
 from rlcore.rollout.torch_engine.drafter import DraftSettings
 from rlcore.rollout.torch_engine.sampler import GOLDEN
-from rlcore.rollout.transport import free_port
 from rlcore.rollout.validation import check_request, check_tags, gap
+from rlcore.utils.listen import open_store
 from rlcore.utils.net import encode
 from rlcore.utils.seed import derive
 
@@ -256,7 +257,10 @@ class SGLangEngine(InProcess):
         if self._drafts:
             found = _draft_settings(draft_width, draft_settings, kind)
             drafts = {"draft": draft, "settings": found, "stream_interval": stream_interval}
-        set_environment(kind, tp, drafts)
+        if not dist_init_addr:
+            self._store = open_store()
+            dist_init_addr = f"127.0.0.1:{self._store.port}"
+        set_environment(kind, tp, dist_init_addr, drafts)
         # SGLang reserves cache for the tokens that two steps may add to a request.
         room = 2 * draft_width if self._drafts else 0
         arguments = {
@@ -274,20 +278,19 @@ class SGLangEngine(InProcess):
             "tp_size": tp,
             "nnodes": nnodes,
             "node_rank": node_rank,
+            "dist_init_addr": dist_init_addr,
             "log_level": "error",
         }
         if cache_tokens:
             arguments["max_total_tokens"] = cache_tokens + _SPARE + room
-        if dist_init_addr:
-            arguments["dist_init_addr"] = dist_init_addr
-        else:
-            arguments["nccl_port"] = free_port()
         if kind == "cuda":
             arguments |= {
                 "base_gpu_id": int(number or 0),
                 "mem_fraction_static": memory_fraction,
                 "enable_memory_saver": True,
             }
+            if hf.num_experts:  # SGLang's own choice may store experts in another layout
+                arguments["moe_runner_backend"] = RUNNERS[0]
         else:
             arguments |= {
                 "attention_backend": "torch_native",

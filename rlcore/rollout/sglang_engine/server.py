@@ -204,13 +204,17 @@ class Server:
             signal.signal(signal.SIGQUIT, quit_handler)
 
 
-def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = None) -> None:
+def set_environment(
+    device: str, ranks: int, store: str, drafts: Mapping[str, Any] | None = None
+) -> None:
     """Set the environment of this process, which SGLang's processes inherit. Call this before
     importing sglang.
 
     Args:
         device: "cpu" or "cuda".
         ranks: number of tensor-parallel ranks of the engine.
+        store: address host:port of the store at which the ranks meet. SGLang's own rendezvous would
+            listen on a port that another process may have taken meanwhile.
         drafts: draft settings, which `worker.DraftWorker` reads; None turns drafting off.
 
     Raises:
@@ -226,6 +230,9 @@ def set_environment(device: str, ranks: int, drafts: Mapping[str, Any] | None = 
     env.pop(names.DRAFTS, None)
     if drafts is not None:
         env[names.DRAFTS] = json.dumps(drafts)
+    env["MASTER_ADDR"], _, env["MASTER_PORT"] = store.rpartition(":")
+    env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = "env://"
+    env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # all ranks are clients of the store
     env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "rlcore.rollout.sglang_engine.models"
     env["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for extra context tokens
