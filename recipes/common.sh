@@ -46,9 +46,19 @@ in_srun() { # the batch and interactive steps of Slurm are not srun: their ids a
   [[ -n ${SLURM_STEP_ID:-} ]] && ((SLURM_STEP_ID < 4294967290))
 }
 
+shows_only() { # settings of the run: whether they ask for a text and start no engine
+  local arg
+  for arg in "$@"; do
+    case $arg in
+      --dry-run | --help | -h) return 0 ;;
+    esac
+  done
+  return 1
+}
+
 find_python() { # settings of the run: sets PYTHON; installs only if the recipe was started with bash
   local missing flags=(--quiet)
-  [[ $(option rollout.engine torch "$@") != sglang ]] || flags+=(--sglang)
+  shows_only "$@" || [[ $(option rollout.engine torch "$@") != sglang ]] || flags+=(--sglang)
   if [[ -z ${PYTHON:-} && -z ${LOCAL_WORLD_SIZE:-} ]] && ! in_srun; then
     bash "$ROOT/tools/setup.sh" "${flags[@]}"
   fi
@@ -118,15 +128,10 @@ launch() { # "${ARRAY[@]}"... "$@": train with these settings; --preflight only 
     fi
   done
   args=("$command" --run.name "$(basename "$0" .sh)" "${keys[@]}")
-  for arg in "$@"; do
-    case $arg in
-      --dry-run | --help | -h) # needs no engine
-        find_python
-        dry_run "${args[@]}"
-        ;;
-    esac
-  done
   find_python "$@"
+  if shows_only "$@"; then
+    dry_run "${args[@]}"
+  fi
 
   if [[ -n ${LOCAL_WORLD_SIZE:-} ]]; then
     if ((LOCAL_WORLD_SIZE != GPUS_PER_NODE && LOCAL_WORLD_SIZE != 1)); then

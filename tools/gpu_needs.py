@@ -1,5 +1,6 @@
 """Packages that tests/gpu imports: `python tools/gpu_needs.py` names the missing ones, and
-`python tools/gpu_needs.py build` those of the native build.
+`python tools/gpu_needs.py build` those of the native build. `python tools/gpu_needs.py lacks` names
+programs and packages without which a part of the check is skipped or fails.
 
 The names are read from the import statements of tests/gpu, and of the modules of tests and rlcore
 that these import, at module level and within functions.
@@ -7,6 +8,7 @@ that these import, at module level and within functions.
 
 import ast
 import importlib.util
+import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -28,6 +30,17 @@ UNUSED = {
 
 SPELLING = {"megatron": ("megatron.core", "megatron-core"), "zmq": ("zmq", "pyzmq")}
 """Module to look for and name on a package index, for packages where these differ."""
+
+PARTS = {
+    "nvcc": "native_build, grpo_sglang",
+    "c++": "native_build, grpo_sglang",
+    "nvidia-cuda-mps-control": "judge",
+    "compute-sanitizer": "--sanitize",
+    "sglang": "grpo_sglang",
+    "transformer_engine": "its own tests",
+    "apex": "its own tests",
+}
+"""Programs and packages that a machine may lack, and the part of the check that needs them."""
 
 STARTED = ("tests.conftest", "rlcore.__main__", "rlcore.cli.env", "rlcore.cli.train")
 """Modules that pytest and `python -m rlcore` import by their name."""
@@ -82,6 +95,12 @@ def missing_for_build(root: Path = ROOT) -> list[str]:
     return names
 
 
+def lacks() -> list[str]:
+    """Name the programs and packages that this machine lacks, each with what needs it."""
+    found = [name for name in PARTS if shutil.which(name) is None and not _installed(name)]
+    return [f"{name} (for {PARTS[name]})" for name in found]
+
+
 def _installed(package: str) -> bool:
     module = SPELLING[package][0] if package in SPELLING else package
     try:
@@ -113,6 +132,9 @@ def _imports(path: Path) -> Iterator[tuple[int, str]]:
 
 def main(argv: list[str]) -> int:
     """Exit status 1, and a sentence, where a package is missing."""
+    if argv == ["lacks"]:
+        print(f"lacks     {', '.join(lacks()) or 'nothing'}")
+        return 0
     names, why = missing(), "tests/gpu"
     if argv == ["build"]:
         names, why = missing_for_build(), "the native build"

@@ -5,15 +5,18 @@ Nothing here runs at import: files are collected where there is no GPU.
 
 import gc
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests import kit
+from tests import kit, runs
 from tests.ranks import learner_ranks as ranks
 
 DEVICE = torch.device(os.environ.get("RLCORE_GPU_TESTS_DEVICE", "cuda:0"))
@@ -21,6 +24,20 @@ DEVICE = torch.device(os.environ.get("RLCORE_GPU_TESTS_DEVICE", "cuda:0"))
 
 needs_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs an NVIDIA GPU")
 """Mark of a test whose logic needs a GPU: its memory, streams, kernels or handles."""
+
+_PRETEND = "RLCORE_PRETEND_CUDA" in os.environ
+
+needs_real_gpu = pytest.mark.skipif(_PRETEND, reason="a pretend device has no CUDA graphs")
+"""Mark of a test that captures CUDA graphs, as SGLang does, too; tests/pretend has none."""
+
+needs_kernels = pytest.mark.skipif(
+    _PRETEND and "tests.pretend.native" not in sys.modules,
+    reason="a pretend device runs no kernels; -p tests.pretend.native has those of the CPU",
+)
+"""Mark of a test that needs the native build for the device."""
+
+OFFLOAD = ("--train.offload", "--model.dtype", "bfloat16")
+"""Keys of a run in which engine and learner take turns on the GPU."""
 
 
 @contextmanager
@@ -59,6 +76,25 @@ def state(made: Any) -> dict[str, Tensor]:
             found |= {f"{name} {i}.{k}": value for name, value in inner.state[p].items()}
     tensors = {name: torch.as_tensor(value) for name, value in found.items()}
     return {name: t.detach().cpu().clone() for name, t in tensors.items()}
+
+
+def train(folder: Path, name: str, *more: object) -> str:
+    """Run `rlcore train` on the model in `folder`; return its output, or raise AssertionError with
+    the output if the run fails."""
+    argv = runs.arguments(folder / "model", folder / "runs", name, *more)
+    launcher = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(launcher)}
+    done = subprocess.run(
+        [sys.executable, "-m", "rlcore", "train", *argv],
+        env=env | {"PYTHONPATH": kit.python_path()},
+        cwd=kit.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
 
 
 def weights(made: Any) -> dict[str, Tensor]:

@@ -1,13 +1,18 @@
 """The judge's layers on a GPU: copies by a stream of their own, and the same bits."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlcore.rewards.judge import pipeline
+from rlcore.cli import judge
+from rlcore.data import label_task
+from rlcore.hf.tokenizer import make_char_tokenizer
+from rlcore.rewards.judge import mps, pipeline
 from rlcore.rewards.judge.model import JudgeModel
 from rlcore.rewards.judge.residency import STEADY
+from tests import runs
 from tests.gpu import side
 from tests.kit import ARCHS, tiny_hf_folder
 
@@ -57,3 +62,25 @@ def test_layers_leave_the_gpu_when_others_need_it_and_come_back_without_a_file(
         assert model.last.streamed_layers == (LAYERS if number + 1 < STEADY else 0)
         assert torch.equal(before, again)
     model.close()
+
+
+@pytest.mark.parametrize("use", ["off", "on"])
+def test_a_run_is_judged_on_its_own_gpu_with_and_without_mps(use: str, tmp_path: Path):
+    if use == "on" and shutil.which(mps.CONTROL) is None:
+        pytest.skip(f"{mps.CONTROL} is not on PATH")
+    runs.tiny_model(tmp_path / "model")
+    path = tiny_hf_folder(
+        tmp_path / "judge", vocab_size=len(label_task.VOCAB), num_hidden_layers=LAYERS
+    )
+    make_char_tokenizer(path, label_task.CHARS)
+    (path / "rubric.jinja").write_text(judge.RUBRIC)
+    keys = {"model": path, "rubric": path / "rubric.jinja", "good": "*", "bad": "-", "mps": use}
+    words = [word for name, value in keys.items() for word in (f"--reward.{name}", value)]
+    said = side.train(
+        tmp_path, "judged", *side.OFFLOAD, "--reward", "judge", *words, "--run.steps", 2
+    )
+    assert f"prefill, on {side.DEVICE.type}" in said and ("MPS: " in said) == (use == "on")
+    rows = runs.rows(tmp_path / "runs" / "judged")
+    for step in (1, 2):
+        assert 0 < rows[step]["critic/score/min"] < rows[step]["critic/score/max"] < 1
+        assert rows[step]["reward/errors"] == 0

@@ -10,7 +10,7 @@ from torch import Tensor
 from rlcore.ops import native
 from tests.gpu import side
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, side.needs_kernels]
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 SHAPES = [(3, 1, 1), (4, 7, 5), (5, 1003, 1000), (3, 9001, 9000), (2, 151936, 151936)]

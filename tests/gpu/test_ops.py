@@ -62,7 +62,7 @@ def test_log_probs_and_entropies(
     compare(both, logits, limit=1e-5 if dtype is torch.float32 else 5e-3)
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=[pytest.param("native", marks=side.needs_kernels), "torch"])
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Which build the device runs; the CPU runs the same, so values differ by rounding alone."""
     monkeypatch.setenv("RLCORE_NATIVE", "1" if request.param == "native" else "0")
@@ -157,6 +157,23 @@ def test_the_chunked_head_is_that_of_the_cpu(
     for a, b in zip(here, there, strict=True):
         assert side.apart(a, b) < (2e-5 if dtype is torch.float32 else 2e-2)
     assert all(torch.equal(a, b) for a, b in zip(here, gradients(side.DEVICE), strict=True))
+
+
+@side.needs_gpu  # CPUs round the product before they add it
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_in_half_precision_add_up_in_a_float32_buffer(dtype: torch.dtype) -> None:
+    if not head._adds_products(side.DEVICE, dtype):
+        pytest.skip(f"torch {torch.__version__} cannot; the head rounds to {dtype} and says so")
+    total, a, b = randn(1003, 64), randn(128, 1003, seed=1).to(dtype), randn(128, 64, seed=2)
+    b = b.to(dtype)
+    want = total.double() + a.t().double() @ b.double()
+    buffer, a, b = (x.to(side.DEVICE) for x in (total, a, b))
+    start = buffer.data_ptr()
+    torch.addmm(buffer, a.t(), b, out_dtype=torch.float32, out=buffer)
+    assert buffer.data_ptr() == start
+    assert side.apart(buffer, want) < 1e-6
+    rounded = total.to(side.DEVICE) + torch.mm(a.t(), b)
+    assert side.apart(rounded, want) > 1e-5  # what the float32 sum avoids
 
 
 def test_random_numbers_have_the_same_bits() -> None:

@@ -9,7 +9,7 @@ from rlcore.ops.suffix import Forest
 from rlcore.ops.suffix_device import DeviceForest
 from tests.gpu import side
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, side.needs_kernels]
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +45,45 @@ def test_the_kernel_drafts_what_the_host_drafts(requests, options):
         assert torch.equal(results[0][0], results[1][0])
         assert torch.equal(results[0][1], results[1][1])
         accepted = (results[0][1] * torch.rand(requests)).int()
+
+
+@side.needs_gpu
+@side.needs_real_gpu
+def test_a_cuda_graph_drafts_what_the_host_drafts():
+    rng, requests, new = np.random.default_rng(0), 33, 3
+    forest = Forest(threads=1)
+    tokens = rng.integers(0, 6, 8000).astype(np.int32)
+    offsets = np.arange(0, 8001, 500)
+    forest.build(np.arange(4), tokens, offsets, np.arange(0, 17, 4), rng.random(16, np.float32))
+    forest.swap()
+    host, device = (DeviceForest(d, requests=requests) for d in ("cpu", side.DEVICE))
+    keys = rng.integers(0, 5, requests)
+    handles = []
+    for one in (host, device):
+        one.upload(forest)
+        handles.append(one.open(keys))
+    text = torch.zeros(requests * new, dtype=torch.int32)
+    ends = torch.arange(requests + 1) * new
+    accepted = torch.zeros(requests, dtype=torch.int32)
+    inputs = [x.to(side.DEVICE) for x in (accepted, text, ends)]
+    # A kernel's first launch loads it, which a graph cannot do.
+    other = DeviceForest(side.DEVICE, requests=1)
+    other.step(other.open(keys[:1]), None, inputs[1][:new], inputs[2][:2])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drafts, lengths = device.step(handles[1], *inputs)
+    drafted = 0
+    for _ in range(10):
+        text.copy_(torch.from_numpy(rng.integers(0, 6, requests * new)))
+        inputs[0].copy_(accepted)
+        inputs[1].copy_(text)
+        graph.replay()
+        want, want_lengths = host.step(handles[0], accepted, text, ends)
+        assert torch.equal(lengths.cpu(), want_lengths) and torch.equal(drafts.cpu(), want)
+        drafted += int(want_lengths.sum())
+        accepted = (want_lengths * torch.rand(requests)).int()
+    assert drafted > requests
 
 
 @side.needs_gpu  # the CPU raises

@@ -48,6 +48,7 @@ def test_large_tensors_have_sizes_alone_in_the_mode_for_it() -> None:
     assert "skipped" not in run_pytest("tests/pretend/sizes_checks.py", mode="sizes")
 
 
+@pytest.mark.slow  # tools/gpu_check.sh runs a part of them
 @pytest.mark.native
 def test_native_kernels_have_their_wrappers_on_the_device() -> None:
     files = [f"tests/gpu/test_{name}.py" for name in NATIVE]

@@ -68,13 +68,14 @@ def make(
     folder: str = "",
     arch: str = "qwen3",
     dtype: str = "float32",
+    temperature: float = 0.8,
     **options: Any,
 ) -> MegatronLearner:
     """A learner of the tiny model: of a folder, or with random weights."""
     train = TrainConfig(**(TRAIN | {"distributed_optimizer": False} | dict(layout)))
     model = ModelConfig(path=folder, dtype=dtype, random_init=not folder)
     hf = HFConfig.from_folder(folder) if folder else HFConfig.from_dict(kit.tiny_config(arch))
-    return MegatronLearner(hf, model, train, temperature=0.8, seed=3, **options)
+    return MegatronLearner(hf, model, train, temperature=temperature, seed=3, **options)
 
 
 def mine(learner: MegatronLearner, batch: Batch) -> Batch:

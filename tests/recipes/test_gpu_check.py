@@ -1,9 +1,10 @@
 """tools/gpu_check.sh: in a stand-in checkout whose `torch` reports a GPU, and here on the CPU.
 
-Not covered: the build by nvcc and the tests that need a GPU.
+Not covered: the build by nvcc, the real compute-sanitizer and the tests that need a GPU.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,9 +63,34 @@ FILES = {
     "slow": """
         def test_slow():
             (ROOT / "pid").write_text(str(os.getpid()))
+            with (ROOT / "runs").open("a") as file:
+                file.write("x")
             time.sleep(1)
     """,
+    "figures": """
+        def test_figures(record_property):
+            record_property("gen", "1.2 GB, planned 3.6 GB")
+    """,
 }
+SANITIZED = ("loss", "suffix", "reshard")
+STEPS = """# A step for each way to end.
+device
+  tests/gpu/test_figures.py
+native_build
+slow
+  tests/gpu/test_slow.py
+  tests/gpu/test_fail.py::test_right
+whole
+  tests/gpu/test_a_whole.py
+skip
+  tests/gpu/test_skip.py
+"""
+SANITIZER = """#!/bin/sh
+echo "$PYTORCH_NO_CUDA_MEMORY_CACHING $*" >> sanitizer.txt
+case "$*" in *test_loss*) [ -z "$ERRORS" ] || exit 86 ;; esac
+while [ "$1" != -m ]; do shift; done
+exec "$PYTHON" "$@"
+"""
 HEAD = (
     "import os, time\nfrom pathlib import Path\nimport pytest\nROOT = Path(__file__).parents[2]\n"
 )
@@ -110,7 +136,7 @@ def write_test(root: Path, name: str, text: str) -> Path:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The script and what it calls, with stand-ins for torch, the build and the tests."""
     root = tmp_path_factory.mktemp("checkout")
-    for folder in ("tools", "rlcore", "tests/gpu"):
+    for folder in ("tools", "rlcore", "tests/gpu", "csrc", "bin"):
         (root / folder).mkdir(parents=True)
     for name in ("gpu_check.sh", "gpu_needs.py", "gpu_table.py"):
         shutil.copy(ROOT / "tools" / name, root / "tools")
@@ -118,6 +144,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "rlcore" / "__main__.py").write_text("print('the report of rlcore env')")
     (root / "torch.py").write_text(TORCH)
     (root / "setup.py").write_text(SETUP)
+    (root / "CMakeLists.txt").touch()
+    (root / "tools" / "gpu_steps.txt").write_text(STEPS)
+    (root / "bin" / "compute-sanitizer").write_text(SANITIZER)
+    (root / "bin" / "compute-sanitizer").chmod(0o755)
     (root / "pyproject.toml").write_text('[build-system]\nrequires = ["pybind11~=3.1"]\n')
     for name, text in FILES.items():
         write_test(root, name, text)
@@ -126,8 +156,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def broken(checkout: Path) -> tuple[int, str]:
-    """A run of all files after a build that fails."""
-    return check(checkout, BROKEN_BUILD="1")
+    """A run of files after a build that fails."""
+    files = sorted((checkout / "tests" / "gpu").glob("test_*.py"))
+    return check(checkout, *files, BROKEN_BUILD="1")
 
 
 def row(out: str, name: str) -> list[str]:
@@ -149,7 +180,8 @@ def test_every_file_has_a_row_with_its_verdict(broken: tuple[int, str]) -> None:
 
 def test_a_file_that_crashes_says_how_and_costs_no_other(broken: tuple[int, str]) -> None:
     assert row(broken[1], "test_abort")[-1] == "aborted"
-    assert "| " in broken[1].partition("test_abort")[2].splitlines()[1]
+    table = broken[1].partition("\nresult ")[2]
+    assert "| " in table.partition("test_abort")[2].splitlines()[1]
 
 
 def test_a_file_that_needs_the_whole_device_runs_after_all_others(broken: tuple[int, str]) -> None:
@@ -190,7 +222,7 @@ def test_a_file_that_takes_too_long_is_ended(checkout: Path, tmp_path: Path) -> 
     status, out = check(checkout, file, LIMIT_S="1")
     assert status == 1
     assert " ".join(row(out, "test_hang")).startswith("FAIL test_hang 0 0 0 0")
-    assert row(out, "test_hang")[-3:] == ["ended", "at", "LIMIT_S"]
+    assert " ".join(row(out, "test_hang")).endswith("ended at LIMIT_S or TOTAL_S")
 
 
 def test_a_package_that_is_missing_is_named_with_what_to_do(checkout: Path) -> None:
@@ -217,6 +249,119 @@ def test_what_it_does_not_know_is_refused(checkout: Path, word: str, sentence: s
     assert status == 2 and sentence in out
 
 
+# ---- steps
+
+
+@pytest.fixture
+def fresh(checkout: Path) -> Path:
+    """The stand-in checkout without results of steps."""
+    shutil.rmtree(checkout / "report", ignore_errors=True)
+    (checkout / "runs").unlink(missing_ok=True)
+    return checkout
+
+
+def times_run(root: Path) -> int:
+    """How often the step `slow` was run."""
+    return len((root / "runs").read_text())
+
+
+def test_steps_run_in_their_order_and_the_report_has_all_that_one_pastes(fresh: Path) -> None:
+    status, out = check(fresh)
+    assert status == 0, out
+    rows = [line.split()[:2] for line in out.splitlines() if line[:4] in ("PASS", "FAIL", "SKIP")]
+    assert rows == [
+        ["PASS", "device"],
+        ["PASS", "native_build"],
+        ["PASS", "slow"],
+        ["PASS", "whole"],
+        ["SKIP", "skip"],
+    ]
+    assert row(out, "slow")[2:6] == ["2", "0", "0", "0"]
+    assert "needs two GPUs" in " ".join(row(out, "skip"))
+    report = (fresh / "report" / "report.txt").read_text()
+    assert report.startswith("the report of rlcore env\nlacks     ")
+    assert "| gen: 1.2 GB, planned 3.6 GB" in report and " s  needs two GPUs" in report
+
+
+def test_a_step_that_fails_shows_the_last_lines_of_its_error(fresh: Path) -> None:
+    steps = fresh / "tools" / "gpu_steps.txt"
+    steps.write_text(STEPS.replace("::test_right", ""))
+    status, out = check(fresh, "--only", "slow")
+    steps.write_text(STEPS)
+    assert status == 1 and row(out, "slow")[:4] == ["FAIL", "slow", "2", "1"]
+    report = (fresh / "report" / "report.txt").read_text()
+    assert "slow::test_wrong" in report and "| E       assert 1 == 2" in report
+
+
+def test_the_next_run_leaves_out_what_passed_with_the_same_sources(fresh: Path) -> None:
+    only = "--only", "slow", "skip"
+    assert check(fresh, *only)[0] == 0
+    status, out = check(fresh, *only)
+    assert status == 0 and times_run(fresh) == 1
+    assert "slow: passed before" in out and row(out, "slow")[0] == "PASS"
+    assert "skip: passed before" not in out  # what it lacked may be there now
+    assert check(fresh, "--again", *only)[0] == 0
+    assert times_run(fresh) == 2
+    (fresh / "rlcore" / "more.py").touch()
+    status, out = check(fresh, *only)
+    assert status == 0 and times_run(fresh) == 3 and "passed before" not in out
+    (fresh / "rlcore" / "more.py").unlink()
+
+
+def test_only_some_steps_run_after_the_build_and_join_the_report(fresh: Path) -> None:
+    status, out = check(fresh, "--only", "skip", "device")
+    assert status == 0, out
+    assert row(out, "native_build")[0] == "PASS"
+    assert not (fresh / "report" / "steps" / "slow.end").exists()
+    status, out = check(fresh, "--only", "slow")
+    assert status == 0 and times_run(fresh) == 1
+    assert row(out, "device")[0] == row(out, "slow")[0] == "PASS"
+    status, out = check(fresh, "--only", "slo")
+    assert status == 2 and "--only slo: the steps are device native_build slow" in out
+
+
+def test_after_the_total_time_no_step_starts_and_the_next_run_goes_on(fresh: Path) -> None:
+    status, out = check(fresh, TOTAL_S="0")
+    assert status == 1
+    assert "-      device               not run, because TOTAL_S is over; run again" in out
+    status, out = check(fresh, "--only", "device")
+    assert status == 0 and row(out, "device")[0] == "PASS"
+
+
+def test_a_pretend_device_has_no_kernels_to_build(fresh: Path) -> None:
+    status, out = check(fresh, "--only", "device", RLCORE_PRETEND_CUDA="real")
+    assert status == 0 and row(out, "native_build")[0] == "SKIP"
+    assert "a pretend device runs no kernels" in out
+
+
+def test_sanitize_runs_tests_of_kernels_within_both_tools(fresh: Path) -> None:
+    for name in SANITIZED:
+        write_test(fresh, name, "        def test_right():\n            pass")
+    path = {"PATH": f"{fresh / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    status, out = check(fresh, "--sanitize", **path)
+    names = [f"{tool}_{name}" for tool in ("memcheck", "racecheck") for name in SANITIZED]
+    assert status == 0 and all(row(out, name)[0] == "PASS" for name in names), out
+    lines = (fresh / "sanitizer.txt").read_text().splitlines()
+    assert len(lines) == 6
+    for line, name in zip(lines, names, strict=True):
+        tool, test = name.split("_")
+        assert f"--tool {tool} --target-processes all --error-exitcode 86" in line
+        assert line.startswith("1 ") == (tool == "memcheck") and f"test_{test}.py" in line
+    status, out = check(fresh, "--sanitize", ERRORS="1", **path)
+    assert status == 1
+    assert " ".join(row(out, "memcheck_loss")).endswith("compute-sanitizer found errors")
+    assert row(out, "memcheck_suffix")[0] == "PASS"
+    for name in SANITIZED:
+        (fresh / "tests" / "gpu" / f"test_{name}.py").unlink()
+
+
+def test_without_compute_sanitizer_its_rows_are_skipped_and_the_start_says_so(fresh: Path) -> None:
+    status, out = check(fresh, "--sanitize", PATH=os.defpath)
+    assert status == 0 and row(out, "racecheck_loss")[0] == "SKIP"
+    assert "compute-sanitizer is not installed" in out
+    assert "compute-sanitizer (for --sanitize)" in out
+
+
 # ---- this checkout
 
 
@@ -240,6 +385,14 @@ def test_what_needs_no_gpu_passes_on_the_cpu(blocked: dict[str, str], tmp_path: 
     assert "the libraries in rlcore/ are used as they are" in out
 
 
+def test_steps_run_on_the_cpu_too(blocked: dict[str, str], tmp_path: Path) -> None:
+    words = "--cpu", "--only", "device", "addmm"
+    status, out = check(ROOT, *words, REPORT=str(tmp_path), **blocked)
+    assert status == 0, out
+    assert row(out, "device")[0] == "PASS" and row(out, "addmm")[0] == "SKIP"
+    assert "needs an NVIDIA GPU" in " ".join(row(out, "addmm"))
+
+
 def test_all_files_are_collected_with_the_packages_that_the_check_asks_for(
     blocked: dict[str, str],
 ) -> None:
@@ -255,6 +408,10 @@ def test_all_files_are_collected_with_the_packages_that_the_check_asks_for(
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     for path in (ROOT / "tests" / "gpu").glob("test_*.py"):
         assert f"{path.name}::" in done.stdout
+    for line in (ROOT / "tools" / "gpu_steps.txt").read_text().splitlines():
+        if line.startswith(" "):
+            found = re.findall(rf"^{re.escape(line.strip())}(\[|::|$)", done.stdout, re.MULTILINE)
+            assert found, f"pytest has no {line.strip()}"
 
 
 def test_what_is_left_out_of_the_check_is_still_imported_somewhere(monkeypatch) -> None:
@@ -271,6 +428,6 @@ def test_what_is_left_out_of_the_check_is_still_imported_somewhere(monkeypatch) 
 
 
 def test_a_file_that_asks_for_the_free_memory_runs_alone() -> None:
-    for path in (ROOT / "tests" / "gpu").glob("test_*.py"):
-        text = path.read_text()
-        assert ("mem_get_info" in text) <= ("\nWHOLE_DEVICE = True\n" in text), path.name
+    texts = [path.read_text() for path in (ROOT / "tests" / "gpu").glob("test_*.py")]
+    asking = [text for text in texts if "mem_get_info" in text or "Residency(" in text]
+    assert asking and all("\nWHOLE_DEVICE = True\n" in text for text in asking)

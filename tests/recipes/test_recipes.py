@@ -10,6 +10,7 @@ import pytest
 from rlcore.cli import train
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import num_parameters
+from tests import runs
 from tests.recipes.conftest import QWEN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,9 +23,12 @@ os.execvp("bash", ["bash", __file__, *sys.argv[1:]])
 """
 by_name = pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
 
+ONE_GPU = ROOT / "recipes/grpo_1gpu.sh"
+
 # on a machine without GPUs
 WORLDS = {
     "grpo_gsm8k_0.5b": 2,
+    "grpo_1gpu": 1,
     "grpo_7b": 16,
     "grpo_14b": 32,
     "grpo_32b": 64,
@@ -46,6 +50,10 @@ WORLDS = {
 # Billions of parameters, as the models' cards say them.
 BILLIONS = {
     "qwen2_5_0_5b": 0.49,
+    "qwen3_0_6b": 0.6,
+    "qwen3_1_7b": 1.72,
+    "qwen2_5_3b": 3.09,
+    "qwen3_4b": 4.02,
     "qwen2_5_7b": 7.61,
     "qwen3_8b": 8.19,
     "qwen2_5_14b": 14.7,
@@ -91,7 +99,7 @@ def test_it_is_bash(script):
 @by_name
 def test_it_sources_only_what_is_there_and_lets_the_user_have_the_last_word(recipe):
     _, body, _ = parts(recipe)
-    for name in re.findall(r'source "\$RECIPES/([^"]+)"', body):
+    for name in re.findall(r'source "\$RECIPES/([^"$]+)"', body):
         assert (ROOT / "recipes" / name).exists()
     assert body.rstrip().endswith('"$@"')
     arrays = re.findall(r"^([A-Z]+)=\($", body, re.MULTILINE)
@@ -112,6 +120,8 @@ def test_the_facts_of_a_model_are_a_model_of_its_size(model):
 
 def planned(bench, monkeypatch, capsys, recipe: Path, *more: str, **env: str) -> tuple[int, str]:
     """Exit status and output of the program, in this process, with what launch hands over."""
+    if recipe == ONE_GPU:  # asks the program itself which model fits, before launch
+        return program(bench, recipe, *more, **env)
     rc, out = bench.run("bash", recipe, "--dry-run", *more, **env)
     assert rc == 0, out
     record = bench.records()[0]
@@ -196,3 +206,86 @@ def test_a_misspelt_key_is_refused_with_the_nearest_name(bench):
     rc, out = program(bench, ROOT / "recipes/grpo_32b.sh", "--algo.clip_hihg", "0.3")
     assert rc != 0
     assert "did you mean --algo.clip_high?" in out
+
+
+# ---- the largest model for one GPU
+
+
+def fits(gb: float, model: str, size: str, settings: list[str], monkeypatch, capsys) -> bool:
+    """Whether a dry run with these settings says that a model fits."""
+    monkeypatch.setenv("MODEL_CONFIG", str(ROOT / "recipes/models" / f"{model}.json"))
+    tokens, recompute = size.split(":")
+    sizes = ["--train.tokens_per_micro_batch", tokens, "--train.recompute", recompute]
+    memory = ["--cluster.gpu_memory_gb", str(gb)]
+    rc = train.main([*settings, "--model.path", "elsewhere", *sizes, *memory, "--dry-run"])
+    shown = capsys.readouterr()
+    assert ("fits" in shown.out) == (rc == 0), shown.err
+    assert rc == 0 or "cannot run: --cluster.gpu_memory_gb" in shown.err, shown.err
+    return rc == 0
+
+
+@pytest.mark.parametrize(
+    "gb, model, size",
+    [
+        (24, "qwen3_0_6b", "4096:full"),
+        (48, "qwen3_1_7b", "16384:full"),
+        (80, "qwen2_5_3b", "4096:none"),
+        (141, "qwen3_4b", "8192:none"),
+        (192, "qwen2_5_7b", "8192:none"),
+    ],
+)
+def test_one_gpu_gets_the_largest_model_that_fits_by_the_plan(
+    bench, monkeypatch, capsys, gb, model, size
+):
+    rc, out = program(bench, ONE_GPU, "--cluster.gpu_memory_gb", str(gb))
+    assert rc == 0, out
+    tokens, recompute = size.split(":")
+    reason = (
+        f"rlcore: {model}, {tokens} tokens per micro-batch, recompute {recompute}: fits {gb} GB"
+    )
+    assert reason in out
+    assert f"model        read from recipes/models/{model}.json" in out
+
+    _, body, _ = parts(ONE_GPU)
+    models, sizes = (
+        re.search(rf"^{n}=\((.*?)\)", body, re.M)[1].split() for n in ("CHOICES", "SIZES")
+    )
+    settings = [w for key in re.findall(r"^setting +(--\S+) (.*)", out, re.M) for w in key]
+    del settings[settings.index("--dry-run") :]
+    ask = (settings, monkeypatch, capsys)
+    assert fits(gb, model, size, *ask)
+    assert not any(fits(gb, model, larger, *ask) for larger in sizes[: sizes.index(size)])
+    for larger in models[: models.index(model)][-1:]:
+        assert f"rlcore: {larger}, " in out and "does not fit: --cluster.gpu_memory_gb" in out
+        assert not any(fits(gb, larger, any_size, *ask) for any_size in sizes)
+
+
+def test_of_ones_own_model_only_the_sizes_are_chosen(bench):
+    model = runs.tiny_model(bench.folder / "my model")
+    keys = ["--data.train", "label", "--data.val", "label", "--data.suffix", ""]
+    keys += ["--reward", "exact", "--rollout.max_tokens", "64", "--model.random_init"]
+    rc, out = program(bench, ONE_GPU, *keys, MODEL_PATH=str(model))
+    assert rc == 0, out
+    assert f"rlcore: {model}, 16384 tokens per micro-batch, recompute none: fits 80 GB" in out
+    assert f"setting      --model.path {model}" in out and "not checked" not in out
+
+
+@pytest.mark.parametrize(
+    "keys, sentence",
+    [
+        (("--cluster.gpu_memory_gb", "8"), "no model fits"),
+        (("--cluster.gpu_memory_gb", "0"), "--cluster.gpu_memory_gb 0: this recipe chooses"),
+        (("--rollout.max_tokns", "9"), "did you mean --rollout.max_tokens?"),
+        (("--model.path", "nowhere"), "--model.path nowhere: no such folder"),
+    ],
+)
+def test_without_a_choice_one_gpu_says_why(bench, keys, sentence):
+    rc, out = program(bench, ONE_GPU, *keys)
+    assert rc == 2
+    assert sentence in out and "no model was chosen for this GPU" in out
+    assert "dry run:" not in out
+
+
+def test_help_needs_no_choice(bench):
+    rc, out = bench.run("bash", ONE_GPU, "--help", PYTHONPATH=str(ROOT))
+    assert rc == 0 and "--rollout.max_tokens" in out and "rlcore:" not in out

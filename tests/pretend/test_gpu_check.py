@@ -1,0 +1,43 @@
+"""tools/gpu_check.sh from end to end on the pretend device."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import kit, pretend
+
+pytestmark = [pytest.mark.ranks(1), pytest.mark.native, pytest.mark.timeout(1200)]
+
+SKIPPED = {"native_build", "addmm", "drafts", "grpo_sglang"}
+"""Steps of kernels, CUDA graphs and SGLang, which the pretend device does not have."""
+
+
+def test_every_step_passes_that_needs_no_kernel(tmp_path: Path) -> None:
+    env = pretend.environment() | {
+        "PYTHON": sys.executable,
+        "PYTEST_ADDOPTS": "-p tests.pretend.native",  # the kernels of the CPU
+        "REPORT": str(tmp_path),
+        "JOBS": "2",
+        "LIMIT_S": "1000",
+        "TOTAL_S": "1000",
+    }
+    done = subprocess.run(
+        ["bash", kit.ROOT / "tools" / "gpu_check.sh"],
+        env=env,
+        cwd=kit.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1100,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    report = (tmp_path / "report.txt").read_text()
+    _, _, table = report.partition("\nresult ")
+    rows = [line.split()[:2] for line in table.splitlines()[1:] if not line.startswith(" ")]
+    found = {step: verdict for verdict, step in filter(None, rows)}
+    lines = (kit.ROOT / "tools" / "gpu_steps.txt").read_text().splitlines()
+    steps = [line for line in lines if line and line[0] not in "# "]
+    assert found == {step: "SKIP" if step in SKIPPED else "PASS" for step in steps}, report
+    assert ", planned " in report and "seconds of step 5" in report
