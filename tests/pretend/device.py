@@ -232,16 +232,31 @@ def _bytes(storage: Any) -> Any:
 
 def _share(self: Any) -> tuple[Any, ...]:
     """Return what torch's `_share_cuda_` returns; the handle is the path of a file in memory."""
-    path = _native.share(_bytes(self))
-    return self.device.index, path.encode(), self.nbytes(), 0, b"counter", 0, b"event", True
+    path, index = _native.share(_bytes(self)), self.device.index
+    gpu = f"{_uuid(index)}".encode()
+    return index, path.encode(), self.nbytes(), _OFFSET, gpu, 0, b"event", True
 
 
-def _open_shared(device: int, handle: bytes, size: int, offset: int, *_: Any) -> Any:
+def _open_shared(
+    device: int, handle: bytes, size: int, offset: int, counter: bytes, *_: Any
+) -> Any:
+    if offset != _OFFSET or counter != f"{_uuid(device)}".encode():
+        raise RuntimeError("CUDA error: invalid resource handle: of another place or device")
     before = _exchange(device)
     try:
         return _native.open_shared(handle.decode(), size).untyped_storage()
     finally:
         _native.set_device(before)
+
+
+_OFFSET = 512
+"""Bytes at which a shared storage begins in its allocation, as a handle says it."""
+
+
+def _uuid(device: int) -> Any:
+    import torch
+
+    return torch.cuda.get_device_properties(device).uuid
 
 
 # ---- NCCL
@@ -343,17 +358,19 @@ def _add_norm() -> None:
     import torch
 
     def norm(x: Any, shape: Any, weight: Any, eps: float | None) -> Any:
-        rate = (x.float().square().mean(-1, keepdim=True) + (eps or 1e-6)).rsqrt()
-        out = (x.float() * rate).to(x.dtype)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rate = (wide.square().mean(-1, keepdim=True) + (eps or 1e-6)).rsqrt()
+        out = (wide * rate).to(x.dtype)
         return (out if weight is None else out * weight), rate
 
     def differentiate(grad: Any, x: Any, shape: Any, rate: Any, weight: Any, wanted: Any) -> Any:
         if _native.is_hollow(x):
             return torch.empty_like(x), torch.empty_like(weight)
-        unit = x.float() * rate
-        inner = grad.float() * weight.float()
+        wide = rate.dtype
+        unit = x.to(wide) * rate
+        inner = grad.to(wide) * weight.to(wide)
         dx = rate * (inner - unit * (inner * unit).mean(-1, keepdim=True))
-        dweight = (grad.float() * unit).flatten(0, -2).sum(0)
+        dweight = (grad.to(wide) * unit).flatten(0, -2).sum(0)
         return dx.to(x.dtype), dweight.to(weight.dtype)
 
     global _norm

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests import kit, pretend
+from tests.pretend import mutants
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -59,3 +60,8 @@ def test_native_kernels_have_their_wrappers_on_the_device() -> None:
 @pytest.mark.parametrize("name", SLOW)
 def test_what_needs_no_real_kernel_of_tests_gpu_passes(name: str) -> None:
     assert " passed" in run_pytest(f"tests/gpu/test_{name}.py")
+
+
+@pytest.mark.slow
+def test_faults_of_cuda_programs_are_caught() -> None:
+    assert mutants.main([]) == 0
