@@ -18,6 +18,7 @@ OTHERS = {
     "sched/cluster.py": "jobs of a cluster",
     "sim/rollmux.py": "jobs of a cluster",
     "rollout/sglang_engine/engine.py": "SGLang's own ids",
+    "utils/nvidia.py": "GPUs, which CUDA_VISIBLE_DEVICES may name by a part of their ids",
 }
 
 
