@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -128,6 +129,14 @@ def _leave(weight: torch.Tensor) -> None:
     """Leave the weight unchanged; Megatron gets this function as its weight initialisation."""
 
 
+def _forget_routes(moe: MoELayer, *_: object) -> None:
+    """Drop what a dispatcher keeps of its last forward. With full recomputation the probabilities
+    keep the layer's input and its gradient alive until the next step (Megatron's issue 3221)."""
+    dispatcher = moe.token_dispatcher
+    dispatcher.probs = dispatcher.routing_map = None
+    dispatcher.reversed_local_input_permutation_mapping = None
+
+
 def _block_spec(
     config: TransformerConfig, train: TrainConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules | ModuleSpec:
@@ -198,6 +207,9 @@ def build(
         )
         if head == "value" and chunk.post_process:
             chunk.output_layer = ValueHead(config)
+        for module in chunk.modules():
+            if isinstance(module, MoELayer):
+                module.register_forward_hook(_forget_routes)
         chunks.append(chunk.to(device))
     assert parallel_state.model_parallel_is_initialized()
     return chunks

@@ -23,6 +23,7 @@ Without --train.offload all persistent parts stay on the device; phases add temp
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -161,43 +162,61 @@ def state_bytes(
     }
 
 
-def layer_activations(hf: HFConfig, train: TrainConfig, tokens: int) -> int:
-    """Estimate how many activation values a layer keeps for backward, for `tokens` per rank."""
+def copied_bytes(hf: HFConfig, model: ModelConfig, layout: ParallelLayout, head: str) -> int:
+    """Return the bytes of weights that Megatron's build holds twice beside all gradients. With
+    expert parallelism, experts have buffers of their own, which it fills last."""
+    dense, experts = parameters(hf, layout, head)
+    size = ITEMSIZE[model.dtype]
+    if layout.ep == 1:
+        return size * (dense + experts)
+    return max(size * experts, size * dense - max(size, 4) * experts)
+
+
+def layer_activations(hf: HFConfig, train: TrainConfig, tokens: int) -> tuple[int, int, int]:
+    """Estimate activations of a layer for `tokens` per rank: the number of values that it keeps for
+    backward, that it holds while it runs backward, and that it holds while it runs forward only."""
     tp = train.tp
     whole = 1 / tp if train.sp and tp > 1 else 1.0
     queries, keys = hf.num_heads * hf.head_dim / tp, hf.num_kv_heads * hf.head_dim / tp
     # A layer keeps inputs and outputs of 2 norms, q, k, v before and after RoPE, attention output.
     kept = 4 * hf.hidden_size * whole + 2 * (queries + 2 * keys) + queries
-    if hf.num_experts:  # Experts also keep sent and received tokens, gate, up, product, output.
-        kept += hf.experts_per_token * whole * (3 * hf.hidden_size + 3 * hf.moe_intermediate_size)
+    if hf.num_experts:
+        # Tokens are held as sent, received, sorted by expert, and twice when sorted back. Experts
+        # keep input, gate and up, product, weighted product; they run one after another.
+        sent = hf.experts_per_token * whole
+        forward = kept + 5 * sent * hf.hidden_size
+        kept += sent * (hf.hidden_size + 4 * hf.moe_intermediate_size)
+        backward = kept + 5 * sent * hf.hidden_size
     else:
         kept += 3 * hf.intermediate_size / tp
-    return int(tokens * kept)
+        forward, backward = kept, 2 * kept  # backward also holds the gradients
+    return int(tokens * kept), int(tokens * backward), int(tokens * forward)
 
 
-def activation_bytes(
+def kept_bytes(
     hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: ParallelLayout, tokens: int
 ) -> int:
-    """Estimate the bytes of activations of all micro-batches in flight on this rank."""
+    """Estimate the bytes that layers keep of all micro-batches in flight on this rank."""
     whole = 1 / train.tp if train.sp and train.tp > 1 else 1.0
-    one = layer_activations(hf, train, tokens)
-    kept = one if train.recompute != "full" else int(tokens * hf.hidden_size * whole)
+    kept = layer_activations(hf, train, tokens)[0]
+    if train.recompute == "full":
+        kept = int(tokens * hf.hidden_size * whole)
     under_way: float = layout.pp - layout.pp_rank
     if train.vpp > 1:
         under_way = layout.pp * (1 + (layout.pp - 1) / (layout.pp * train.vpp))
-    layers = hf.num_layers // layout.pp
-    # The layer that runs backward also holds its activations and their gradients.
-    return int(ITEMSIZE[model.dtype] * (kept * layers * under_way + 2 * one))
+    return int(ITEMSIZE[model.dtype] * kept * (hf.num_layers // layout.pp) * under_way)
 
 
 def logits_bytes(
     hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: ParallelLayout, tokens: int
 ) -> int:
-    """Estimate the bytes of the logits. Their gradient overwrites them and needs no memory."""
+    """Estimate the bytes of the logits, and of the head's input, its norm and its gradient. The
+    logits' gradient overwrites them and needs no memory."""
     if not layout.is_last_stage:
         return 0
     rows = min(train.head_chunk_tokens or tokens, tokens)
-    return rows * -(-hf.vocab_size // train.tp) * ITEMSIZE[model.dtype]
+    values = rows * -(-hf.vocab_size // train.tp) + 3 * tokens * hf.hidden_size
+    return values * ITEMSIZE[model.dtype]
 
 
 # ---- memory of an engine
@@ -315,18 +334,25 @@ def make(
     def later(part: str, num_bytes: int) -> list[Item]:
         return [Item(part, num_bytes, True, True)] if num_bytes else []
 
-    logits = later("logits", logits_bytes(hf, cfg.model, train, layout, tokens))
-    one = 2 * ITEMSIZE[cfg.model.dtype] * layer_activations(hf, train, tokens)
-    ahead = [*later("activations", one), *logits]
+    # Layers and head run one after another, so only the larger one counts.
+    head = Item("logits", logits_bytes(hf, cfg.model, train, layout, tokens), True, True)
+    _, *runs = layer_activations(hf, train, tokens)
+    size = attrgetter("num_bytes")
+    back, forward = (
+        max(Item("running layer", ITEMSIZE[cfg.model.dtype] * n, True, True), head, key=size)
+        for n in runs
+    )
+    kept = later("activations", kept_bytes(hf, cfg.model, train, layout, tokens))
+    ahead = [forward]
     if cfg.algo.needs_reference and cuda:
         ahead.append(Item("reference weights", states["learner"]["weights"], comes_later=True))
-    all_layers = activation_bytes(hf, cfg.model, train, layout, tokens)
-    backward = [*later("activations", all_layers), *logits]
     # torch's multi-tensor Adam computes the roots of all second moments at once, in their dtype.
     moments = 3 if cfg.model.dtype == "bfloat16" else 2
+    last = "value" if "critic" in states else "lm"  # the head of the model that is built last
+    copy = copied_bytes(hf, cfg.model, layout, last) if train.distributed_optimizer else 0
     adam = max(state["optimizer"] for state in states.values()) // moments
     phases = {
-        "build": [*_build(states, train, moments), *engine()],
+        "build": [*_build(states, copy, moments), *engine()],
         "gen": [
             *learners(()),
             *engine(weights, cache),
@@ -335,7 +361,7 @@ def make(
         ],
         "load_learner": [*learners(PARTS), *engine()],
         "old_log_prob": [*learners(PARTS), *engine(), *ahead],
-        "update_actor": [*learners(PARTS), *engine(), *backward],
+        "update_actor": [*learners(PARTS), *engine(), *kept, back],
         "optimizer_step": [*learners(PARTS), *engine(), *later("Adam's work", adam)],
         "update_weights": [
             *learners(["weights"], ["learner"]),
@@ -356,19 +382,19 @@ def make(
     )
 
 
-def _build(states: dict[str, dict[Part, int]], train: TrainConfig, kinds: int) -> list[Item]:
+def _build(states: dict[str, dict[Part, int]], copy: int, kinds: int) -> list[Item]:
     """Return the items at the peak of building learner and critic, one after the other. `kinds`:
     number of values that the optimizer keeps per parameter.
 
-    Megatron copies all weights into a flat buffer for its distributed optimizer. The optimizer
-    begins with the main parameters, if the weights are not themselves the main parameters.
+    Megatron copies weights into flat buffers for its distributed optimizer, `copy` bytes beside all
+    gradients. The optimizer begins with the main parameters, if the weights are not themselves the
+    main parameters.
     """
     items = []
     for name, state in states.items():
         main = state["optimizer"] // kinds if kinds > 2 else 0
         items += [Item(f"{name} {part}", state[part]) for part in ("weights", "gradients")]
         items.append(Item(f"{name} optimizer", main))
-    copy = state["weights"] if train.distributed_optimizer else 0
     if copy > main:  # the last model's main parameters are made after its copy is freed
         items[-1] = Item("copy of weights", copy, comes_later=True)
     return [item for item in items if item.num_bytes]

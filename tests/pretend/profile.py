@@ -25,11 +25,15 @@ exec {python} -c "{record}" "$@"
 NAMES = ("peak", "allocated", "launches", "syncs", "bytes_to_device", "bytes_to_host")
 
 
-def measure(recipe: str, *keys: str, rank: int = 0, timeout_s: float = 300.0) -> dict[str, Any]:
-    """Return the figures of each phase of the rank, and what its memory plan expects."""
+def measure(
+    recipe: str, *keys: str, rank: int = 0, computed: int = 300_000, timeout_s: float = 800.0
+) -> dict[str, Any]:
+    """Return the figures of each phase of the rank, and what its memory plan expects. Tensors of
+    more than `computed` elements are not computed; routes to experts must be."""
     args = _arguments(recipe, *keys)
     env = pretend.environment("sizes", os.environ | args["env"])
     env |= {"RLCORE_PRETEND_CUDA_DEVICES": "1", "RLCORE_PRETEND_CUDA_BYTES": "200000000000"}
+    env["RLCORE_PRETEND_CUDA_ELEMENTS"] = str(computed)
     command = [sys.executable, "-m", "tests.pretend.profile", "--rank", str(rank), *args["argv"]]
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s
@@ -87,6 +91,7 @@ def main(argv: list[str]) -> None:
     bridge.init_random = lambda chunks, *a, **k: [
         p.data.zero_() for c in chunks for p in c.parameters()
     ]
+    _balance_experts()
     learner.isfinite = lambda x: True  # nothing is computed, so a norm may be anything
     found: dict[str, Any] = {"phases": {}}
     last = dict.fromkeys(NAMES, 0)
@@ -141,6 +146,31 @@ def main(argv: list[str]) -> None:
     }
     found["rank"] = rank
     print(json.dumps(found))
+
+
+def _balance_experts() -> None:
+    """Let experts take turns, on all ranks alike, since no router's logits are computed."""
+    import torch
+    from megatron.core.transformer.moe import router, token_dispatcher
+
+    choose, gather = (
+        router.topk_routing_with_score_function,
+        token_dispatcher.gather_from_sequence_parallel_region,
+    )
+
+    def in_turn(logits: Any, k: int, **options: Any) -> Any:
+        probs, routes = choose(logits, k, **options)
+        tokens, experts = routes.shape
+        chosen = torch.arange(tokens * k, device=routes.device).view(tokens, k) % experts
+        return probs, torch.zeros_like(routes).scatter_(1, chosen, True)
+
+    def gathered(value: Any, *a: Any, group: Any, **k: Any) -> Any:
+        if value.dim() == 1 and not value.is_floating_point():  # counts: those of every rank
+            return value.repeat(group.size())
+        return gather(value, *a, group=group, **k)
+
+    router.topk_routing_with_score_function = in_turn
+    token_dispatcher.gather_from_sequence_parallel_region = gathered
 
 
 def _batch(total: int, longest: int, copies: int) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
@@ -27,6 +28,13 @@ def resident_bytes() -> list[int]:
     gc.collect()
     me = psutil.Process(os.getpid())
     return [p.memory_info().rss for p in (me, *me.children())]
+
+
+def graphs() -> list[torch.Tensor]:
+    """All tensors whose graphs are alive."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    return [x for x in tensors if x.grad_fn is not None]
 
 
 @pytest.mark.parametrize(
@@ -68,3 +76,15 @@ def test_ten_rounds_of_offload_onload_and_push_leave_host_memory_flat(
         engine.close()
         learner.close()
     assert not list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
+
+
+def test_a_step_of_experts_with_full_recomputation_leaves_no_activations() -> None:
+    hf = HFConfig.from_dict(kit.tiny_config("qwen3_moe"))
+    model = ModelConfig(dtype="float32", random_init=True)
+    learner = MegatronLearner(hf, model, TrainConfig(recompute="full"), seed=3)
+    try:
+        before = graphs()
+        ranks.step(learner, 0)
+        assert not [x.shape for x in graphs() if not any(x is y for y in before)]
+    finally:
+        learner.close()

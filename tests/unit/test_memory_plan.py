@@ -120,7 +120,7 @@ def test_with_offload_engine_and_learner_meet_in_the_push_and_in_a_save_alone() 
     every = {f"learner {part}" for part in ("weights", "gradients", "optimizer")}
     assert parts(found, "gen") == {"engine weights", "KV cache", "engine's work"}
     assert parts(found, "load_learner") == every
-    assert parts(found, "update_actor") == every | {"activations", "logits"}
+    assert parts(found, "update_actor") == every | {"activations", "running layer"}
     assert parts(found, "update_weights") == {"learner weights", "engine weights", "buckets"}
     assert parts(found, "save_checkpoint") == {
         "learner weights",
@@ -258,7 +258,7 @@ def test_a_cache_smaller_than_a_response_is_a_problem_whatever_fits() -> None:
         (["--train.recompute", "full"], "activations"),
         (["--train.cp", 2], "activations"),
         (["--train.tp", 2], "activations"),
-        (["--train.head_chunk_tokens", 64], "logits"),
+        (["--train.head_chunk_tokens", 512], "logits"),
         (["--train.tp", 2], "learner gradients"),
         (["--train.pp", 2], "learner weights"),
         (["--rollout.kv_cache_tokens", 2000], "KV cache"),
@@ -268,7 +268,7 @@ def test_what_makes_a_part_smaller_makes_it_smaller(argv: list[object], less: st
     def of(found: memory.MemoryPlan) -> int:
         return max(i.num_bytes for p in found.phases.values() for i in p if i.part == less)
 
-    sizes = {"num_hidden_layers": 8, "num_key_value_heads": 2}
+    sizes = {"num_hidden_layers": 8, "num_key_value_heads": 2, "vocab_size": 20_000}
     assert of(plan("--train.offload", *argv, **sizes)) < of(plan("--train.offload", **sizes))
 
 
