@@ -452,6 +452,8 @@ class MegatronLearner:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        for model in self._models:  # a stage keeps the activations that it received last
+            model.module.set_input_tensor(None)
 
     def _per_token(self, batch: Batch, read: Callable[[MicroBatch, Tensor], Tensor]) -> Tensor:
         """Run a forward pass over the batch; return `read(micro, outputs)` for all tokens in the

@@ -7,10 +7,13 @@ what this rank allocates, launches, synchronises and copies in each phase of a s
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests import pretend
@@ -29,7 +32,8 @@ def measure(
     recipe: str, *keys: str, rank: int = 0, computed: int = 300_000, timeout_s: float = 800.0
 ) -> dict[str, Any]:
     """Return the figures of each phase of the rank, and what its memory plan expects. Tensors of
-    more than `computed` elements are not computed; routes to experts must be."""
+    more than `computed` elements are not computed; routes to experts must be. Rank -1 is the last.
+    """
     args = _arguments(recipe, *keys)
     env = pretend.environment("sizes", os.environ | args["env"])
     env |= {"RLCORE_PRETEND_CUDA_DEVICES": "1", "RLCORE_PRETEND_CUDA_BYTES": "200000000000"}
@@ -62,23 +66,53 @@ def _arguments(recipe: str, *keys: str) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
+    from rlcore.cli import settings
+    from rlcore.cli.builders.model import with_layers
+    from rlcore.cli.builders.rewards import own_judges
+    from rlcore.cli.dry_run import model_of
+
+    cfg = settings.parse([a for a in argv[2:] if a != "--dry-run"])
+    hf = with_layers(cfg, model_of(cfg.model.path)[0])
+    found = _train(cfg, hf, int(argv[1]))
+    found["judges"] = [
+        _judge(section, model_of(section.model, "JUDGE_CONFIG", "--reward.model")[0])
+        for section in own_judges(cfg).values()
+    ]
+    print(json.dumps(found))
+
+
+class Phases:
+    """Figures of each phase, from the pretend device's counters."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, int]] = {}
+        self._last = pretend.stats()
+
+    def mark(self, phase: str) -> None:
+        """End a phase."""
+        now = pretend.stats()
+        self.found[phase] = {
+            n: now[n] - (0 if n in ("peak", "allocated") else self._last[n]) for n in NAMES
+        }
+        self._last = now
+        pretend.reset_peak()
+
+
+def _train(cfg: Any, hf: Any, rank: int) -> dict[str, Any]:
+    """Step the rank's learner, and its critic, without the other ranks."""
     import torch
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from rlcore.cli import settings
-    from rlcore.cli.builders.model import with_layers
-    from rlcore.cli.dry_run import model_of
+    from rlcore.cli.builders.learner import wants
     from rlcore.mcore import bridge, learner
     from rlcore.mcore.layout import layout_of
     from rlcore.trainer import memory
 
-    rank = int(argv[1])
-    cfg = settings.parse([a for a in argv[2:] if a != "--dry-run"])
-    hf = with_layers(cfg, model_of(cfg.model.path)[0])
     world = int(os.environ["NODES"]) * int(os.environ["GPUS_PER_NODE"]) - cfg.cluster.rollout_ranks
+    rank %= world
     helper = c10d._new_process_group_helper
 
     def fake(
@@ -93,26 +127,16 @@ def main(argv: list[str]) -> None:
     ]
     _balance_experts()
     learner.isfinite = lambda x: True  # nothing is computed, so a norm may be anything
-    found: dict[str, Any] = {"phases": {}}
-    last = dict.fromkeys(NAMES, 0)
-
-    def mark(phase: str) -> None:
-        now = pretend.stats()
-        row = {
-            n: now[n] - (0 if n in ("peak", "allocated") else last[n]) for n in NAMES if n in now
-        }
-        found["phases"][phase] = row
-        last.update({n: now[n] for n in NAMES if n in now})
-        pretend.reset_peak()
-
-    own = learner.MegatronLearner(
-        hf,
-        replace(cfg.model, random_init=True),
-        cfg.train,
-        device=torch.device("cuda", 0),
-        keep_reference=cfg.algo.needs_reference,
-    )
-    mark("build")
+    phases = Phases()
+    model = replace(cfg.model, random_init=True)
+    device = torch.device("cuda", 0)
+    keep = cfg.algo.needs_reference
+    own = learner.MegatronLearner(hf, model, cfg.train, device=device, keep_reference=keep)
+    every = [own]
+    if wants(cfg) == "gae":
+        critic = learner.MegatronLearner(hf, model, cfg.train, device=device, head="value")
+        every.append(critic)
+    phases.mark("build")
     layout = layout_of(cfg.train, world, rank)
     longest = memory.longest(cfg, hf)
     total = max(cfg.train.tokens_per_micro_batch, longest)
@@ -122,30 +146,95 @@ def main(argv: list[str]) -> None:
         rows = next(cut.micro_batches).tokens.size(1) // (layout.tp if cfg.train.sp else 1)
         shape = [rows, 1, hf.hidden_size]
         P2PCommunicator._communicate_shapes = lambda *_: (shape, shape)
-    own.accumulate(batch, _Loss())
-    own.apply(1.0)
-    mark("first step")
+
+    def accumulate() -> None:
+        own.accumulate(batch, _Loss())
+        for critic in every[1:]:
+            critic.accumulate(batch, _ValueLoss())
+
+    accumulate()
+    for one in every:
+        one.apply(1.0)
+    phases.mark("first step")
     own.logprobs(batch)  # the optimizer's state exists since the first step
-    mark("old_log_prob")
-    own.accumulate(batch, _Loss())
-    mark("update_actor")
-    own.apply(1.0)
-    mark("optimizer_step")
-    found["resident"] = own.resident_bytes()
+    if keep:
+        own.logprobs(batch, "reference")
+    for critic in every[1:]:
+        critic.values(batch)
+    phases.mark("old_log_prob")
+    accumulate()
+    phases.mark("update_actor")
+    for one in every:
+        one.apply(1.0)
+    phases.mark("optimizer_step")
+    resident = sum(sum(one.resident_bytes().values()) for one in every)
     if cfg.train.offload:
-        own.offload()
-        mark("offload")
-        own.onload()
-        mark("load_learner")
+        for one in every:
+            one.offload()
+        phases.mark("offload")
+        for one in every:
+            one.onload()
+        phases.mark("load_learner")
     for _ in own.export():
         pass
-    mark("update_weights")
+    phases.mark("update_weights")
     plan = memory.make(cfg, hf, layout, gpu_bytes=80e9)
-    found["plan"] = {
-        name: {item.part: item.num_bytes for item in items} for name, items in plan.phases.items()
+    return {
+        "phases": phases.found,
+        "micro_batches": layout.pp,
+        "resident": resident,
+        "plan": {
+            name: {item.part: item.num_bytes for item in items}
+            for name, items in plan.phases.items()
+        },
     }
-    found["rank"] = rank
-    print(json.dumps(found))
+
+
+def _judge(cfg: Any, hf: Any) -> dict[str, Any]:
+    """Let a judge read its largest batch, and return its figures and its plan."""
+    import torch
+
+    from rlcore.hf.names import expected
+    from rlcore.rewards.judge.model import JudgeModel
+    from rlcore.rewards.judge.residency import footprint
+
+    # The pretend device has the plain kernel alone. Flash attention writes its output only.
+    torch.nn.functional.scaled_dot_product_attention = lambda q, *_, **__: torch.empty_like(q)
+    phases = Phases()
+    begin = pretend.stats()["allocated"]
+    plan = footprint(cfg, hf)
+    with TemporaryDirectory(prefix="judge") as folder:
+        _hollow(Path(folder), hf, expected(hf))
+        model = JudgeModel(
+            folder,
+            dtype=cfg.dtype,
+            device=torch.device("cuda", 0),
+            resident_ratio=cfg.resident_ratio,
+        )
+        model.load_layers(plan.work)
+    phases.mark("load")
+    longest = min(cfg.max_tokens, hf.max_positions)
+    rows = max(1, min(cfg.batch_rows, cfg.batch_tokens // longest))
+    model.probabilities([[1] * longest] * rows, [5, 6])
+    phases.mark("batch")
+    for row in phases.found.values():
+        row["peak"] -= begin
+    stays, work = plan.stay, plan.work
+    return {"phases": phases.found, "plan": {"load": stays, "batch": stays + work}}
+
+
+def _hollow(folder: Path, hf: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Write a model without data: a file of holes behind a header."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    file = folder / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(file, 8 + len(text) + end)
+    (folder / "config.json").write_text(json.dumps(hf.to_dict()))
 
 
 def _balance_experts() -> None:
@@ -189,6 +278,7 @@ def _batch(total: int, longest: int, copies: int) -> Any:
         old_log_probs=-torch.rand(total, generator=g),
         advantage=torch.randn(total, generator=g),
         score=torch.randn(total, generator=g),
+        returns=torch.randn(total, generator=g),
         ids=tuple(map(str, range(len(lengths)))),
     )
 
@@ -200,6 +290,13 @@ class _Loss:
         from rlcore.tensors import LossOutput
 
         return LossOutput(per_token=-x.log_probs * x.advantage, metrics={})
+
+
+class _ValueLoss:
+    def __call__(self, x: Any) -> Any:
+        from rlcore.tensors import LossOutput
+
+        return LossOutput(per_token=(x.value - x.returns).square(), metrics={})
 
 
 if __name__ == "__main__":
