@@ -1,6 +1,7 @@
 """One rank's learner of a recipe at its real size, on the pretend device of mode `sizes`.
 
     python -m tests.pretend.profile recipes/grpo_32b.sh
+    python -m tests.pretend.profile --table > tools/results/gpu_counts.md
 
 Nothing is computed, and the other ranks do not exist: collectives return at once. What remains is
 what this rank allocates, launches, synchronises and copies in each phase of a step.
@@ -299,8 +300,47 @@ class _ValueLoss:
         return LossOutput(per_token=(x.value - x.returns).square(), metrics={})
 
 
+TABLE = """# Launches, syncs and copies of a step
+
+Counted on the pretend device at real sizes, on one rank of each recipe; nothing was computed, and
+no time can be told. Made by `python -m tests.pretend.profile --table`.
+
+Update: forward and backward of a micro-batch. Log-probs: a forward of one. Optimizer: a step.
+MB: copied to the device and to the host.
+"""
+
+
+def table() -> str:
+    """Return the figures of all GPU recipes as a page."""
+    from tests.pretend.test_profile import CASES, measured
+
+    heads = [f"{what} {unit}" for what in ("update", "log-probs") for unit in ("launches", "syncs")]
+    heads += ["update MB", "optimizer launches", "optimizer syncs", "offload and onload MB"]
+    rows = [["recipe", "micro-batches", *heads]]
+    for case in CASES:
+        print(case, file=sys.stderr)
+        found = measured(case)
+        phases, count = found["phases"], found["micro_batches"]
+        update, log_probs, step = (
+            phases[name] for name in ("update_actor", "old_log_prob", "optimizer_step")
+        )
+        moved = [phases[name] for name in ("offload", "load_learner") if name in phases]
+        figures = [row[n] / count for row in (update, log_probs) for n in ("launches", "syncs")]
+        figures += [_copied(update) / count, step["launches"], step["syncs"]]
+        figures.append(sum(map(_copied, moved)))
+        rows.append([case, str(count), *(f"{x:,.0f}" for x in figures)])
+    rows.insert(1, ["---"] * len(rows[0]))
+    return TABLE + "\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _copied(row: dict[str, int]) -> float:
+    return (row["bytes_to_device"] + row["bytes_to_host"]) / 1e6
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "--rank":
         main(sys.argv[1:])
+    elif sys.argv[1] == "--table":
+        print(table())
     else:
         print(json.dumps(measure(*sys.argv[1:]), indent=1))

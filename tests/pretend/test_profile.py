@@ -35,14 +35,17 @@ PARTS = ("learner", "critic", "copy", "activations", "running", "logits", "refer
 """First words of the parts that learner and critic allocate."""
 
 
+def measured(case: str) -> dict[str, Any]:
+    options = dict(CASES[case])
+    recipe = case.replace(",", "").split()[0]
+    return profile.measure(f"recipes/{recipe}.sh", *options.pop("keys", ()), **options)
+
+
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.slow) if c in OTHERS else c for c in CASES]
 )
 def test_a_rank_takes_the_memory_of_its_plan(case: str) -> None:
-    options = dict(CASES[case])
-    keys = options.pop("keys", ())
-    recipe = case.replace(",", "").split()[0]
-    found = profile.measure(f"recipes/{recipe}.sh", *keys, **options)
+    found = measured(case)
     for phase in ("build", "old_log_prob", "update_actor", "optimizer_step"):
         items = found["plan"][phase].items()
         planned = sum(n for part, n in items if part.split()[0] in PARTS)
@@ -51,7 +54,7 @@ def test_a_rank_takes_the_memory_of_its_plan(case: str) -> None:
     if "offload" in found["phases"]:
         # What stays is Megatron's buffer for gathered sequences.
         assert found["phases"]["offload"]["allocated"] < 0.002 * found["resident"]
-    assert len(found["judges"]) == (recipe == "judge_7b")
+    assert len(found["judges"]) == (case == "judge_7b")
     for judge in found["judges"]:
         for phase, planned in judge["plan"].items():
             peak = judge["phases"][phase]["peak"]

@@ -39,7 +39,9 @@ def extend(
     out = q.new_empty((*q.shape[:-1], layer.v_head_dim))
     for i, past in enumerate(forward_batch.seq_lens.tolist()):
         at = table[forward_batch.req_pool_indices[i], : past + width].long()
-        mask = torch.ones(width, past + width, dtype=torch.bool).tril(past) if width > 1 else None
+        mask = None
+        if width > 1:
+            mask = torch.ones(width, past + width, dtype=torch.bool, device=q.device).tril(past)
         out[i] = scaled_dot_product_attention(
             q[i].transpose(0, 1)[None],
             keys[at].transpose(0, 1)[None].to(q.dtype),

@@ -11,12 +11,15 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+_TRITON = "sglang.kernels.ops.memory.small_copy"
+"""SGLang takes another path if this Triton kernel refuses."""
+
 
 class _Before(MetaPathFinder):
     """Import `tests.pretend.device` around torch: its libraries before, its Python side after."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in ("torch", "torch._C"):
+        if name not in ("torch", "torch._C", _TRITON):
             return None
         found = PathFinder.find_spec(name, path, target)
         if found is not None and found.loader is not None:
@@ -38,7 +41,9 @@ class _Around(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        if module.__name__ == "torch":
+        if module.__name__ == _TRITON:
+            module.try_small_copy = lambda *_: False
+        elif module.__name__ == "torch":
             _device().complete()
         else:
             _device().add_functions(module)
