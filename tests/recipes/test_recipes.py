@@ -227,8 +227,8 @@ def fits(gb: float, model: str, size: str, settings: list[str], monkeypatch, cap
 @pytest.mark.parametrize(
     "gb, model, size",
     [
-        (24, "qwen3_0_6b", "4096:full"),
-        (48, "qwen3_1_7b", "16384:full"),
+        (24, "qwen3_0_6b", "16384:full"),
+        (48, "qwen3_1_7b", "4096:none"),
         (80, "qwen2_5_3b", "4096:none"),
         (141, "qwen3_4b", "8192:none"),
         (192, "qwen2_5_7b", "8192:none"),

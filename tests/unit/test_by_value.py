@@ -15,6 +15,7 @@ OTHERS = {
     "mcore/build.py": {
         "attention": "Megatron",
         "chunk": "Megatron",
+        "dispatcher": "Megatron",
         "mlp": "Megatron",
         "mlp.experts.submodules": "Megatron",
         "parts": "Megatron",
