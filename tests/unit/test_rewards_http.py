@@ -110,7 +110,7 @@ def test_a_server_is_asked_again_when_that_may_help_and_each_failure_is_one_samp
     assert results[6].error.startswith("http: JSONDecodeError")
     assert results[7].error.startswith("timeout after 1.5 s")
     assert [server.tries[t] for t in texts[:8]] == [1, 1, 3, 2, 3, 1, 1, 1]
-    assert 1 < server.most <= 4
+    assert 1 < server.most <= 5  # four workers; the server still drips when one has given up
     body = next(b for b in server.bodies if b["response"] == "good")
     assert (body["label"], body["prompt"], body["dataset"], body["id"]) == (
         "7",
