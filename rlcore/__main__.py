@@ -9,6 +9,7 @@ COMMANDS = {
     "preflight": "check machines, network, data and reward before a run; takes the keys of train",
     "sft": "make a tiny model and warm-start it",
     "judge": "make the tiny judge of recipes/judge_tiny.sh",
+    "export": "write a checkpoint as a Hugging Face folder: rlcore export RUN",
     "plot": "plot the metrics of runs: rlcore plot RUN...",
     "view": "write a run's rollouts as an HTML page: rlcore view RUN",
     "trace": "merge the traces of all ranks for ui.perfetto.dev: rlcore trace RUN",

@@ -6,20 +6,25 @@ into memory, so a rank that needs a tenth of a tensor reads only this tenth from
 
 import ctypes
 import json
+import math
 import mmap
 import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlcore.hf.config import HFConfig, read_json
 from rlcore.hf.names import Shape, expected
+from rlcore.utils import collective, disk
 from rlcore.utils.errors import ConfigError
 
 Index = tuple[slice, ...]
@@ -177,23 +182,33 @@ def save_folder(
     tokenizer_folder: str | Path | None,
     path: str | Path | None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    together: bool = False,
 ) -> None:
     """Write a Hugging Face folder: weights in shards, config.json, tokenizer files.
 
-    `tensors` is always exhausted, even after an error, because the iterator may be collective. In a
-    collective export, only one rank passes a `path`; ranks with `path=None` write nothing. The
-    folder appears, or replaces an older folder, only when complete. At most one shard is in memory.
+    `tensors` is always exhausted, even after an error, because the iterator may be collective. With
+    `together`, all ranks of the default process group give all tensors and the same `path` on a
+    disk that they share, and each rank writes a part of the shards. Otherwise one rank passes a
+    `path`; ranks with `path=None` write nothing. The folder appears, or replaces an older folder,
+    only when it is complete and on disk. A rank has at most one shard in memory if the tensors come
+    in the order of `names.expected`.
 
-    Raises ValueError if a tensor is missing or has another shape, and OSError if the disk is full
-    or not writable.
+    Raises:
+        ValueError: a tensor is missing or has another shape.
+        OSError: the disk is full or not writable. With `together`, every rank raises an error.
     """
     tensors = iter(tensors)
     try:
         if path is not None:
-            _write(tensors, hf, tokenizer_folder, Path(path), max_shard_bytes)
+            _write(tensors, hf, tokenizer_folder, Path(path), max_shard_bytes, together)
     finally:
-        for _ in tensors:
-            continue
+        _exhaust(tensors)
+
+
+def _exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:
+    for _ in tensors:
+        continue
 
 
 def _write(
@@ -202,63 +217,134 @@ def _write(
     tokenizer_folder: str | Path | None,
     path: Path,
     max_shard_bytes: int,
+    together: bool,
 ) -> None:
     part = path.with_name(path.name + ".part")
+    rank, size = collective.place() if together else (0, 1)
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        dtype = _write_shards(tensors, expected(hf), part, max_shard_bytes)
-        _write_rest(hf.with_(dtype=dtype), tokenizer_folder, part)
-        _replace(part, path)
-    except (OSError, SafetensorError) as error:
-        raise OSError(
-            f"{path}: could not be written ({error}); free some space or give another folder"
-        ) from error
+        with _agreed(path, together):
+            if rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir(parents=True)
+        with _agreed(path, together):
+            dtype, plan = _write_shards(tensors, expected(hf), part, max_shard_bytes, rank, size)
+        with _agreed(path, together):
+            if rank == 0:
+                if len(plan.names) > 1:
+                    disk.write_text(part / INDEX, plan.index())
+                _write_rest(hf.with_(dtype=dtype), tokenizer_folder, part)
+                disk.sync_tree(part)
+                _replace(part, path)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        if rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def _agreed(path: Path, together: bool) -> Iterator[None]:
+    """Raise an OSError that names `path` if the block cannot write. With `together`, raise on every
+    rank if the block fails on any; collective."""
+    problem: Exception | None = None
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        problem = OSError(
+            f"{path}: could not be written ({error}); free some space or give another folder"
+        )
+        problem.__cause__ = error
+    except ValueError as error:
+        problem = error
+    failed = problem is not None
+    if collective.any_rank(failed) if together else failed:
+        raise problem or OSError(f"{path}: another rank could not write its shards; see its log")
+
+
+def share_of(
+    hf: HFConfig, dtype: torch.dtype, rank: int, size: int, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> set[str]:
+    """Return the names of the tensors that a rank of `save_folder(together=True)` writes. It may
+    pass other tensors without data, on the device `meta`."""
+    plan = _ShardPlan.make(expected(hf), dtype.itemsize, max_shard_bytes)
+    return {name for file in plan.share(rank, size) for name in plan.names[file]}
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardPlan:
+    """Division of a model's tensors into files."""
+
+    names: dict[str, list[str]]
+    """Names of the tensors in each file."""
+    total_bytes: int
+
+    @classmethod
+    def make(cls, shapes: Mapping[str, Shape], element_size: int, limit: int) -> "_ShardPlan":
+        """Fill each file up to `limit` bytes, in the order of the tensors."""
+        shards: list[list[str]] = []
+        size = total = 0
+        for name, shape in shapes.items():
+            nbytes = math.prod(shape) * element_size
+            if not shards or size + nbytes > limit:
+                shards.append([])
+                size = 0
+            shards[-1].append(name)
+            size += nbytes
+            total += nbytes
+        if len(shards) == 1:
+            return cls({SINGLE: shards[0]}, total)
+        files = (f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards)))
+        return cls(dict(zip(files, shards, strict=True)), total)
+
+    def share(self, rank: int, size: int) -> list[str]:
+        """Return the files that one of `size` ranks writes."""
+        return list(self.names)[rank::size]
+
+    def file_of(self) -> dict[str, str]:
+        """Return the file of each tensor."""
+        return {name: file for file, names in self.names.items() for name in names}
+
+    def index(self) -> str:
+        """Return the text of the index file."""
+        found = {"metadata": {"total_size": self.total_bytes}, "weight_map": self.file_of()}
+        return json.dumps(found, indent=1)
 
 
 def _write_shards(
-    tensors: Iterator[tuple[str, Tensor]], shapes: Mapping[str, Shape], part: Path, limit: int
-) -> str:
-    """Write all tensors as shards with an index; return the dtype of the first tensor."""
-    shards: list[list[str]] = []
-    shard: dict[str, Tensor] = {}
-    size = total = 0
+    tensors: Iterator[tuple[str, Tensor]],
+    shapes: Mapping[str, Shape],
+    part: Path,
+    limit: int,
+    rank: int,
+    size: int,
+) -> tuple[str, _ShardPlan]:
+    """Write this rank's share of the shards. Exhaust the tensors, and return their dtype and the
+    plan of all shards."""
     missing, dtype = dict(shapes), ""
-
-    def flush() -> None:
-        save_file(shard, part / f"{len(shards)}.safetensors", metadata={"format": "pt"})
-        shards.append(list(shard))
-        shard.clear()
-
-    for name, tensor in tensors:
-        if missing.pop(name, None) != tuple(tensor.shape):
-            raise ValueError(
-                f"tensor {name} {list(tensor.shape)}: config.json needs "
-                f"{list(shapes[name]) if name in shapes else 'no tensor of this name'}"
-            )
-        if shard and size + tensor.nbytes > limit:
-            flush()
-            size = 0
-        shard[name] = _own(tensor)
-        size += tensor.nbytes
-        total += tensor.nbytes
-        dtype = dtype or str(tensor.dtype).removeprefix("torch.")
+    plan, file_of = _ShardPlan({}, 0), dict[str, str]()
+    waiting: dict[str, dict[str, Tensor]] = {}  # tensors of incomplete shards that this rank writes
+    try:
+        for name, tensor in tensors:
+            if missing.pop(name, None) != tuple(tensor.shape):
+                raise ValueError(
+                    f"tensor {name} {list(tensor.shape)}: config.json needs "
+                    f"{list(shapes[name]) if name in shapes else 'no tensor of this name'}"
+                )
+            if not dtype:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                plan = _ShardPlan.make(shapes, tensor.element_size(), limit)
+                file_of = plan.file_of()
+                waiting = {file: {} for file in plan.share(rank, size)}
+            file = file_of[name]
+            if file not in waiting:
+                continue
+            waiting[file][name] = _own(tensor)
+            if len(waiting[file]) == len(plan.names[file]):
+                save_file(waiting.pop(file), part / file, metadata={"format": "pt"})
+                disk.sync_file(part / file)
+    finally:
+        _exhaust(tensors)
     if missing:
         raise ValueError(f"tensor {next(iter(missing))} is missing; give all tensors of the model")
-    flush()
-    if len(shards) == 1:
-        (part / "0.safetensors").rename(part / SINGLE)
-        return dtype
-    file_of: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (part / f"{number}.safetensors").rename(part / file)
-        file_of |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": file_of}
-    (part / INDEX).write_text(json.dumps(index, indent=1))
-    return dtype
+    return dtype, plan
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -282,7 +368,7 @@ def _replace(part: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         os.replace(path, old)
-    os.replace(part, path)
+    disk.rename(part, path)
     shutil.rmtree(old, ignore_errors=True)
 
 

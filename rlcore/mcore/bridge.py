@@ -403,7 +403,7 @@ def _gather(
     return [
         tensor
         for piece, part in zip(bundle, parts, strict=True)
-        for tensor in _split(piece, part, hf)
+        for tensor in split(piece, part, hf)
     ]
 
 
@@ -415,7 +415,7 @@ def _group(kind: str) -> dist.ProcessGroup:
     return getattr(parallel_state, f"get_{kind}_parallel_group")()
 
 
-def _split(piece: ParamPiece, parts: Sequence[Tensor], hf: HFConfig) -> list[Tensor]:
+def split(piece: ParamPiece, parts: Sequence[Tensor], hf: HFConfig) -> list[Tensor]:
     """Split a parameter into its Hugging Face tensors; `parts` has one part per TP rank."""
     match piece.kind:
         case "copy":

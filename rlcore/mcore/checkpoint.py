@@ -110,6 +110,25 @@ def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm")
         ConfigError: `path` holds no checkpoint, or the checkpoint is of another model. The kind
             of head is compared first: a value head has the width of one row of an lm head.
     """
+    state, step = read_index(path, head)
+    _read(_pieces(models, optimizer), path)
+    _set_step(optimizer, step)
+    for part in optimizer.chained_optimizers:
+        if hasattr(part, "_copy_main_params_to_model_params"):
+            part._copy_main_params_to_model_params()
+    if any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers):
+        for model in models:
+            model.start_param_sync(force_sync=True)
+    return state
+
+
+def read_index(path: Path, head: str = "lm") -> tuple[dict[str, Any], int]:
+    """Return the state of the learner in a checkpoint, and the number of steps of the optimizer.
+
+    Raises:
+        ConfigError: `path` holds no checkpoint, one of another format, or of a model with another
+            head.
+    """
     try:
         found = json.loads((path / INDEX).read_text())
         state, step, written = found["state"], found["optimizer_step"], found["format"]
@@ -127,15 +146,7 @@ def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm")
             f"{path}: was saved by a model with head {saved}, but this model has head {head}; "
             "load an actor from an actor's checkpoint and a critic from a critic's"
         )
-    _read(_pieces(models, optimizer), path)
-    _set_step(optimizer, step)
-    for part in optimizer.chained_optimizers:
-        if hasattr(part, "_copy_main_params_to_model_params"):
-            part._copy_main_params_to_model_params()
-    if any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers):
-        for model in models:
-            model.start_param_sync(force_sync=True)
-    return state
+    return state, step
 
 
 # ---- what a rank holds
@@ -252,14 +263,15 @@ def _write_file(path: Path, pieces: Sequence[Piece]) -> None:
 
 
 @dataclass(slots=True)
-class _Shards:
-    """The files of a checkpoint, opened once."""
+class Shards:
+    """Reader of the files of a checkpoint. Each file is opened once."""
 
     folder: Path
     entries: dict[str, list[tuple[Box, Any, str]]] = field(default_factory=dict)
     """Rectangle, open file and entry name of each file entry, by `Piece.name`."""
 
     def open(self) -> None:
+        """Open the files and list their entries."""
         for path in sorted(self.folder.glob("*.safetensors")):
             file = safe_open(path, framework="pt")
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
@@ -288,7 +300,7 @@ class _Shards:
 
 
 def _read(pieces: Sequence[Piece], folder: Path) -> None:
-    files = _Shards(folder)
+    files = Shards(folder)
     try:
         files.open()
         for piece in pieces:

@@ -326,7 +326,7 @@ class Checkpoints:
         log.warning("moved %d checkpoints of later steps to *.old%d", len(later), k)
 
     def export_hf(self, hf: HFConfig) -> None:
-        """Write the weights as a Hugging Face folder, `<run>/hf`. Collective.
+        """Write the weights as a Hugging Face folder, `<run>/hf`; ranks share the work. Collective.
 
         Raises:
             RuntimeError: the folder could not be written; raised on every rank. The checkpoints
@@ -334,22 +334,13 @@ class Checkpoints:
         """
         if self.learner is None:
             return
-        target, error, first = self.folder / "hf", "", self.ranks.rank == 0
-        model = self.cfg.model
+        model, target = self.cfg.model, self.folder / "hf"
+        tokenizer = model.tokenizer or model.path
         try:
-            save_folder(
-                self.learner.export(),
-                hf,
-                model.tokenizer or model.path,
-                target if first else None,
-            )
+            save_folder(self.learner.export(), hf, tokenizer, target, together=True)
         except OSError as e:
-            error = str(e)
-        if collective.any_rank(bool(error)):
-            raise RuntimeError(
-                f"--checkpoint.export_hf: {error or f'rank 0 could not write {target}'}"
-            )
-        if first:
+            raise RuntimeError(f"--checkpoint.export_hf: {e}") from e
+        if self.ranks.rank == 0:
             log.info("model: %s", target)
 
 

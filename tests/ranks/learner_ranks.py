@@ -9,6 +9,7 @@ import torch
 from rlcore.algos import grpo
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
+from rlcore.hf.weights import save_folder
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.tensors import Batch, LossInputs, LossOutput, cumulative
 from tests import kit
@@ -165,18 +166,33 @@ def alone(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 # ---- checkpoints
 
+SHARD_BYTES = 20_000
+"""Several shards for each rank."""
+
 
 def saved(rank: int, folder: str, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """For every case two updates, save, two more."""
+    """For every case two updates, save, also as a Hugging Face folder, two more."""
     found = {}
     for name, case in cases.items():
         learner = make(**case)
         for number in range(2):
             step(learner, number)
         learner.save(Path(folder) / name)
+        hf = Path(f"{folder}_hf") / name
+        save_folder(learner.export(), learner.hf, None, hf, SHARD_BYTES, together=True)
         found[name] = two_more(learner)
         learner.close()
     return found
+
+
+def cannot_export(rank: int, path: str) -> str:
+    """The error of a folder that the first rank cannot make."""
+    learner = make({"tp": 2})
+    try:
+        save_folder(learner.export(), learner.hf, None, path, together=True)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def resumed(rank: int, folder: str, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

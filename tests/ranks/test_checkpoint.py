@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rlcore.hf.config import HFConfig
+from rlcore.hf.names import expected
+from rlcore.hf.weights import read_folder
+from rlcore.mcore import export
 from tests import kit
 
 pytestmark = pytest.mark.ranks(2)
@@ -73,6 +78,34 @@ def test_the_same_layout_resumes_bit_for_bit(
         assert again[case]["version"] == straight[case]["version"] == 4
         assert again[case]["metrics"] == straight[case]["metrics"]
         kit.assert_bitwise(again[case]["weights"], straight[case]["weights"])
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_the_weights_of_a_checkpoint_are_those_that_its_ranks_export(
+    folder: Path, saved: list[dict[str, Any]], case: str
+) -> None:
+    whole = HFConfig.from_folder(f"{folder}_hf/{case}")
+    exported = dict(read_folder(f"{folder}_hf/{case}", whole))
+    assert len(list(Path(f"{folder}_hf", case).glob("*.safetensors"))) > 4
+    dtype = getattr(torch, SAVED[case].get("dtype", "float32"))
+    kit.assert_bitwise(dict(export.read(folder / case, whole, dtype, exported.keys())), exported)
+
+
+def test_only_wanted_tensors_are_read(folder: Path, saved: list[dict[str, Any]]) -> None:
+    hf = HFConfig.from_folder(f"{folder}_hf/tp2")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    found = dict(export.read(folder / "tp2", hf, torch.float32, {name}))
+    read = {key for key, tensor in found.items() if not tensor.is_meta}
+    assert read == {name.replace("k_proj", f"{x}_proj") for x in "qkv"}
+    assert {key: tensor.shape for key, tensor in found.items()} == expected(hf)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = str(tmp_path / "file/hf")
+    errors = kit.run_ranks(2, "tests.ranks.learner_ranks:cannot_export", {"path": path})
+    assert errors[0].startswith(f"{path}: could not be written")
+    assert errors[1] == f"{path}: another rank could not write its shards; see its log"
 
 
 @pytest.mark.parametrize("case", RESHARDED)

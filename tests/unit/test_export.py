@@ -1,0 +1,68 @@
+"""`rlcore export`: the folder is the one that the run itself exports; errors are sentences."""
+
+import filecmp
+from pathlib import Path
+
+import pytest
+
+from rlcore.cli import export
+from tests import runs
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    model = runs.tiny_model(folder / "model")
+    keys = "--run.steps", 2, "--checkpoint.every", 1, "--model.dtype", "bfloat16"
+    job: runs.Job = {"name": "run", "argv": runs.arguments(model, folder, "run", *keys)}
+    runs.run(1, [job], folder / "gang").check("run")
+    return folder / "run"
+
+
+def same(left: Path, right: Path) -> bool:
+    files = [sorted(path.name for path in folder.iterdir()) for folder in (left, right)]
+    return files[0] == files[1] and not filecmp.cmpfiles(left, right, files[0], shallow=False)[1]
+
+
+def test_the_newest_checkpoint_is_the_folder_that_the_run_wrote(run: Path, tmp_path: Path) -> None:
+    assert export.main([str(run), "--out", str(tmp_path / "hf")]) == 0
+    assert same(run / "hf", tmp_path / "hf")
+
+
+def test_an_earlier_step_and_another_data_type(run: Path, tmp_path: Path) -> None:
+    first, last = tmp_path / "first", tmp_path / "last"
+    assert export.main([str(run), "--step", "1", "--out", str(first)]) == 0
+    assert not same(run / "hf", first)
+    folder = run / "checkpoints/step_000002"
+    assert export.main([str(folder), "--dtype", "float32", "--out", str(last)]) == 0
+    assert (last / "model.safetensors").stat().st_size > 1.9 * (
+        run / "hf/model.safetensors"
+    ).stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--step", "7"], "has no such checkpoint; it has 1, 2"),
+        (["--model", "/missing"], "--model /missing: no such folder"),
+    ],
+)
+def test_an_error_says_what_to_give(
+    run: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export.main([str(run), *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_changed_checkpoint_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = next((run / "checkpoints/step_000001/learner").glob("*.safetensors"))
+    data = file.read_bytes()
+    try:
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        assert export.main([str(run), "--step", "1", "--out", str(tmp_path / "hf")]) == 2
+    finally:
+        file.write_bytes(data)
+    assert "has a wrong checksum; choose another checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
