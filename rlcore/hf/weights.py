@@ -245,18 +245,22 @@ def _agreed(path: Path, together: bool) -> Iterator[None]:
     """Raise an OSError that names `path` if the block cannot write. With `together`, raise on every
     rank if the block fails on any; collective."""
     problem: Exception | None = None
+    cause: Exception | None = None
     try:
         yield
     except (OSError, SafetensorError) as error:
-        problem = OSError(
-            f"{path}: could not be written ({error}); free some space or give another folder"
+        problem, cause = (
+            OSError(
+                f"{path}: could not be written ({error}); free some space or give another folder"
+            ),
+            error,
         )
-        problem.__cause__ = error
     except ValueError as error:
         problem = error
     failed = problem is not None
     if collective.any_rank(failed) if together else failed:
-        raise problem or OSError(f"{path}: another rank could not write its shards; see its log")
+        other = OSError(f"{path}: another rank could not write its shards; see its log")
+        raise problem or other from cause
 
 
 def share_of(
