@@ -16,6 +16,11 @@ def unsteady(sample, prompt, text):
     return variety(sample, prompt, text)
 
 
+def zero(sample, prompt, text):
+    """The same for all."""
+    return 0.0
+
+
 def half(sample, prompt, text):
     """The same for rows of even number; the others all score 0."""
     return 0.0 if prompt.index % 2 else variety(sample, prompt, text)

@@ -197,7 +197,7 @@ def settings_of(cfg: SFTConfig, start: Path) -> "Config":
             weight_decay=0.01,
             tokens_per_micro_batch=4096,
         ),
-        checkpoint=CheckpointConfig(at_end=False),
+        checkpoint=CheckpointConfig(every=0, every_minutes=0, at_end=False),
         log=LogConfig(tensorboard=False),
     )
 

@@ -486,12 +486,18 @@ class EvalConfig:
 class CheckpointConfig:
     """Checkpoints and the exported model."""
 
-    every: Annotated[int, at_least(0)] = 0
-    """Number of steps between checkpoints; 0: only at the end."""
+    every: Annotated[int, at_least(0)] = 20
+    """Number of steps between checkpoints; 0: no limit."""
+    every_minutes: Annotated[float, at_least(0)] = 30.0
+    """Minutes after which the current step ends with a checkpoint; 0: no limit. With
+    checkpoint.every 0 as well, only the last step has one."""
     at_end: bool = True
     """Whether to save a checkpoint after the last step."""
     keep: Annotated[int, at_least(0)] = 2
-    """Number of checkpoints kept; 0: all."""
+    """Number of newest checkpoints kept; 0: all."""
+    keep_best: bool = True
+    """Whether to keep the checkpoint with the highest validation accuracy, too: the mean over
+    data.val, of checkpoints that follow an evaluation."""
     on_error: Literal["stop", "continue"] = "stop"
     """Handling of a checkpoint that cannot be written, e.g. because the disk is full. `stop`: end
     the run. `continue`: report and count it (training/failed_saves) and continue; the run fails

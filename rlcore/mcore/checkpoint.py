@@ -37,6 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlcore.mcore.boxes import Box, boxes
+from rlcore.utils import disk
 from rlcore.utils.errors import ConfigError
 
 FORMAT = 2
@@ -85,7 +86,7 @@ def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any
         _write(pieces, aside)
         if leader:
             found = {"format": FORMAT, "state": state, "optimizer_step": step}
-            (aside / INDEX).write_text(json.dumps(found, indent=1))
+            disk.write_text(aside / INDEX, json.dumps(found, indent=1))
 
     _attempt(make_folder, aside)
     step = _step(optimizer)
@@ -99,7 +100,7 @@ def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any
         raise
     if leader:
         shutil.rmtree(path, ignore_errors=True)
-        aside.rename(path)
+        disk.rename(aside, path)
     dist.barrier()
 
 
@@ -258,8 +259,7 @@ def _write_file(path: Path, pieces: Sequence[Piece]) -> None:
         for p in pieces
     }
     save_file(entries, path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    disk.sync_file(path)
 
 
 @dataclass(slots=True)

@@ -1,5 +1,8 @@
 """Evaluate on all validation prompts, with the controller and engines of the training."""
 
+import re
+from collections.abc import Mapping
+
 from rlcore.metrics import stats
 from rlcore.records import Group, Sampling, Work, eval_group, eval_set_of
 from rlcore.rollout.worker import RoundCallbacks
@@ -16,6 +19,12 @@ def run(run: Run) -> dict[str, float]:
                 found[name.replace("/acc/mean@1", "/acc/greedy")] = value
     run.progress.add(found)
     return found
+
+
+def accuracy(found: Mapping[str, float]) -> float | None:
+    """Return the mean of the validation sets' sampled accuracies; None if there are none."""
+    means = [v for name, v in found.items() if re.fullmatch(r"val-core/.*/acc/mean@\d+", name)]
+    return sum(means) / len(means) if means else None
 
 
 def evaluate(run: Run, tag: str, temperature: float, num_samples: int) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Define small parts of a run: its ranks, its data on rank 0, its progress, and its observers."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -69,6 +70,8 @@ class Progress:
         self.stops = False
         """Whether this step is the last one of this process; the same on all ranks."""
         self._skipped: dict[str, int] = {}
+        self._save_is_due = False
+        self._saved_at = time.monotonic()
 
     def begin(self, step: int) -> None:
         """Set the current step, at the start of a step or when a checkpoint is restored."""
@@ -81,6 +84,24 @@ class Progress:
     def stop(self) -> None:
         """End the run after the current step."""
         self.stops = True
+
+    @property
+    def save_is_due(self) -> bool:
+        """Whether this step ends with a checkpoint for the time since the last; the same on all
+        ranks."""
+        return self._save_is_due
+
+    def save_is_late(self, minutes: float) -> bool:
+        """Return whether the last checkpoint, or the start, was that long ago; 0: never."""
+        return bool(minutes) and time.monotonic() - self._saved_at > 60 * minutes
+
+    def request_save(self) -> None:
+        """End the current step with a checkpoint."""
+        self._save_is_due = True
+
+    def begin_save(self) -> None:
+        """Record that a checkpoint is being written."""
+        self._save_is_due, self._saved_at = False, time.monotonic()
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the current step; a later value of a name replaces an earlier one."""

@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlcore.sync.memory import highest_bytes
 from rlcore.trainer.plan import StepPlan
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 
@@ -99,6 +101,28 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: StepPlan) -> dict[str, 
         **({"env/observed_tokens": observed / max(sum(lengths), 1)} if observed else {}),
         "sched/trained_tokens": float(cfg.train.epochs * sum(loads)),
     }
+
+
+def check_rewards(run: Run, groups: Sequence[Group]) -> None:
+    """End the run if the reward has failed on every response of the run's first step.
+
+    Raises:
+        ConfigError: names one of the failures; raised on every rank that knows the groups.
+    """
+    errors = [error for group in groups for error in group.errors]
+    if run.step == 1 and errors and all(errors):
+        raise ConfigError(
+            f"--reward {run.cfg.select.reward}: failed on all {len(errors)} responses of the first "
+            f"step, on the first with: {errors[0]}; mend the reward or its data, and start again"
+        )
+
+
+def notes(metrics: Mapping[str, float]) -> str:
+    """Return what the step line says of problems of the step; "" if there is none."""
+    found = [mismatch.unhealthy(dict(metrics))]
+    if metrics.get("training/equal_reward_groups") == 1:
+        found.append("rewards are equal in every group, so no response is preferred")
+    return "; ".join(filter(None, found))
 
 
 def of_drafts(run: Run, totals: dict[str, float]) -> dict[str, float]:
@@ -244,7 +268,7 @@ def step(run: Run) -> None:
     run.observers.writer.write(run.step, metrics)
     for hear in run.observers.on_step:
         hear(metrics)
-    run.observers.screen.step(run.step, metrics, note=mismatch.unhealthy(metrics))
+    run.observers.screen.step(run.step, metrics, note=notes(metrics))
     if any(name.startswith("val-core/") for name in metrics):
         run.observers.screen.evaluation(run.step, metrics)
 

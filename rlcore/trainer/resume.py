@@ -10,9 +10,11 @@ A run resumes from the newest folder whose files match the manifest, its seal (`
 
 import errno
 import json
+import math
 import os
 import shutil
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from rlcore.sched.reward_timeout import AdaptiveTimeout
 from rlcore.sched.roles import EngineSizePolicy
 from rlcore.trainer import seal
 from rlcore.trainer.progress import Data, Progress, Ranks
-from rlcore.utils import collective
+from rlcore.utils import collective, disk
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
@@ -82,6 +84,21 @@ def _none_whole(run_folder: Path, num: int) -> str:
         f"--run.resume auto: none of the {num} checkpoints in {folder_of(run_folder)} is complete; "
         "--run.resume fresh moves them aside and starts a new run"
     )
+
+
+def best_of(paths: Sequence[Path]) -> Path | None:
+    """Return the checkpoint with the highest validation accuracy, of equals the first; None if no
+    checkpoint has one."""
+
+    def accuracy(path: Path) -> float | None:
+        try:
+            saved = json.loads((path / "state.json").read_text()).get("accuracy")
+        except (OSError, ValueError, AttributeError):
+            return None
+        return saved if isinstance(saved, int | float) and math.isfinite(saved) else None
+
+    known = [(found, path) for path in paths if (found := accuracy(path)) is not None]
+    return max(known, key=lambda pair: pair[0])[1] if known else None
 
 
 def move_aside(folder: Path) -> Path | None:
@@ -149,22 +166,26 @@ class Checkpoints:
             raise ConfigError(_none_whole(self.folder, len(paths)))
         return None
 
-    def save(self, progress: Progress, writer: MetricsWriter | None) -> None:
+    def save(
+        self, progress: Progress, writer: MetricsWriter | None, accuracy: float | None = None
+    ) -> None:
         """Write a checkpoint of the finished step. Collective over all ranks. If writing fails,
         earlier checkpoints stay, and --checkpoint.on_error decides whether the run ends.
 
         Args:
             writer: metrics writer on rank 0, flushed to disk before the checkpoint becomes valid.
+            accuracy: mean validation accuracy of the step on rank 0; None: the step has none.
 
         Raises:
             RuntimeError: the checkpoint was not written, and --checkpoint.on_error is not
                 `continue` or this was the last step.
         """
         step = progress.step
+        progress.begin_save()
         final = folder_of(self.folder) / f"step_{step:06d}"
         aside = final.with_suffix(".partial")
         what = f"checkpoint of step {step} could not be written to {final.parent}"
-        error = self._write(step, aside)
+        error = self._write(step, aside, accuracy)
         if not error:
             error = seal.write(aside, self.ranks.everyone)
         if error:
@@ -177,14 +198,14 @@ class Checkpoints:
                 if writer is not None:
                     writer.sync()
                 shutil.rmtree(final, ignore_errors=True)
-                aside.rename(final)
+                disk.rename(aside, final)
                 self.prune()
         except OSError as e:
             error = _reason(e)
         if error := self._any(error):
             self._failed(progress, what, error)
 
-    def _write(self, step: int, aside: Path) -> str:
+    def _write(self, step: int, aside: Path, accuracy: float | None) -> str:
         """Write all parts of a checkpoint into the folder `aside`. Return the error on every rank,
         or "" if there is none."""
         error = ""
@@ -208,7 +229,8 @@ class Checkpoints:
             if self.ranks.rank == 0:
                 if self.library is not None:
                     self.library.save(aside / HISTORIES)
-                (aside / "state.json").write_text(json.dumps(self._state(step), indent=1))
+                state = self._state(step) | {"accuracy": accuracy}
+                disk.write_text(aside / "state.json", json.dumps(state, indent=1))
         except OSError as e:
             log.debug("checkpoint of step %d", step, exc_info=e)
             error = _reason(e)
@@ -251,10 +273,13 @@ class Checkpoints:
         return state
 
     def prune(self) -> None:
-        """Delete all but the newest `checkpoint.keep` checkpoints. If a deletion fails, for example
-        because another program reads the files, the next save tries again."""
-        keep = self.cfg.checkpoint.keep
-        for old in found(self.folder)[keep:] if keep else []:
+        """Delete all but the newest `checkpoint.keep` checkpoints and the best. If a deletion
+        fails, for example because another program reads the files, the next save tries again."""
+        cfg, paths = self.cfg.checkpoint, found(self.folder)
+        best = best_of(paths) if cfg.keep_best else None
+        for old in paths[cfg.keep :] if cfg.keep else []:
+            if old == best:
+                continue
             try:
                 shutil.rmtree(old)
             except OSError as e:

@@ -2,11 +2,10 @@
 is incomplete; a file that does not match its seal is damaged. Ranks share the reading of files."""
 
 import json
-import os
 import zlib
 from pathlib import Path
 
-from rlcore.utils import collective
+from rlcore.utils import collective, disk
 
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 4 * 2**20
@@ -29,9 +28,8 @@ def write(folder: Path, group: collective.Group) -> str:
     elif collective.is_first(group) and not error:
         seals = {n: [size, int(s)] for (n, size), s in zip(sizes.items(), sums, strict=True)}
         try:
-            _write_through(folder / MANIFEST, json.dumps({"files": seals}, indent=1))
-            for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
-                _sync_folder(path)
+            disk.write_text(folder / MANIFEST, json.dumps({"files": seals}, indent=1))
+            disk.sync_tree(folder)
         except OSError as e:
             error = str(e)
     return collective.broadcast_text(error, group)
@@ -99,19 +97,3 @@ def _checksum(path: Path) -> float:
     except OSError:
         return UNREADABLE  # negative, so that the sum over all ranks is negative
     return float(found)
-
-
-def _write_through(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """Flush the directory entries of a folder to disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

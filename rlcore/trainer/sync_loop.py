@@ -45,13 +45,15 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
             sync_stop_request(run, early)  # collective over all ranks
             one_step(run)
             sync_stop_request(run, not early)  # collective over all ranks
+        accuracy = None
         if evaluates(run):
             with run.device.generate("testing"), run.spans.phase("testing"):
-                evaluate.run(run)
+                accuracy = evaluate.accuracy(evaluate.run(run))
         report.step(run)
         if saves(run):
             with run.device.save(WRITTEN), run.spans.phase("save_checkpoint"):
-                run.checkpoints.save(run.progress, run.observers.writer)  # Collective on all ranks.
+                # Collective over all ranks.
+                run.checkpoints.save(run.progress, run.observers.writer, accuracy)
         if cfg.debug.kill_at_step == run.step and run.ranks.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     if run.step < cfg.run.steps:
@@ -65,12 +67,17 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
 
 
 def sync_stop_request(run: Run, asks: bool) -> None:
-    """If `asks` is true and any rank has received SIGTERM, end the run after this step.
-    Collective over all ranks."""
+    """If `asks` is true, agree on the end of this step: end the run if any rank has received
+    SIGTERM, and save if rank 0's last checkpoint is too old. Collective over all ranks."""
     if not asks or run.progress.stops:
         return
-    if collective.any_rank(run.stop_requested(), run.ranks.everyone):
+    late = run.ranks.rank == 0 and run.progress.save_is_late(run.cfg.checkpoint.every_minutes)
+    flags = [float(run.stop_requested()), float(late)]
+    stop, save = collective.reduce_floats(flags, "max", run.ranks.everyone)
+    if stop:
         run.progress.stop()
+    if save:
+        run.progress.request_save()
 
 
 def evaluates(run: Run) -> bool:
@@ -81,8 +88,8 @@ def evaluates(run: Run) -> bool:
 
 def saves(run: Run) -> bool:
     """Return whether a checkpoint follows this step."""
-    cfg = run.cfg.checkpoint
-    return run.progress.stops or _is_due(run, cfg.every, cfg.at_end)
+    cfg, progress = run.cfg.checkpoint, run.progress
+    return progress.stops or progress.save_is_due or _is_due(run, cfg.every, cfg.at_end)
 
 
 def _is_due(run: Run, every: int, at_end: bool) -> bool:
@@ -200,6 +207,7 @@ def rollout_metrics(
     run: Run, groups: tuple[Group, ...], stats: Mapping[str, float], todo: plan.StepPlan
 ) -> None:
     """Add the metrics of this step's samples and of the engines. Collective over all ranks."""
+    report.check_rewards(run, groups)
     counts = engine_counts(run)
     if run.ranks.rank == 0:
         run.progress.add(report.of_groups(run, groups, todo) | dict(stats) | counts)

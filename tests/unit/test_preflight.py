@@ -275,7 +275,8 @@ def config(model: Path, *more: object) -> Config:
 def test_the_free_space_is_compared_with_the_checkpoints(
     model: Path, monkeypatch: pytest.MonkeyPatch, free: float, state: str
 ) -> None:
-    cfg, hf = config(model, "--checkpoint.every", 1), HFConfig.from_folder(model)
+    keys = "--checkpoint.every", 1, "--checkpoint.no_keep_best"
+    cfg, hf = config(model, *keys), HFConfig.from_folder(model)
     folder = kit.tiny_hf_folder(model.parent / "weights", **hf.to_dict())
     one = 3 * (folder / "model.safetensors").stat().st_size
     usage = shutil.disk_usage("/")._replace(free=int(free * one))
@@ -288,7 +289,8 @@ def test_the_free_space_is_compared_with_the_checkpoints(
 @pytest.mark.parametrize(
     ("keys", "number"),
     [
-        ("--checkpoint.every 1", 3),  # of 4 steps two are kept and one is written
+        ("--checkpoint.every 1", 4),  # of 4 steps two are kept, and the best, and one is written
+        ("--checkpoint.every 1 --checkpoint.no_keep_best", 3),
         ("--checkpoint.every 1 --checkpoint.keep 0", 4),
         ("--checkpoint.every 3 --checkpoint.keep 0", 2),
         ("--checkpoint.every 3 --checkpoint.keep 0 --checkpoint.no_at_end", 1),

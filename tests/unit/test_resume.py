@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, and what happens to the others."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ def run_with(folder: Path, steps: list[int], keep: int = 2) -> Checkpoints:
     return Checkpoints(
         cfg=SimpleNamespace(
             run=SimpleNamespace(steps=9, resume="auto"),
-            checkpoint=SimpleNamespace(keep=keep, on_error="stop"),
+            checkpoint=SimpleNamespace(keep=keep, keep_best=True, on_error="stop"),
         ),
         folder=folder,
         ranks=Ranks(rank=0, size=1, model_parallel_groups=[[0]], dp_rank=0),
@@ -178,3 +179,71 @@ def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypa
     monkeypatch.undo()
     run.prune()
     assert [p.name for p in resume.found(tmp_path)] == ["step_000004", "step_000003"]
+
+
+class FakeLearner:
+    """Writes one file, as one rank does."""
+
+    def save(self, path: Path) -> None:
+        path.mkdir()
+        (path / "weights").write_bytes(bytes(8))
+
+
+def saving(folder: Path, keep: int = 1, **more: object) -> Checkpoints:
+    """A run that can save."""
+    state = SimpleNamespace(state=lambda: {})
+    run = run_with(folder, [], keep)
+    return replace(run, learner=FakeLearner(), data=Data(order=state, source=state), **more)
+
+
+def save(run: Checkpoints, step: int, accuracy: float | None = None) -> None:
+    progress = Progress()
+    progress.begin(step)
+    run.save(progress, None, accuracy)
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "accuracies", "kept"),
+    [
+        (True, [0.2, 0.5, None, 0.5, 0.3, None], [4, 6]),  # of equals the newest
+        (True, [None] * 6, [6]),
+        (True, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], [6]),
+        (True, [0.9, 0.2, 0.3, 0.4, float("nan"), 0.6], [1, 6]),
+        (False, [0.9, 0.2, 0.3, 0.4, 0.5, 0.6], [6]),
+    ],
+)
+def test_the_newest_and_the_best_checkpoint_are_kept(
+    tmp_path: Path, keep_best: bool, accuracies: list[float | None], kept: list[int]
+) -> None:
+    run = saving(tmp_path)
+    run.cfg.checkpoint.keep_best = keep_best
+    for step, accuracy in enumerate(accuracies, 1):
+        save(run, step, accuracy)
+    assert names(tmp_path) == [f"step_{step:06d}" for step in kept]
+
+
+def test_all_of_a_checkpoint_is_on_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power then leaves a whole checkpoint or none."""
+    calls: list[tuple[str, str]] = []
+    flush, rename = os.fsync, os.replace
+
+    def fsync(fd: int) -> None:
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{fd}")))
+        flush(fd)
+
+    def replace_(old: Path, new: Path) -> None:
+        calls.append(("rename", str(new)))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace_)
+    save(saving(tmp_path), 3)
+    folder = tmp_path / "checkpoints" / "step_000003"
+    at = calls.index(("rename", str(folder)))
+    before = {path for kind, path in calls[:at] if kind == "fsync"}
+    wanted = {folder, *folder.rglob("*")}
+    aside = str(folder) + ".partial"
+    assert before >= {str(path).replace(str(folder), aside) for path in wanted}
+    assert calls[at + 1] == ("fsync", str(folder.parent))

@@ -73,6 +73,8 @@ class World:
                 "odd", *ONE, "--reward", "tests.scores.odd", "--reward.timeout_s", 1,
                 "--reward.on_error", -1,
             ),
+            self.job("broken", *TWO, "--reward", "tests.scores.broken"),
+            self.job("zero", *ONE, "--reward", "tests.scores.zero"),
             self.job("code", *ONE, "--data.train", "oneline", "--reward", "code",
                      "--algo.entropy_coef", 0.01),
             self.job("rows", *ONE, "--data.train", rows, "--data.max_prompt_tokens", 64,
@@ -93,6 +95,8 @@ class World:
                      "--checkpoint.on_error", "continue",
                      "--run.steps", 3) | {"file_bytes": 60_000},
             self.job("whole", *SAVED, "--checkpoint.every", 1, "--run.steps", 2),
+            self.job("often", *SAVED, "--checkpoint.every", 0, "--checkpoint.every_minutes", 1e-6,
+                     "--checkpoint.keep", 0, "--checkpoint.no_at_end", "--run.steps", 3),
             self.job("damaged", *SAVED, "--run.steps", 3, run="whole") | {"before": self._cut()},
             self.job("nan", *BARE, "--eval.no_at_end", *NAN, "--train.max_skipped_updates", 2),
             self.job("nan loss", *ONE, *NAN, "--algo.where", "loss"),
@@ -403,6 +407,26 @@ def test_a_reward_that_misbehaves_costs_its_own_samples(world: World) -> None:
     assert "sample t0.3 scores -1: crash: exit code 7" in said
     assert said.count("much to say") < 20
     assert (world.runs / "odd" / "logs" / "reward0.log").read_text().count("much to say") > 1000
+
+
+def test_a_reward_that_fails_on_all_responses_ends_the_run_at_its_first_step(world: World) -> None:
+    assert world.gang.code("broken") == 2
+    assert (
+        "--reward tests.scores.broken: failed on all 16 responses of the first step, on the first "
+        "with: KeyError: 'no such column'"
+    ) in world.gang.text("broken")
+    assert not (world.runs / "broken" / "checkpoints").exists()
+
+
+def test_the_step_line_says_when_no_response_is_preferred(world: World) -> None:
+    said = "rewards are equal in every group, so no response is preferred"
+    assert said in world.gang.text("zero") and said not in world.gang.text("straight")
+
+
+def test_a_checkpoint_follows_the_step_in_which_the_time_is_over(world: World) -> None:
+    world.gang.check("often")
+    steps = sorted(path.name for path in (world.runs / "often" / "checkpoints").iterdir())
+    assert steps == ["step_000001", "step_000002", "step_000003"]
 
 
 def test_a_failed_write_ends_the_run_and_leaves_the_older_checkpoint(world: World) -> None:

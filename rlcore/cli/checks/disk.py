@@ -45,7 +45,7 @@ def saves(cfg: Config) -> int:
     c, steps = cfg.checkpoint, cfg.run.steps
     total = steps // c.every if c.every else 0
     total += c.at_end and bool(not c.every or steps % c.every)
-    return min(total, c.keep + 1) if c.keep else total
+    return min(total, c.keep + c.keep_best + 1) if c.keep else total
 
 
 def _gb(number: float) -> str:
