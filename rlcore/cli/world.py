@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rlcore.config import rules
 from rlcore.config.schema import ClusterConfig
-from rlcore.rollout.transport import Hub, LocalHub, ZmqHub, listening_host
+from rlcore.rollout.transport import CHANNELS, Hub, LocalHub, ZmqHub, listening_host
 from rlcore.utils import collective, listen
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.flight_recorder import FlightRecorder
@@ -288,13 +288,15 @@ def connect(rank: int, timeout_s: float) -> dist.TCPStore:
         raise TimeoutError(problem) from error
 
 
-def make_hub(world: World, interface: str) -> Hub:
-    """Return the hub for messages between the ranks."""
+def make_hub(world: World, interface: str, drafts: bool) -> Hub:
+    """Return the hub for messages between the ranks. `drafts`: whether rank 0 collects histories
+    as draft source."""
     if world.size == 1:
         return LocalHub()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     host = listening_host(os.environ.get("MASTER_ADDR", ""), interface, here < world.size)
-    return ZmqHub(world.rank, world.size, world.sealed, host, world.secret)
+    channels = [c for c in CHANNELS if c != "histories" or drafts]
+    return ZmqHub(world.rank, world.size, world.sealed, host, world.secret, channels)
 
 
 def leave(world: World) -> None:
