@@ -142,7 +142,7 @@ def test_a_store_that_does_not_answer_ends_the_rank_and_its_host_is_named(
     rank.start(signals=False)
     try:
         other = host.client()
-        for k in range(40):
+        for _ in range(40):
             other.set("beat/0", healths.json.dumps(flight.at))
             time.sleep(0.05)
         assert not quick
