@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from rlcore.rollout.transport import free_port
 from tests import kit, runs
+from tests.sockets import of_page
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -106,6 +107,8 @@ def test_a_rank_that_dies_costs_a_start_and_a_sigterm_saves_and_leaves_with_zero
     with launched(tmp_path, "one", [*where, "--max-restarts", "1"], *keys) as process:
         until(lambda: steps(tmp_path)[-1:] >= [5], process, text)
         assert kit.listening(process.pid) == {"127.0.0.1"}  # torchrun's two stores as well
+        expected = [int(n) for n in of_page("torchrun", "one node").values()]
+        assert sum(kit.ports(process.pid).values()) == sum(expected)
         assert list((tmp_path / "runs").glob(".*.secret")) == []
         assert attack(process.pid) == 2  # of both starts
         before = steps(tmp_path)[-1]
