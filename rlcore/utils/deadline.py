@@ -12,7 +12,6 @@ from pathlib import Path
 from rlcore.utils.clock import Clock, RealClock
 from rlcore.utils.log import log
 
-
 _CLOSE_S = 60.0
 """Seconds for which `Watchdog.close` waits for a report that is being made."""
 

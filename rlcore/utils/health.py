@@ -489,9 +489,12 @@ def _alarm_of(text: bytes, world_size: int) -> dict[str, Any]:
 
 def _exit_later(code: int) -> None:
     """End this process after `END_S`, whatever its other threads wait for."""
-    timer = threading.Timer(END_S, os._exit, (code,))
-    timer.daemon = True
-    timer.start()
+
+    def wait_and_exit() -> None:
+        time.sleep(END_S)
+        os._exit(code)
+
+    threading.Thread(target=wait_and_exit, name="exit", daemon=True).start()
 
 
 def _appears(file: Path, begin: float, seconds: float) -> bool:
