@@ -206,15 +206,15 @@ def _rank(target: str, name: str) -> None:
 
 def listening(pid: int) -> set[str]:
     """Addresses that a process and its children listen on."""
-    return {address for address, _, _ in _listeners(pid)}
+    return {address for address, _, _ in listeners(pid)}
 
 
 def ports(pid: int) -> dict[int, bool]:
     """Ports that a process and its children listen on; true: the process itself."""
-    return {port: owner == pid for _, port, owner in _listeners(pid)}
+    return {port: owner == pid for _, port, owner in listeners(pid)}
 
 
-def _listeners(pid: int) -> Iterator[tuple[str, int, int]]:
+def listeners(pid: int) -> Iterator[tuple[str, int, int]]:
     """Address, port and process."""
     try:
         root = psutil.Process(pid)

@@ -21,6 +21,12 @@ def zero(sample, prompt, text):
     return 0.0
 
 
+def slow(sample, prompt, text):
+    """The same after a second."""
+    time.sleep(1.0)
+    return variety(sample, prompt, text)
+
+
 def half(sample, prompt, text):
     """The same for rows of even number; the others all score 0."""
     return 0.0 if prompt.index % 2 else variety(sample, prompt, text)

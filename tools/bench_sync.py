@@ -3,6 +3,7 @@
     python tools/bench_sync.py --seed 0 --json out.json --plot out.png
     python tools/bench_sync.py --part link --pairs 8 --mib 32 --mbit 50
     python tools/bench_sync.py --part node
+    python tools/bench_sync.py --part messages
 
 `link`: two clusters on this machine, each a network namespace of its own, with one link between
 them that `tc` limits to --mbit. n trainers hold a shard each, n receivers want everything; gloo, no
@@ -16,6 +17,9 @@ model. Bytes are counted at the interface that leaves the trainers' cluster. Nee
 
 `node`: a Megatron learner under TP2 x PP2 on four ranks, pushed to an engine on each that verifies
 and drops it: route gather (flat all-gather of every tensor) against intranode.
+
+`messages`: two processes over the loopback, with CURVE as in `rollout/transport.py` and without:
+time of a round trip of 100 bytes, and MB/s of messages of 1 MiB in frames, there and back.
 
 One row per way and figure; `ratio` is against `baseline`. rlcore/sync/README.md says what the
 ratios mean.
@@ -34,11 +38,17 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from socket import socket, socketpair
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import zmq
+from zmq.utils import z85
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rlcore.rollout import transport  # noqa: E402
 
 WAYS = ("two_stage", "flat", "ring")
 HOST = "10.77.0.1"
@@ -55,7 +65,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     parser.add_argument(
-        "--part", choices=("all", "link", "node"), default="all", help="part to measure"
+        "--part",
+        choices=("all", "link", "node", "messages"),
+        default="all",
+        help="part to measure",
     )
     parser.add_argument("--pairs", type=int, nargs="+", default=[8, 16], help="ranks on each side")
     parser.add_argument("--mib", type=float, default=32, help="size of the weights in MiB")
@@ -82,6 +95,8 @@ def main() -> None:
                 rows += link(n, a)
     if a.part in ("all", "node"):
         rows += node(a)
+    if a.part in ("all", "messages"):
+        rows += messages(a.rounds)
     for row in rows:
         ratio = f"{row['ratio']:6.2f} x {row['baseline']}" if row["baseline"] else ""
         print(f"{row['name']:34} {row['value']:10.3f} {row['unit']:6} {ratio}")
@@ -191,6 +206,74 @@ def link(n: int, a: argparse.Namespace) -> Iterator[dict]:
     for name in ("transient_gb", "slow_bytes"):
         value = max(f["figures"][name] for f in found) / (1 if name == "transient_gb" else payload)
         yield row(f"{n}:{n} two_stage {name}", value, "GB" if "gb" in name else "copies")
+
+
+# ---- messages between ranks
+
+
+def messages(rounds: int) -> Iterator[dict]:
+    """Time messages with and without encryption."""
+    found = {name: exchange(secret, rounds) for name, secret in (("plain", b""), ("CURVE", KEY))}
+    for i, (name, unit) in enumerate((("round trip of 100 B", "us"), ("1 MiB messages", "MB/s"))):
+        plain = found["plain"][i]
+        yield row(f"{name}, plain", plain, unit)
+        yield row(f"{name}, CURVE", found["CURVE"][i], unit, "plain", found["CURVE"][i] / plain)
+
+
+KEY = bytes(range(32))
+
+
+def exchange(secret: bytes, rounds: int) -> tuple[float, float]:
+    """Microseconds of a round trip, and MB/s to another process and back; medians. `secret`: of
+    the encryption; empty: none."""
+    here, there = socketpair()
+    child = os.fork()
+    if child == 0:
+        _serve(secret, there)
+        os._exit(0)
+    try:
+        context, pull, push = _sockets(secret, here)
+        big = [b"x" * transport._FRAME_BYTES] * (2**20 // transport._FRAME_BYTES)
+        times: list[tuple[float, float]] = []
+        for k in range(rounds + 1):  # the first is not counted
+            begin = time.perf_counter()
+            for _ in range(500):
+                push.send_multipart([b"x" * 100])
+                pull.recv_multipart()
+            middle = time.perf_counter()
+            for _ in range(100):
+                push.send_multipart(big)
+            for _ in range(100):
+                pull.recv_multipart()
+            end = time.perf_counter()
+            if k:
+                times.append(((middle - begin) / 500 * 1e6, 100 * 2**20 / 1e6 / (end - middle)))
+        push.send_multipart([b""])
+        context.destroy(linger=1000)
+    finally:
+        os.waitpid(child, 0)
+    return median(t for t, _ in times), median(t for _, t in times)
+
+
+def _serve(secret: bytes, end: socket) -> None:
+    context, pull, push = _sockets(secret, end)
+    while (message := pull.recv_multipart()) != [b""]:
+        push.send_multipart(message)
+    context.destroy(linger=1000)
+
+
+def _sockets(secret: bytes, end: socket) -> tuple[zmq.Context, zmq.Socket, zmq.Socket]:
+    """An inbox, and a socket to the inbox of the process at the other end of a pair."""
+    context = zmq.Context()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    pull.rcvhwm = push.sndhwm = 0
+    if secret:
+        pull.curve_server = True
+        pull.curve_secretkey = push.curve_secretkey = key = z85.encode(secret)
+        push.curve_serverkey = push.curve_publickey = zmq.curve_public(key)
+    end.sendall(pull.bind_to_random_port("tcp://127.0.0.1").to_bytes(4, "little"))
+    push.connect(f"tcp://127.0.0.1:{int.from_bytes(end.recv(4), 'little')}")
+    return context, pull, push
 
 
 # ---- processes

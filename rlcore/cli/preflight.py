@@ -97,12 +97,13 @@ def of_all(cfg: "Config", place: "Place", store: "TCPStore", report: Report, as_
     from torch.distributed import PrefixStore
 
     from rlcore.cli.checks import ranks
+    from rlcore.utils.timed_store import TimedStore
 
     run, restart = (
         os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT")
     )
     prefix = f"preflight/{run}/{restart}"
-    keys = PrefixStore(prefix, store)
+    keys = TimedStore(PrefixStore(prefix, store), cfg.cluster.timeout_s)
     keys.set(f"before/{place.rank}", msgspec.json.encode(report).decode())
     checked = ranks.check(cfg, place, store, prefix)
     report.machine.extend(checked.results)

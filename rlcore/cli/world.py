@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,13 +14,17 @@ import torch
 import torch.distributed as dist
 
 from rlcore.config import rules
-from rlcore.rollout.transport import Hub, LocalHub, ZmqHub, listening_host
+from rlcore.config.schema import ClusterConfig
+from rlcore.rollout.transport import CHANNELS, Hub, LocalHub, ZmqHub, listening_host
 from rlcore.utils import collective, listen
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.flight_recorder import FlightRecorder
 from rlcore.utils.health import Health, meet
 from rlcore.utils.sealed import SealedStore, share_secret
+from rlcore.utils.timed_store import TimedStore, call_within, silent_store
 
+ANSWER_S = 5.0
+"""Seconds that a failing rank waits for the store's answer whether another rank failed first."""
 READ_S = 5.0
 """Maximum seconds that rank 0 waits for the other ranks to read its store before it exits."""
 
@@ -38,6 +43,8 @@ class World:
     """Number of ranks that only sample (the last ranks); 0: all ranks sample and train."""
     everyone: dist.ProcessGroup | None = None
     """Process group of all ranks; None if the default process group has all ranks."""
+    timeout_s: float = ClusterConfig.timeout_s
+    """Deadline of a wait for other ranks, or for the store."""
     health: Health | None = None
     """Heartbeats of all ranks, and the flight record of this rank."""
     secret: bytes = b""
@@ -46,7 +53,7 @@ class World:
     @property
     def sealed(self) -> SealedStore:
         """Store whose values only this run's ranks can write."""
-        return SealedStore(self.store, self.secret)
+        return SealedStore(TimedStore(self.store, self.timeout_s), self.secret)
 
     @property
     def train_ranks(self) -> int:
@@ -71,9 +78,11 @@ class World:
         if self.store is None:
             return True
         try:
-            return self.store.add("failed", 1) == 1
+            return TimedStore(self.store, ANSWER_S).add("failed", 1) == 1
         except dist.DistError:  # the rank that hosts the store exited, so that rank failed first
             return False
+        except TimeoutError:  # no rank can know; a reason twice is better than none
+            return True
 
 
 def pin(rollout_ranks: int, rollout_cores: Sequence[int], train_cores: Sequence[int]) -> None:
@@ -139,16 +148,18 @@ def join(
     if "WORLD_SIZE" not in os.environ:
         if refusal:
             raise ConfigError(refusal)
-        health = _health(FlightRecorder(0, 1, folder), None)
+        health = _health(FlightRecorder(0, 1, folder), timeout_s)
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
         return World(0, 1, 0, device, None, health=health)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = connect(rank, timeout_s)
-    lobby = dist.PrefixStore(f"rlcore/{os.environ.get('TORCHELASTIC_RUN_ID', '0')}", store)
+    lobby = TimedStore(
+        dist.PrefixStore(f"rlcore/{os.environ.get('TORCHELASTIC_RUN_ID', '0')}", store), timeout_s
+    )
     flight = FlightRecorder(rank, size, folder)
-    health = _health(flight, None)
+    health = _health(flight, timeout_s)
     first, count, everyone = 0, size, None  # first rank and number of ranks with this rank's role
     try:
         at = flight.at | {"refusal": refusal}
@@ -162,11 +173,12 @@ def join(
             folder.with_name(f".{folder.name}.{meeting}.secret"),
             rank,
             size,
-            dist.PrefixStore(start, store),
+            TimedStore(dist.PrefixStore(start, store), timeout_s),
             timeout_s,
             time.monotonic,
         )
-        own = store.clone()  # type: ignore[attr-defined]  # the stubs lack it
+        clone = store.clone  # type: ignore[attr-defined]  # the stubs lack it
+        own = call_within(timeout_s, clone, silent_store(timeout_s))
         health.enter(SealedStore(dist.PrefixStore(f"{start}/health", own), secret))
         hub = dist.PrefixStore(f"{start}/hub", store)
         if rollout_ranks:
@@ -191,7 +203,9 @@ def join(
         health.alarm(f"failed: {error}")
         health.close()
         raise
-    return World(rank, size, local_rank, device, hub, rollout_ranks, everyone, health, secret)
+    return World(
+        rank, size, local_rank, device, hub, rollout_ranks, everyone, timeout_s, health, secret
+    )
 
 
 def _refusals(known: Mapping[int, Mapping[str, Any]]) -> str:
@@ -213,10 +227,11 @@ def _wait_for_readers(store: Any, rank: int, size: int) -> None:
     """If rank 0 hosts the store, keep it alive until all ranks have read why no rank starts."""
     if _has_agent():
         return
-    store.add("refused", 1)
     end = time.monotonic() + READ_S
-    while rank == 0 and store.add("refused", 0) < size and time.monotonic() < end:
-        time.sleep(0.02)
+    with suppress(TimeoutError):  # the reason matters more than a silent store
+        store.add("refused", 1)
+        while rank == 0 and store.add("refused", 0) < size and time.monotonic() < end:
+            time.sleep(0.02)
 
 
 def choose_interface(interface: str) -> None:
@@ -236,9 +251,9 @@ def is_one_node() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", size) == size
 
 
-def _health(flight: FlightRecorder, store: Any) -> Health:
+def _health(flight: FlightRecorder, timeout_s: float) -> Health:
     on_main = threading.current_thread() is threading.main_thread()
-    return Health(flight, store).start(signals=on_main)
+    return Health(flight, None, silence_s=timeout_s).start(signals=on_main)
 
 
 def _has_agent() -> bool:
@@ -250,7 +265,13 @@ def connect(rank: int, timeout_s: float) -> dist.TCPStore:
     """Connect to torchrun's store without waiting for other ranks; `meet` names missing ranks."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent = _has_agent()
-    try:
+    problem = (
+        f"start-up: rank {rank} got no answer from MASTER_ADDR {host}, port {port} within "
+        f"--cluster.timeout_s {timeout_s:g}; check that torchrun runs on node 0 and that this "
+        "node can reach it"
+    )
+
+    def make() -> dist.TCPStore:
         return dist.TCPStore(
             host,
             port,
@@ -259,21 +280,23 @@ def connect(rank: int, timeout_s: float) -> dist.TCPStore:
             wait_for_workers=False,
             multi_tenant=not agent,
         )
+
+    try:
+        # torch's own deadline ends with the connection: a frozen host accepts and never answers.
+        return call_within(timeout_s + ANSWER_S, make, problem)
     except dist.DistNetworkError as error:
-        raise TimeoutError(
-            f"start-up: rank {rank} got no answer from MASTER_ADDR {host}, port {port} within "
-            f"--cluster.timeout_s {timeout_s:g}; check that torchrun runs on node 0 and that this "
-            "node can reach it"
-        ) from error
+        raise TimeoutError(problem) from error
 
 
-def make_hub(world: World, interface: str) -> Hub:
-    """Return the hub for messages between the ranks."""
+def make_hub(world: World, interface: str, drafts: bool) -> Hub:
+    """Return the hub for messages between the ranks. `drafts`: whether rank 0 collects histories
+    as draft source."""
     if world.size == 1:
         return LocalHub()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     host = listening_host(os.environ.get("MASTER_ADDR", ""), interface, here < world.size)
-    return ZmqHub(world.rank, world.size, world.sealed, host, world.secret)
+    channels = [c for c in CHANNELS if c != "histories" or drafts]
+    return ZmqHub(world.rank, world.size, world.sealed, host, world.secret, channels)
 
 
 def leave(world: World) -> None:

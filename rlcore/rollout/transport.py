@@ -4,7 +4,8 @@ Every rank has one inbox per channel. Addresses are in the run's sealed store (`
 Sockets listen on the interface that reaches the master (the loopback for a job on one node).
 ZeroMQ's CURVE encrypts connections with a key pair derived from the run's secret. A program without
 the secret cannot complete the handshake, so Python reads none of its bytes. Message bodies are
-msgpack (`utils/net.py`).
+msgpack (`utils/net.py`). A message is sent in frames of limited size, and a handshake has a
+deadline, so that such a program can neither fill this process's memory nor hold a connection.
 """
 
 import queue
@@ -12,6 +13,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +23,12 @@ from rlcore.utils.log import log
 
 Channel = Literal["controller", "worker", "samples", "histories"]
 CHANNELS: tuple[Channel, ...] = ("controller", "worker", "samples", "histories")
+FIRST_ONLY: tuple[Channel, ...] = ("controller", "histories")
+"""Channels with an inbox on rank 0 only."""
+_FRAME_BYTES = 1 << 16
+"""Largest frame. It bounds what a connection stores before its handshake is complete."""
+_SEAL_BYTES = 64  # at least what CURVE adds to a frame
+_HANDSHAKE_MS = 10_000  # time after which a connection without a handshake is closed
 _FIRST_PORT = 10_000
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RELEASE_MS = 10_000  # time after which a released socket drops its unsent messages
@@ -56,19 +64,28 @@ class LocalHub:
 
 
 class ZmqHub:
-    """Message hub over ZeroMQ. The inboxes of a rank are PULL sockets. A PUSH socket to another
-    rank opens on first use.
+    """Message hub over ZeroMQ. The inboxes of a rank are PULL sockets, one per channel. A PUSH
+    socket to another rank opens on first use.
 
     Only one thread may use a ZeroMQ socket. The controller's thread receives from the inbox
     "controller", the main thread from the other inboxes. Every thread sends through its own sockets
     and closes these sockets with `release` before it ends.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Any, host: str, secret: bytes) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Any,
+        host: str,
+        secret: bytes,
+        channels: Collection[Channel] = CHANNELS,
+    ) -> None:
         """
         Args:
             store: key-value store with `set(key, str)` and a waiting `get(key)`, such as torch's.
             secret: 32 bytes, the same on every rank.
+            channels: the channels that the run uses.
         """
         import zmq
         from zmq.utils import z85
@@ -83,9 +100,13 @@ class ZmqHub:
         self._pull: dict[str, Any] = {}
         self._secret_key = z85.encode(secret)
         self._public_key = zmq.curve_public(self._secret_key)
-        for channel in CHANNELS:
+        for channel in channels:
+            if rank and channel in FIRST_ONLY:
+                continue
             pull = self._context.socket(zmq.PULL)
-            pull.setsockopt(zmq.RCVHWM, 0)
+            pull.setsockopt(zmq.RCVHWM, 0)  # of ranks: no sender without the secret comes so far
+            pull.setsockopt(zmq.MAXMSGSIZE, _FRAME_BYTES + _SEAL_BYTES)
+            pull.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
             pull.curve_server = True
             pull.curve_secretkey = self._secret_key
             port = pull.bind_to_random_port(f"tcp://{host}")
@@ -94,8 +115,9 @@ class ZmqHub:
 
     def send(self, rank: int, channel: Channel, record: Any) -> None:
         """Put a record into the inbox `channel` of `rank`."""
-        message = [str(self.rank).encode(), net.encode(record)]
-        self._socket(rank, channel).send_multipart(message)
+        body = memoryview(net.encode(record))
+        frames = [body[i : i + _FRAME_BYTES] for i in range(0, len(body), _FRAME_BYTES)]
+        self._socket(rank, channel).send_multipart([str(self.rank).encode(), *frames])
 
     def receive(self, channel: Channel, kind: Any, timeout_s: float) -> Any | None:
         """Return the next record of this rank's inbox as `kind`, or None after `timeout_s`. Drop
@@ -104,8 +126,7 @@ class ZmqHub:
         while pull.poll(max(0, int(1000 * (deadline - time.monotonic())))):
             frames = pull.recv_multipart()
             try:
-                _, body = frames
-                return net.decode(body, kind)
+                return net.decode(b"".join(frames[1:]), kind)
             except ValueError as error:  # msgspec's errors are ValueErrors too
                 self._drop(channel, frames[0], error)
         return None

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rlcore.config.schema import ClusterConfig
 from rlcore.utils.net import decode, encode
+from rlcore.utils.timed_store import TimedStore
 
 _GRACE_S = 2.0
 """Seconds to wait, after the first failure, for reports of other failures, to find the cause."""
@@ -133,8 +134,9 @@ class Peers:
         self.rank, self.world_size = rank or 0, world_size or 1
         self.timeout_s = timeout_s
         store = dist.PrefixStore(f"rlcore/{name}", store or dist.HashStore())
-        number = store.add(f"made/{self.rank}", 1)
-        self._store = dist.PrefixStore(str(number), store)
+        number = TimedStore(store, timeout_s).add(f"made/{self.rank}", 1)
+        self._groups_store = dist.PrefixStore(str(number), store)
+        self._store = TimedStore(self._groups_store, timeout_s)
         self._updates = 0
         self._told = False
         self._groups: dict[str, ExchangeGroup] = {}
@@ -217,7 +219,7 @@ class Peers:
 
     def _tell_why(self, said: bytes) -> None:
         key = self._key("why", self.rank)
-        self._store.set(key, said)  # type: ignore[arg-type]  # torch takes bytes, its stubs do not
+        self._store.set(key, said)
 
     def _came(self, key: str, seconds: float) -> bool:
         with suppress(RuntimeError):  # the store raises RuntimeError after a timeout
@@ -318,7 +320,7 @@ class Peers:
                 self._left(where, start, missing, "the weight update failed on another rank", 0)
             )
         try:
-            store = dist.PrefixStore(f"groups{self._updates}/{name}", self._store)
+            store = dist.PrefixStore(f"groups{self._updates}/{name}", self._groups_store)
             made = ExchangeGroup(name, tuple(ranks), self.rank, store, device, self.timeout_s)
         except RuntimeError as error:
             others = [rank for rank in ranks if rank != self.rank]

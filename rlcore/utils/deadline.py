@@ -12,6 +12,9 @@ from pathlib import Path
 from rlcore.utils.clock import Clock, RealClock
 from rlcore.utils.log import log
 
+_CLOSE_S = 60.0
+"""Seconds for which `Watchdog.close` waits for a report that is being made."""
+
 
 class Deadline:
     """Deadline `seconds` from now. `what` names the waiting rank and its phase, for example `rank
@@ -101,8 +104,9 @@ class Watchdog:
             self._changed.notify()
         faulthandler.cancel_dump_traceback_later()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
-        self._file.close()
+            self._thread.join(_CLOSE_S)  # longer: the alarm waits for a stuck disk
+        if not self._thread.is_alive():
+            self._file.close()
 
     def _watch(self) -> None:
         while (phase := self._next_overrun()) is not None:

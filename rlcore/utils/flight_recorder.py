@@ -54,6 +54,9 @@ class FlightRecorder:
         self.rank, self.world_size, self.folder = rank, world_size, folder
         self._step: Callable[[], int] = lambda: 0
         self.host, self.pid, self.machine = socket.gethostname(), os.getpid(), machine()
+        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.agent = os.getppid() if has_agent else 0
+        """Process id of torchrun's agent, whose first one hosts the run's store; 0 without it."""
         self._changed: Callable[[], None] = lambda: None
         self._phase, self._since = "start", time.time()
         self._events: deque[tuple[float, str]] = deque(maxlen=KEPT_EVENTS)
@@ -67,6 +70,7 @@ class FlightRecorder:
             "host": self.host,
             "machine": self.machine,
             "pid": self.pid,
+            "agent": self.agent,
             "time": time.time(),
             "phase": self._phase,
             "since": self._since,
@@ -236,14 +240,13 @@ WAITS = {
     "child.py": "its engine process",
     "rendezvous.py": "the start of the other ranks",
     "peers.py": "a message from another rank",
+    "timed_store.py": "the run's store",
     "_store_based_barrier": "the start of the other ranks",
 }
 
 
-OURS = (
-    "flight_recorder.py",
-    "health.py",
-)  # These files make the record, so their frames do not show what the rank was doing.
+OURS = ("flight_recorder.py", "health.py", "timed_store.py")
+"""Files whose frames do not show what the rank was doing: they make the record, or only wait."""
 
 
 def _waits(frame: FrameType | None) -> str:

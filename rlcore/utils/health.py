@@ -3,7 +3,8 @@ ranks. On an alarm every rank writes its flight record (stacks, recent events), 
 which rank is stuck (`utils/verdict.py`).
 
 A separate thread with a separate store connection does this, because the main thread may be stuck
-in a collective, and the main store connection in a wait.
+in a collective, and the main store connection in a wait. The thread also ends this rank if the
+store or another rank is silent for too long: rank 0 watches all ranks, and all ranks watch rank 0.
 
 Own code instead of `torch.distributed.monitored_barrier`, which supports only gloo. This module
 also covers NCCL, and waits outside of collectives.
@@ -11,6 +12,7 @@ also covers NCCL, and waits outside of collectives.
 
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -18,7 +20,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,6 +38,7 @@ from rlcore.utils.flight_recorder import (
 )
 from rlcore.utils.log import log
 from rlcore.utils.sealed import ForgedValueError
+from rlcore.utils.timed_store import TimedStore, silent_store
 
 BEAT_S = 2.0
 STORE_S = 5.0
@@ -43,11 +46,16 @@ STORE_S = 5.0
 GRACE_S = 6.0
 """Seconds that a rank waits for the flight records of the other ranks after an alarm."""
 SILENT_S = 15.0
-"""Seconds without a heartbeat after which a rank is assumed to be unable to finish its step."""
+"""Seconds without a heartbeat after which a rank is assumed to be unable to finish its step. No
+shorter silence of a rank or of the store ends a run."""
+END_S = 60.0
+"""Seconds after which a rank exits, even if it cannot finish its flight record, as on a stuck disk.
+"""
 AGAIN_S = 5.0
 """Seconds after which a second SIGTERM counts as a new request; launchers send SIGTERM twice."""
 SPEAKERS = 3
-"""Number of ranks that may report an alarm: rank 0, or the next rank if rank 0 cannot."""
+"""Number of ranks that take turns to report an alarm: rank 0, or the next rank if rank 0 cannot. If
+none of them can, the first rank that can reports it."""
 VERDICT = "verdict.json"
 """File next to the flight records, with the report and the suspected ranks."""
 EXIT_TERM = 128 + signal.SIGTERM
@@ -55,18 +63,33 @@ EXIT_TERM = 128 + signal.SIGTERM
 
 class Health:
     """Monitor that exchanges heartbeats and alarms with the other ranks. `store`: a store
-    connection for this object only; None for a single rank, and until all ranks have started."""
+    connection for this object only; None for a single rank, and until all ranks have started.
+    `silence_s`: seconds of silence after which a rank or the store counts as failed."""
 
-    def __init__(self, flight: FlightRecorder, store: Any | None, beat_s: float = BEAT_S):
-        self.flight, self._store, self._beat_s = flight, None, beat_s
+    def __init__(
+        self,
+        flight: FlightRecorder,
+        store: Any | None,
+        beat_s: float = BEAT_S,
+        silence_s: float = math.inf,
+    ):
+        self.flight, self._beat_s = flight, beat_s
+        self._store: TimedStore | None = None
+        self._silence_s = max(silence_s, SILENT_S)
         self._forged = 0
+        self._looked_at = self._answered_at = self._look_at = time.monotonic()
+        """Times at which this thread last looked for silence and the store last answered, and from
+        which it next looks for silent ranks."""
         if store is not None:
             self.enter(store)
         self._alarm: dict[str, Any] | None = None
         self._answered = threading.Event()
         """Event set when the alarm has been handled: a rank wrote the verdict, or no rank could."""
         self._lock = threading.Lock()
-        self._told = 0.0
+        self._told = -math.inf
+        """Time when this rank last handled an alarm."""
+        self._last: dict[str, Any] | None = None
+        """Most recent alarm of another rank in the store."""
         self.known: dict[int, dict[str, Any]] = {}
         """State of each rank at the start, used when the store does not answer."""
         self._wake, self._woken = socket.socketpair()
@@ -87,7 +110,8 @@ class Health:
     def enter(self, store: Any) -> None:
         """Begin to exchange heartbeats and alarms over the store."""
         store.set_timeout(timedelta(seconds=STORE_S))
-        self._store = store
+        self._answered_at = time.monotonic()
+        self._store = TimedStore(store, STORE_S)
 
     def start(self, signals: bool = True) -> "Health":
         """Start the health thread. `signals`: write the flight record on SIGTERM, even if the main
@@ -122,6 +146,8 @@ class Health:
         """Raise an alarm: all ranks write their records, and one rank reports which rank is stuck.
         Return when that is done, within a few seconds; with `ends` this rank then exits. During
         another alarm, wait until that one has been handled."""
+        if ends:
+            _exit_later(1)
         first = False
         with self._lock:
             if self._alarm is None:
@@ -169,6 +195,8 @@ class Health:
                 self._beat()
                 if why := self._cannot_finish():
                     self._terminate(why)
+                if why := self._silence():
+                    self.alarm(why, ends=True)
             except Exception:  # SIGTERM and stuck ranks must still be noticed after an error.
                 log.exception("health thread of rank %d continues after an error", self.flight.rank)
             self._woken.settimeout(self._beat_s)
@@ -187,7 +215,9 @@ class Health:
             return
         try:
             self._store.set(f"beat/{self.flight.rank}", json.dumps(self.flight.at))
-            if not self._store.check(["alarm"]):
+            is_alarmed = self._store.check(["alarm"])
+            self._answered_at = time.monotonic()
+            if not is_alarmed:
                 return
             alarm = _alarm_of(self._store.get("alarm"), self.flight.world_size)
         except ValueError as error:
@@ -197,8 +227,11 @@ class Health:
             log.debug("the run's store does not answer: %s", error)
             return
         with self._lock:
+            if self._alarm is not None or alarm == self._last:
+                return
+            self._last = alarm
             # An alarm of another rank at about the same time has the same cause.
-            if self._alarm is not None or alarm["number"] <= self._told + 2 * GRACE_S:
+            if time.monotonic() < self._told + 2 * GRACE_S or alarm["from"] == self.flight.rank:
                 return
             self._alarm = alarm
             self._answered.clear()
@@ -245,18 +278,70 @@ class Health:
         """Return the other ranks that have exited, are stopped, or send no heartbeats."""
         if self._store is None:
             return []
-        found, now = [], time.monotonic()
-        for r, beat in self._last_beats().items():
-            if r == self.flight.rank:
-                continue
+        beats = self._last_beats()
+        silent = self._silent_ranks(beats, SILENT_S)
+        return [r for r in beats if r in silent or _state(beats[r], self.flight.machine)]
+
+    def _silent_ranks(self, beats: Mapping[int, Mapping[str, Any]], seconds: float) -> list[int]:
+        """Return the other ranks whose heartbeats have not changed for some seconds."""
+        now = time.monotonic()
+        for r, beat in beats.items():
             if self._seen.get(r, (None, 0.0))[0] != beat:
                 self._seen[r] = beat, now
-            if _state(beat, self.flight.machine) or now > self._seen[r][1] + SILENT_S:
-                found.append(r)
-        return found
+        return [r for r in beats if r != self.flight.rank and now > self._seen[r][1] + seconds]
+
+    def _silence(self) -> str:
+        """Return that the store or another rank has been silent for too long; "" if none has."""
+        now, limit_s = time.monotonic(), self._silence_s
+        was_stopped = now > self._looked_at + limit_s / 2
+        self._looked_at = now
+        if self._store is None or self._is_done:
+            return ""
+        if was_stopped:  # This process itself was, so the others may have been stopped with it.
+            self._answered_at = self._look_at = now
+            self._seen.clear()
+        if self._mute_s() > limit_s:
+            return silent_store(limit_s)
+        if self._is_mute:  # Heartbeats do not arrive either.
+            self._seen.clear()
+        if self._is_mute or now < self._look_at:
+            return ""
+        self._look_at = now + limit_s / 10
+        watched = range(self.flight.world_size) if self.flight.rank == 0 else (0,)
+        silent = self._silent_ranks(self._last_beats(watched), limit_s)
+        if not silent:
+            return ""
+        ranks = ", ".join(map(str, silent[:8])) + (", ..." if len(silent) > 8 else "")
+        return f"rank {ranks} has sent no heartbeat for {limit_s:g} s"
+
+    def _mute_s(self) -> float:
+        """Return for how many seconds the store has not answered."""
+        return 0.0 if self._store is None else time.monotonic() - self._answered_at
+
+    @property
+    def _is_mute(self) -> bool:
+        """Whether the store did not answer the last request."""
+        return self._mute_s() > 2 * self._beat_s + STORE_S
+
+    def _mute_store(self) -> str:
+        """Return which process hosts the store, if the store does not answer; else ""."""
+        seconds, first = self._mute_s(), self.known.get(0)
+        if first is None or not self._is_mute:
+            return ""
+        agent = first["agent"]
+        process = first | {"pid": agent or first["pid"]}
+        what = "torchrun's agent" if agent else "rank 0"
+        how = {"dead": "has exited", "stopped": "is stopped by a signal"}.get(
+            _state(process, self.flight.machine), "does not answer"
+        )
+        return (
+            f"{what}, process {process['pid']} on {first['host']}, which hosts the run's store, "
+            f"{how}; last answer of the store {seconds:.0f} s ago"
+        )
 
     def _terminate(self, why: str) -> None:
         """Write the flight record and end this process."""
+        _exit_later(EXIT_TERM)
         with self._lock:
             known = self._alarm
             if known is None:
@@ -290,14 +375,15 @@ class Health:
         except Exception:  # A second error must not hide the reason of the alarm.
             log.exception("cannot make the flight record")
         finally:
-            self._told = float(alarm["number"])
+            self._told = time.monotonic()
             self._alarms += 1
             self._answered.set()
             with self._lock:
                 self._alarm = None
 
     def _answer_now(self, alarm: Mapping[str, Any]) -> None:
-        flight, begin = self.flight, float(alarm["number"])
+        # Clocks differ between nodes, and the files' times are later than this node's clock now.
+        flight, begin = self.flight, min(alarm["number"], time.time())
         mine = alarm["from"] == flight.rank
         why = str(alarm["reason"]) if mine else f"alarm from rank {alarm['from']}"
         record = flight.record(why)
@@ -308,12 +394,8 @@ class Health:
             return  # A single rank cannot wait for another rank.
         assert flight.folder is not None  # A written record implies a folder.
         told = flight.folder / FOLDER / VERDICT
-        # Rank 0 reports. If no report appears, rank 1 reports, then rank 2; other ranks only wait.
-        if flight.rank and (
-            flight.rank >= SPEAKERS or _appears(told, begin, flight.rank * GRACE_S)
-        ):
-            _appears(told, begin, GRACE_S)
-        else:
+        # Rank 0 reports. If no report appears, rank 1 reports, then rank 2, then any other rank.
+        if flight.rank == 0 or not _appears(told, begin, min(flight.rank, SPEAKERS) * GRACE_S):
             records, beats, states = self._gather(begin)
             if min(records, default=flight.rank) == flight.rank:
                 self._speak(alarm, record, records, beats, states)
@@ -332,7 +414,10 @@ class Health:
         assert flight.folder is not None
         found = verdict.suspects(records, beats, flight.world_size, states)
         reason = f"rank {alarm['from']}: {alarm['reason']}"
-        lines = verdict.table(records, beats, flight.world_size, found, reason)
+        mute = self._mute_store()
+        if mute and len(records) == flight.world_size:
+            found = []  # All ranks run, and wait for the store.
+        lines = verdict.table(records, beats, flight.world_size, found, reason, mute)
         lines.append(f"  stacks and last events: python -m rlcore doctor {flight.folder}")
         facts = {"time": alarm["number"], "lines": lines, "suspects": [s.rank for s in found]}
         (flight.folder / FOLDER / VERDICT).write_text(json.dumps(facts))
@@ -366,11 +451,14 @@ class Health:
         found = verdict.read(flight.folder)
         return {r: found[r] for r in fresh if r in found}, beats, states
 
-    def _last_beats(self) -> dict[int, dict[str, Any]]:
-        beats = self.known | {self.flight.rank: self.flight.at}
+    def _last_beats(self, ranks: Iterable[int] | None = None) -> dict[int, dict[str, Any]]:
+        """Return the most recent heartbeats of some ranks (default: all), as far as known."""
+        ranks = range(self.flight.world_size) if ranks is None else ranks
+        beats = {r: self.known[r] for r in ranks if r in self.known}
+        beats[self.flight.rank] = self.flight.at
         if self._store is None:
             return beats
-        for r in range(self.flight.world_size):
+        for r in ranks:
             try:
                 if self._store.check([f"beat/{r}"]):
                     beats[r] = json.loads(self._store.get(f"beat/{r}"))
@@ -392,9 +480,21 @@ def _alarm_of(text: bytes, world_size: int) -> dict[str, Any]:
     """Parse an alarm. Raise ValueError if its format is invalid, as from another rlcore version."""
     alarm = json.loads(text)
     match alarm:
-        case {"number": float(), "from": int(rank), "reason": str()} if 0 <= rank < world_size:
+        case {"number": float(n), "from": int(rank), "reason": str()} if (
+            0 <= rank < world_size and math.isfinite(n)
+        ):
             return alarm
     raise ValueError(f"the alarm is {str(alarm)[:80]}; expected number, rank and reason")
+
+
+def _exit_later(code: int) -> None:
+    """End this process after `END_S`, whatever its other threads wait for."""
+
+    def wait_and_exit() -> None:
+        time.sleep(END_S)
+        os._exit(code)
+
+    threading.Thread(target=wait_and_exit, name="exit", daemon=True).start()
 
 
 def _appears(file: Path, begin: float, seconds: float) -> bool:
@@ -458,12 +558,12 @@ def meet(
     end, name = clock() + timeout_s, ""
     while True:
         if rank == 0 and store.check(keys):
-            now = [text.decode() for text in store.multi_get(keys)]
+            now = [text.decode(errors="replace") for text in store.multi_get(keys)]
             if now != here:
                 name, here = uuid.uuid4().hex, now
                 store.set("roll", json.dumps([name, here]))
         elif rank and store.check(["roll"]):
-            name, here = json.loads(store.get("roll"))
+            name, here = _roll_of(store.get("roll"), size)
         if here and here[rank] == mine:
             store.set(f"yes/{name}/{rank}", "")
             if rank == 0 and store.check(_answers(name, size)):
@@ -478,13 +578,32 @@ def meet(
 
 def _place_of(text: str, rank: int, like: Mapping[str, Any]) -> dict[str, Any]:
     """Parse the state that a rank has published. `like`: this rank's state, with the same types."""
-    place = json.loads(text)
+    try:
+        place = json.loads(text)
+    except ValueError:
+        place = None
     if not isinstance(place, dict) or any(type(place.get(k)) is not type(like[k]) for k in like):
-        raise RuntimeError(
-            f"start-up: rank {rank} sent an unknown message; use one version of rlcore on all "
-            "nodes, and keep other programs off the run's store"
-        )
+        raise RuntimeError(_unknown(rank))
     return place
+
+
+def _roll_of(text: bytes, size: int) -> tuple[str, list[str]]:
+    """Parse the list of ranks that rank 0 has published."""
+    try:
+        roll = json.loads(text)
+    except ValueError:
+        roll = None
+    match roll:
+        case [str(name), [*here]] if len(here) == size and all(isinstance(h, str) for h in here):
+            return name, here
+    raise RuntimeError(_unknown(0))
+
+
+def _unknown(rank: int) -> str:
+    return (
+        f"start-up: rank {rank} sent an unknown message; use one version of rlcore on all nodes, "
+        "and keep other programs off the run's store"
+    )
 
 
 def _answers(name: str, size: int) -> list[str]:

@@ -109,7 +109,7 @@ def _give_secret(
         _await(lambda: store.add("secret/read", 0) == size - 1, end, clock, _NOT_READ, file)
     finally:
         file.unlink(missing_ok=True)
-    problem = store.get("secret/problem").decode() if store.check(["secret/problem"]) else ""
+    problem = _text(store.get("secret/problem")) if store.check(["secret/problem"]) else ""
     store.set("secret/end", problem)
     if problem:
         raise ConfigError(problem)
@@ -121,7 +121,7 @@ def _take_secret(
 ) -> bytes:
     secret = b""
     _await(lambda: store.check(["secret/there"]), clock() + timeout_s, clock, _NOT_MADE, file)
-    if problem := store.get("secret/there").decode():
+    if problem := _text(store.get("secret/there")):
         raise ConfigError(problem)
     try:
         secret = _read(file, rank)
@@ -129,9 +129,13 @@ def _take_secret(
         store.set("secret/problem", str(error))
     store.add("secret/read", 1)
     _await(lambda: store.check(["secret/end"]), clock() + timeout_s, clock, _NOT_READ, file)
-    if problem := store.get("secret/end").decode():
+    if problem := _text(store.get("secret/end")):
         raise ConfigError(problem)
     return secret
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")  # another program may have written the value
 
 
 _NOT_MADE = "start-up: rank 0 did not write the run's secret to {file} in time"

@@ -130,9 +130,12 @@ def table(
     size: int,
     found: Sequence[Suspect],
     reason: str,
+    store: str = "",
 ) -> list[str]:
-    """Format the report: the stuck ranks with code line and duration, then a line per rank."""
-    who = [f"rank {s.rank}: {s.why}" for s in found[:4]]
+    """Format the report: the stuck ranks with code line and duration, then a line per rank.
+    `store`: why the run's store does not answer; empty: it does."""
+    who = [store] if store else []
+    who += [f"rank {s.rank}: {s.why}" for s in found[:4]]
     if len(found) > 4:
         who.append(f"and {len(found) - 4} more ranks")
     lines = ["stuck ranks", *(f"  {line}" for line in who or ["no rank is suspected"])]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from rlcore.rollout.transport import free_port
 from tests import kit, runs
+from tests.sockets import of_page
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -106,6 +107,8 @@ def test_a_rank_that_dies_costs_a_start_and_a_sigterm_saves_and_leaves_with_zero
     with launched(tmp_path, "one", [*where, "--max-restarts", "1"], *keys) as process:
         until(lambda: steps(tmp_path)[-1:] >= [5], process, text)
         assert kit.listening(process.pid) == {"127.0.0.1"}  # torchrun's two stores as well
+        expected = [int(n) for n in of_page("torchrun", "one node").values()]
+        assert sum(kit.ports(process.pid).values()) == sum(expected)
         assert list((tmp_path / "runs").glob(".*.secret")) == []
         assert attack(process.pid) == 2  # of both starts
         before = steps(tmp_path)[-1]
@@ -165,3 +168,51 @@ def test_a_node_that_disappears_and_comes_back_is_waited_for(tmp_path: Path) -> 
             assert second.wait(60) == 0, (tmp_path / "two.txt").read_text()[-3000:]
     assert steps(tmp_path) == list(range(1, 41))
     assert text.read_text().count("resumed from") == 1
+
+
+def rank_of(launcher: int, rank: int) -> psutil.Process:
+    """The process of a rank."""
+    for process in psutil.Process(launcher).children():
+        if process.environ().get("RANK") == str(rank):
+            return process
+    raise AssertionError(f"rank {rank} does not run")
+
+
+SILENT = ["--cluster.timeout_s", "15", "--run.steps", "100000"]
+
+
+@pytest.mark.slow
+def test_ranks_whose_torchrun_is_stopped_name_it_and_end(tmp_path: Path) -> None:
+    """It hosts the store, which then accepts everything and answers nothing."""
+    where = ["--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
+    text = tmp_path / "one.txt"
+    with launched(tmp_path, "one", where, *SILENT) as process:
+        until(lambda: steps(tmp_path)[-1:] >= [2], process, text)
+        ranks = [rank_of(process.pid, rank) for rank in (0, 1)]
+        process.send_signal(signal.SIGSTOP)
+        limit = time.monotonic() + 120  # they stay zombies, as their parent is stopped
+        while not all(rank.status() == psutil.STATUS_ZOMBIE for rank in ranks):
+            assert time.monotonic() < limit, text.read_text()[-3000:]
+            time.sleep(0.1)
+        said = text.read_text()
+        assert f"torchrun's agent, process {process.pid} on" in said
+        assert "which hosts the run's store, is stopped by a signal" in said
+        assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_while_it_samples_is_named_long_before_the_round_stalls(
+    tmp_path: Path,
+) -> None:
+    """--rollout.stall_timeout_s is half an hour here."""
+    where = ["--standalone", "--local-addr", "localhost", "--nproc-per-node", "2"]
+    text = tmp_path / "one.txt"
+    slow = "--reward", "tests.scores.slow"  # most of the time is phase gen
+    with launched(tmp_path, "one", where, *SILENT, *slow) as process:
+        until(lambda: steps(tmp_path)[-1:] >= [1], process, text)
+        stopped = rank_of(process.pid, 1)
+        stopped.suspend()
+        assert process.wait(120) == 1, text.read_text()[-3000:]
+        said = text.read_text()
+        assert f"rank 1: process {stopped.pid} on" in said and "is stopped by a signal" in said
+        assert "rank 0: rank 1 has sent no heartbeat for 15 s" in said

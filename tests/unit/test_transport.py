@@ -5,7 +5,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
+import psutil
 import pytest
 import zmq
 from zmq.utils import z85
@@ -147,3 +149,54 @@ def test_a_port_that_is_taken_is_left_out_and_a_range_of_all_ports_has_free_ones
                     free_port()
             else:
                 assert free_port() > port
+
+
+@pytest.mark.parametrize("size", [1 << 30, transport._FRAME_BYTES - 536], ids=["huge", "largest"])
+def test_a_flood_without_the_secret_stays_within_a_frame_a_connection_and_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """200 connections send what the handshake allows them, or far more: 4 MiB each."""
+    monkeypatch.setattr(transport, "_HANDSHAKE_MS", 2000)
+    hub, number = ZmqHub(0, 1, Store(), "127.0.0.1", b"s" * 32), 200
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    body = b"x" * min(size - 1, 4 << 20)
+    port = int(hub._store.get("rlcore/worker/0").rpartition(":")[2])
+    me, cut = psutil.Process(), 0
+    before, most = me.memory_info().rss, 0
+    program = [socket.create_connection(("127.0.0.1", port)) for _ in range(number)]
+    try:
+        for each in program:
+            each.settimeout(0.5)
+            with suppress(OSError):  # it hangs up on the long ones
+                each.sendall(greeting + b"\x06" + size.to_bytes(8, "big") + body)
+            most = max(most, me.memory_info().rss - before)
+        for each in program:
+            each.settimeout(20.0)
+            try:
+                while each.recv(4096):
+                    pass
+            except ConnectionError:
+                pass
+            cut += 1  # a time-out would raise
+        assert cut == number and most < number * 100_000 + (8 << 20)
+        hub.send(0, "samples", [2])  # ranks get through as before
+        assert hub.receive("samples", list[int], 10.0) == [2]
+    finally:
+        for each in program:
+            each.close()
+        hub.close()
+
+
+def test_a_message_of_many_frames_arrives_whole(hub: ZmqHub) -> None:
+    for length in (0, 1, transport._FRAME_BYTES, 3 * transport._FRAME_BYTES + 7):
+        text = "x" * length
+        hub.send(0, "samples", text)
+        assert hub.receive("samples", str, 5.0) == text
+
+
+def test_only_the_inboxes_that_a_rank_reads_are_bound() -> None:
+    store = Store()
+    for rank in (0, 1):
+        hub = ZmqHub(rank, 2, store, "127.0.0.1", bytes(32), ("controller", "worker"))
+        hub.close()
+    assert sorted(store) == ["rlcore/controller/0", "rlcore/worker/0", "rlcore/worker/1"]

@@ -65,7 +65,7 @@ def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
     in_child = False
     if world.samples:
         scorer, engine, in_child = _make_sampler(start, tokenizer, deadlines, lambda: worker)
-    hub = make_hub(world, cfg.cluster.interface)
+    hub = make_hub(world, cfg.cluster.interface, cfg.rollout.draft in rules.FROM_HISTORY)
     for part in (hub, scorer, engine):
         if part is not None:
             start.on_close(part.close)

@@ -22,6 +22,7 @@ from rlcore.rollout.transport import listening_host
 from rlcore.utils.flight_recorder import FlightRecorder
 from rlcore.utils.health import meet
 from rlcore.utils.sealed import share_secret
+from rlcore.utils.timed_store import TimedStore, call_within, silent_store
 
 ALL_REDUCE_S = 60.0
 """Maximum seconds of an all-reduce, the start of its communicator included."""
@@ -89,7 +90,7 @@ def check(cfg: Config, place: Place, store: dist.TCPStore, prefix: str) -> Check
     the store that no earlier start has used."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     at = FlightRecorder(place.rank, place.size, None).at | {"device": device}
-    lobby = dist.PrefixStore(prefix, store)
+    lobby = TimedStore(dist.PrefixStore(prefix, store), cfg.cluster.timeout_s)
     try:
         known, name = meet(lobby, at, place.size, cfg.cluster.timeout_s, time.monotonic)
     except (TimeoutError, RuntimeError) as error:
@@ -165,9 +166,10 @@ def reduce_together(
     """Run a stage and compare with the other ranks, all groups included. The result is the same on
     every rank. `known`: the ranks' states, as `meet` returns them."""
     prefix = f"{prefix}/{stage.backend}/{stage.scope}"
-    keys = dist.PrefixStore(prefix, store)
+    keys = TimedStore(dist.PrefixStore(prefix, store), limit_s)
     # A wait in the thread would block this thread's use of the same connection.
-    own = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]  # not in stubs
+    clone = store.clone  # type: ignore[attr-defined]  # not in stubs
+    own = dist.PrefixStore(prefix, call_within(limit_s, clone, silent_store(limit_s)))
 
     def run() -> None:
         try:
