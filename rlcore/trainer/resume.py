@@ -8,7 +8,6 @@ A new checkpoint is written to a temporary folder and renamed, so a kill leaves 
 A run resumes from the newest folder whose files match the manifest, its seal (`trainer/seal.py`).
 """
 
-import errno
 import json
 import os
 import shutil
@@ -33,6 +32,7 @@ from rlcore.trainer.progress import Data, Progress, Ranks
 from rlcore.utils import collective
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
+from rlcore.utils.writes import reason
 
 FORMAT = 3
 RESTARTS = "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"
@@ -180,7 +180,7 @@ class Checkpoints:
                 aside.rename(final)
                 self.prune()
         except OSError as e:
-            error = _reason(e)
+            error = reason(e)
         if error := self._any(error):
             self._failed(progress, what, error)
 
@@ -195,7 +195,7 @@ class Checkpoints:
                 if self.async_rollout is not None:
                     (aside / ASYNC_ROLLOUT).mkdir()
         except OSError as e:
-            error = _reason(e)
+            error = reason(e)
         if error := self._any(error):
             return error
         try:
@@ -211,7 +211,7 @@ class Checkpoints:
                 (aside / "state.json").write_text(json.dumps(self._state(step), indent=1))
         except OSError as e:
             log.debug("checkpoint of step %d", step, exc_info=e)
-            error = _reason(e)
+            error = reason(e)
         return self._any(error)
 
     def _any(self, error: str) -> str:
@@ -258,7 +258,7 @@ class Checkpoints:
             try:
                 shutil.rmtree(old)
             except OSError as e:
-                log.warning("cannot delete an old checkpoint: %s", _reason(e))
+                log.warning("cannot delete an old checkpoint: %s", reason(e))
 
     def load(self, path: Path, progress: Progress) -> None:
         """Restore the state of the run from the checkpoint `path`. Collective over the train ranks.
@@ -351,7 +351,3 @@ class Checkpoints:
             )
         if first:
             log.info("model: %s", target)
-
-
-def _reason(error: OSError) -> str:
-    return "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
