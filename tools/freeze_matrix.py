@@ -16,8 +16,9 @@ done.
                before the last step. Else what is wrong, in words.
     named, clean    seconds from the fault to that line, and from the end to no process of the run
     state      learner after the last step against a run without faults: `exact`; `near` (largest
-               difference below NEAR); `whole` where timing decides what is trained: every sample is
-               trained once
+               difference below NEAR); `1 on_error`: a sample whose reward was hurt scored
+               --reward.on_error, and the run reported it; `whole` where timing decides what is
+               trained: every sample is trained once
     left       processes and files that are still there
 
 A row is explained if its outcome is one of these, within DEADLINE_S, nothing is left, and the
@@ -76,7 +77,8 @@ MODES: dict[str, tuple[tuple[object, ...], str, str]] = {
     "tail": (("--schedule", "tail_batching", "--debug.deterministic_order"), "reward", "exact"),
     "env": (
         *(("--env", "latency", "--env.turns", 2, "--env.mean_s", 0.05, "--env.std_s", 0.02)
-          + ("--env.max_turn_tokens", 4, "--env.retries", 3, "--cluster.rollout_ranks", 1),),
+          + ("--env.max_turn_tokens", 4, "--env.retries", 3, "--env.timeout_s", 5)
+          + ("--cluster.rollout_ranks", 1),),
         "env",
         "near",
     ),
@@ -331,7 +333,9 @@ class Bench:
         lost = any(f.kind == "disk" and f.how == "removed continue" for f in row.faults)
         row.is_explained = (
             not row.left
-            and (row.state in good or (is_hurt and row.state == "near") or lost)
+            and (
+                row.state in good or (is_hurt and row.state.endswith(("near", "on_error"))) or lost
+            )
             and not pending
         )
 
@@ -403,7 +407,10 @@ class Bench:
         for key, value in theirs.items():
             if hasattr(value, "shape") and value.is_floating_point():
                 apart = max(apart, float((ours[key].double() - value.double()).abs().max()))
-        return "exact" if not apart else "near" if apart < NEAR else f"differs by {apart:.1e}"
+        if apart < NEAR:
+            return "near" if apart else "exact"
+        errors = sum(found.get("reward/errors", 0.0) for found in runs.rows(folder).values())
+        return f"{errors:g} on_error" if errors else f"differs by {apart:.1e}"
 
 
 def _forks() -> dict[int, str]:
