@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 from torch.distributed import run
@@ -37,7 +38,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, pass_on)
     try:
         listen.bind_stores(os.environ.get(INTERFACE, ""))
-        run.main(["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", *sys.argv[1:]])
+        # Without this folder torchrun makes one that it never removes; ranks write no logs to it.
+        with TemporaryDirectory(prefix="rlcore-torchrun-", ignore_cleanup_errors=True) as folder:
+            own = ["--log-dir", folder, "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
+            run.main([*own, *sys.argv[1:]])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode

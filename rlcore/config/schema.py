@@ -499,9 +499,10 @@ class CheckpointConfig:
     """Whether to keep the checkpoint with the highest validation accuracy, too: the mean over
     data.val, of checkpoints that follow an evaluation."""
     on_error: Literal["stop", "continue"] = "stop"
-    """Handling of a checkpoint that cannot be written, e.g. because the disk is full. `stop`: end
-    the run. `continue`: report and count it (training/failed_saves) and continue; the run fails
-    only if the last checkpoint cannot be written. Earlier checkpoints are kept."""
+    """Handling of a checkpoint or log file (metrics, samples, rounds, traces) that cannot be
+    written, e.g. because the disk is full. `stop`: end the run. `continue`: report and count it
+    (training/failed_saves, training/failed_writes) and continue; the run fails only if the last
+    checkpoint cannot be written. Earlier checkpoints are kept."""
     grace_s: Annotated[float, at_least(0, at_most=600, note=", since launchers wait no longer")] = (
         25.0
     )

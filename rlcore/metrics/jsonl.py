@@ -3,6 +3,7 @@
 Own code instead of the package jsonlines: a resumed run truncates the file.
 """
 
+import errno
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.utils.log import log
+from rlcore.utils.writes import LogWrites
 
 
 class JsonLines:
@@ -21,17 +23,16 @@ class JsonLines:
     wrote. So no step occurs twice after a resume.
     """
 
-    def __init__(self, path: Path, next_step: int):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        # A single call truncates, so a kill leaves the old file or the truncated file.
-        os.ftruncate(self._fd, _end_before(path, next_step))
+    def __init__(self, path: Path, next_step: int, writes: LogWrites | None = None):
+        """`writes`: what to do if a write fails; None: raise."""
+        self._writes = writes or LogWrites()
+        self.path, self._file = path, AppendFile(path)
+        self._file.truncate(_end_before(path, next_step))
         self._last = next_step - 1
 
     def append(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows of one step. If the disk is full, remove these rows again and raise OSError
-        with the path."""
+        """Append rows of one step. If the disk is full, remove these rows again. A failed write
+        raises OSError with the path, unless `writes` continues without these rows."""
         if step < self._last:
             raise ValueError(
                 f"{self.path}: step {step} was appended after step {self._last}; append steps in "
@@ -39,18 +40,45 @@ class JsonLines:
             )
         self._last = step
         data = "".join(dumps({"step": step, **row}) + "\n" for row in rows).encode()
-        size = os.fstat(self._fd).st_size
-        try:
-            while data:
-                data = data[os.write(self._fd, data) :]
-        except OSError as error:
-            os.ftruncate(self._fd, size)
-            raise OSError(
-                error.errno, f"cannot write step {step} ({error.strerror})", str(self.path)
-            ) from error
+        with self._writes.to(self.path):
+            self._file.append(data)
 
     def sync(self) -> None:
         """Flush all lines to disk (fsync); call this before a checkpoint counts as written."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+
+class AppendFile:
+    """A file to which every append is written whole or not at all, even if the disk is full."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, or make it with its folder."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o644)
+
+    def truncate(self, size: int) -> None:
+        """Cut the file to `size` bytes in a single call: a kill leaves the old or the new file."""
+        os.ftruncate(self._fd, size)
+
+    def append(self, data: bytes) -> None:
+        """Append bytes. If that fails or the file was deleted, raise OSError."""
+        found = os.fstat(self._fd)
+        if not found.st_nlink:  # Otherwise the write would succeed, to a file without a name.
+            raise FileNotFoundError(errno.ENOENT, "the file was deleted during the run")
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError:
+            self.truncate(found.st_size)
+            raise
+
+    def sync(self) -> None:
+        """Flush the file to disk (fsync)."""
         os.fsync(self._fd)
 
     def close(self) -> None:

@@ -78,6 +78,7 @@ METRICS = [
     Metric("training/equal_reward_groups", "", "share of groups whose scores are all equal"),
     Metric("training/trained_rows", "samples", "samples trained in this step"),
     Metric("training/failed_saves", "checkpoints", "earlier checkpoints that failed to be written"),
+    Metric("training/failed_writes", "writes", "writes to log files of rank 0 that have failed"),
     # the update
     Metric("actor/loss", "", "total loss of the actor, aggregated by algo.loss_agg_mode"),
     Metric("actor/pg_loss", "", "policy-gradient loss, mean over trained tokens"),

@@ -5,21 +5,25 @@ Only this module imports these three packages. Only rank 0 has a `MetricsWriter`
 """
 
 import importlib.util
+import io
 import json
 import math
 import os
 import re
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlcore.metrics import names
-from rlcore.metrics.jsonl import JsonLines, dumps, read_lines, write_atomic
+from rlcore.metrics.jsonl import AppendFile, JsonLines, dumps, read_lines, write_atomic
 from rlcore.utils import phases
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.writes import LogWrites
 
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts.jsonl"
@@ -52,10 +56,13 @@ class MetricsWriter:
         tensorboard: bool = True,
         next_step: int = 0,
         sinks: Sequence[Sink] = (),
+        writes: LogWrites | None = None,
     ):
+        """`writes`: what to do if a write fails; None: raise."""
         self.run_dir = run_dir
-        self._metrics = JsonLines(run_dir / METRICS, next_step)
-        self._rollouts = JsonLines(run_dir / ROLLOUTS, next_step)
+        self.writes = writes or LogWrites()
+        self._metrics = JsonLines(run_dir / METRICS, next_step, self.writes)
+        self._rollouts = JsonLines(run_dir / ROLLOUTS, next_step, self.writes)
         boards = [TensorBoard(run_dir / "tensorboard", next_step)] if tensorboard else []
         self._sinks: list[Sink] = [*boards, *sinks]
         self._last = next_step - 1
@@ -73,9 +80,12 @@ class MetricsWriter:
             )
         self._last = step
         values = {name: _number(name, value) for name, value in metrics.items()}
+        if self.writes.num_failed:
+            values["training/failed_writes"] = float(self.writes.num_failed)
         self._metrics.append(step, [values])
         for sink in self._sinks:
-            sink.write(step, values)
+            with self.writes.to(self.run_dir / type(sink).__name__.lower()):
+                sink.write(step, values)
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write samples of one step for humans to read: id, prompt, response, score and more."""
@@ -84,7 +94,9 @@ class MetricsWriter:
     def summary(self, further: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Write summary.json from metrics.jsonl and `further`, and return its contents."""
         found = summarise(read_metrics(self.run_dir)) | dict(further or {})
-        write_atomic(self.run_dir / SUMMARY, json.dumps(json.loads(dumps(found)), indent=2) + "\n")
+        text = json.dumps(json.loads(dumps(found)), indent=2) + "\n"
+        with self.writes.to(self.run_dir / SUMMARY):
+            write_atomic(self.run_dir / SUMMARY, text)
         return found
 
     def sync(self) -> None:
@@ -97,7 +109,8 @@ class MetricsWriter:
         self._metrics.close()
         self._rollouts.close()
         for sink in self._sinks:
-            sink.close()
+            with suppress(OSError):  # Its last write has failed already.
+                sink.close()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -163,23 +176,39 @@ def _number(name: str, value: Any) -> float:
 
 
 class TensorBoard:
-    """TensorBoard event files in `folder`; hides existing events of step `next_step` and later."""
+    """TensorBoard event files in `folder`; hides existing events of step `next_step` and later.
+
+    Own code instead of torch's SummaryWriter, whose thread prints a traceback if the disk is full,
+    and leaves half an event.
+    """
 
     def __init__(self, folder: Path, next_step: int = 0):
         # Importing TensorBoard imports an installed TensorFlow, which takes seconds and logs a lot.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto import event_pb2, summary_pb2
 
-        self._board = SummaryWriter(str(folder), purge_step=next_step if next_step > 0 else None)
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        about = f"{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        self._file = AppendFile(folder / f"events.out.tfevents.{int(time.time()):010d}.{about}")
+        self._append(file_version="brain.Event:2")
+        if next_step > 0:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._append(step=next_step, session_log=start)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
-        self._board.flush()
+        rows = [self._summary.Value(tag=n, simple_value=v) for n, v in values.items()]
+        self._append(step=step, summary=self._summary(value=rows))
 
     def close(self) -> None:
-        """Close the files. Idempotent."""
-        self._board.close()
+        """Close the file. Idempotent."""
+        self._file.close()
+
+    def _append(self, **event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(self._event(wall_time=time.time(), **event).SerializeToString())
+        self._file.append(record.getvalue())
 
 
 def check_wandb(project: str) -> None:

@@ -11,6 +11,7 @@ Own code instead of Perfetto's SDK: the standard library's JSON serves runs and 
 import json
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from rlcore.records import (
     Trained,
 )
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.writes import LogWrites
 
 FOLDER = "trace"
 Event = dict[str, Any]
@@ -110,12 +112,22 @@ class RunTrace:
     """Trace file of one rank of a run. The main thread calls `phase` and `see`. Nothing is written
     outside of the traced steps."""
 
-    def __init__(self, run_dir: Path, rank: int, host: str, offset_s: float, steps: int):
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        host: str,
+        offset_s: float,
+        steps: int,
+        writes: LogWrites | None = None,
+    ):
         """`offset_s`: seconds by which this machine's clock is behind rank 0's. `steps`: number of
-        steps to trace from the start of this process; -1: all steps."""
-        path = run_dir / FOLDER / f"rank{rank}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a")
+        steps to trace from the start of this process; -1: all steps. `writes`: what to do if a
+        write fails; None: raise."""
+        self._path = run_dir / FOLDER / f"rank{rank}.jsonl"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a")
+        self._writes = writes or LogWrites()
         self._rank, self._left = rank, steps
         self._wall = time.time() - time.monotonic() + offset_s
         self._submitted: dict[str, float] = {}
@@ -135,7 +147,8 @@ class RunTrace:
             )
         if name == "step":
             self._left -= self._left > 0
-            self._file.flush()
+            with self._writes.to(self._path):
+                self._file.flush()
 
     def see(self, what: AnyCommand | AnyEvent) -> None:
         """Write a command that the rank's worker received, or an event that the worker sent."""
@@ -173,7 +186,8 @@ class RunTrace:
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        self._file.close()
+        with suppress(OSError):  # Its last write has failed already.
+            self._file.close()
 
     def _bundle(self, name: str, start: float, end: float, **facts: object) -> None:
         self._number += 1
@@ -184,7 +198,8 @@ class RunTrace:
         self._write(mark(self._rank, MARKS_ROW, name, self._wall + at, **facts))
 
     def _write(self, *events: Mapping[str, Any]) -> None:
-        self._file.write("".join(dumps(event) + "\n" for event in events))
+        with self._writes.to(self._path):
+            self._file.write("".join(dumps(event) + "\n" for event in events))
 
 
 def _us(seconds: float) -> float:

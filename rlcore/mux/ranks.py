@@ -23,6 +23,7 @@ from rlcore.mux.tail import TailMoves
 from rlcore.sched.roles import Cell
 from rlcore.utils import collective, phases
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.writes import LogWrites
 
 MEET_S = 1.0
 FILE = "permits.jsonl"
@@ -84,6 +85,7 @@ class RanksGate:
         *,
         alive: Callable[[], None] = lambda: None,
         tell: Callable[[dict[str, float]], None] = lambda found: None,
+        writes: LogWrites | None = None,
     ) -> None:
         """Make the gate of this rank.
 
@@ -93,7 +95,9 @@ class RanksGate:
             group: process group of all ranks.
             alive: called about every second while all ranks wait.
             tell: called on rank 0 with the overhead of a phase, by metric name.
+            writes: what to do if a write to the log of permits fails; None: raise.
         """
+        self._writes = writes or LogWrites()
         self._gate, self._group = gate, group
         self._path = folder / FILE if folder is not None else None
         self._is_inside = False
@@ -178,7 +182,7 @@ class RanksGate:
 
     def _write(self, **row: Any) -> None:
         assert self._path is not None
-        with self._path.open("a") as file:
+        with self._writes.to(self._path), self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
 
@@ -189,6 +193,7 @@ def join(
     *,
     alive: Callable[[], None],
     tell: Callable[[dict[str, float]], None],
+    writes: LogWrites | None = None,
 ) -> RanksGate | None:
     """Return the gate of this rank; None if the job does not share its nodes. Collective.
 
@@ -197,9 +202,10 @@ def join(
         folder: folder of the run, on rank 0.
         alive: called about every second while all ranks wait.
         tell: called on rank 0 with the overhead of a phase, by metric name.
+        writes: what to do if a write to the log of permits fails; None: raise.
     """
     found = patiently(connect, group)
     gate = found if isinstance(found, PermitGate) else None
     if not collective.any_rank(gate is not None, group):
         return None
-    return RanksGate(gate, folder, group, alive=alive, tell=tell)
+    return RanksGate(gate, folder, group, alive=alive, tell=tell, writes=writes)

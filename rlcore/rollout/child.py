@@ -34,10 +34,12 @@ from rlcore.utils.children import Child, without_launcher
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 from rlcore.utils.net import decode, encode, frame
+from rlcore.utils.process_tree import STOPPED_S, StopMonitor, is_stopped
 
 if TYPE_CHECKING:  # `protocols` imports torch, which only some engines need
     from rlcore.protocols import PauseMode, Tag
 
+_LOOK_S = 1.0  # longest wait for a message before the child's state is checked again
 _GRACE_S = 10.0  # margin over the engine's deadline, so that the engine reports its error first
 _ERRORS = {kind.__name__: kind for kind in (ConfigError, ValueError, RuntimeError, TimeoutError)}
 
@@ -50,11 +52,11 @@ class ChildEngine:
     function that returns the settings. The child starts at once; the first call waits up to
     `start_s` until the child has started.
 
-    Every call has a deadline and raises the error that the engine raised. If the child exits,
-    `poll` returns one `Down` with the lost requests and their tokens from progress events.
-    `restart` starts a new child, without weights. If the engine has failed, calls raise
-    EngineFailedError and `failure` has the reason. If the engine rejects its settings, every call
-    raises ConfigError.
+    Every call has a deadline and raises the error that the engine raised. If the child exits or
+    stays stopped by a signal, `poll` returns one `Down` with the lost requests and their tokens
+    from progress events. `restart` starts a new child, without weights. If the engine has failed,
+    calls raise EngineFailedError and `failure` has the reason. If the engine rejects its settings,
+    every call raises ConfigError.
 
     The deadline of a call is `deadline_s`. If the settings have a `deadline_s` for the engine's own
     calls, the deadline here is that value plus 10 s.
@@ -234,6 +236,7 @@ class ChildEngine:
             env=without_launcher(),
             largest=LARGEST_FRAME,
         )
+        self._monitor = StopMonitor(self._child.process.pid)
         self._down = ""
         self._refused, self._told = "", False
         self._replies: dict[int, EngineReply] = {}
@@ -248,7 +251,9 @@ class ChildEngine:
         try:
             self._child.channel.send(frame(call), self._deadline_s)
         except TimeoutError as error:
-            raise TimeoutError(f"{method}: {self._name} does not read its calls") from error
+            raise TimeoutError(
+                f"{method}: {self._name}{self._state} does not read its calls"
+            ) from error
         except OSError:
             self._pump(0.0)
             if not self._down:
@@ -270,8 +275,10 @@ class ChildEngine:
             self._check(method)
             left = end - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"{method}: {self._name} has not answered for {deadline_s:g} s")
-            self._pump(left)
+                raise TimeoutError(
+                    f"{method}: {self._name}{self._state} has not answered for {deadline_s:g} s"
+                )
+            self._pump(min(left, _LOOK_S))
         reply = self._replies.pop(number)
         if reply.error:
             kind = _ERRORS.get(reply.error)
@@ -290,6 +297,11 @@ class ChildEngine:
     def _name(self) -> str:
         pid = self._child.process.pid if self._child is not None else 0
         return f"engine process {pid} of rank {self._rank}"
+
+    @property
+    def _state(self) -> str:
+        is_frozen = self._child is not None and is_stopped(self._child.process.pid)
+        return ", which is stopped by a signal," if is_frozen else ""
 
     def _pump(self, timeout_s: float) -> None:
         """Receive the child's messages. Wait up to `timeout_s` for the first message."""
@@ -311,6 +323,9 @@ class ChildEngine:
             self._die("")
         except (ValueError, IndexError) as error:
             self._die(f"sent invalid data ({error})")
+        else:
+            if self._monitor.is_stuck():
+                self._die(f"was stopped by a signal for {STOPPED_S} s, and is killed")
 
     def _note(self, event: AnyEvent) -> AnyEvent:
         """Store the event's tokens of live requests, and forget ended requests. Return the event

@@ -2,7 +2,8 @@
 
     python -m rlcore.rollout.process FD PARENT
 
-Only `child.ChildEngine` starts this process. When the parent exits, the engine process exits too.
+Only `child.ChildEngine` starts this process. When the parent exits, the kernel kills this process
+(`children.tie`). When the parent closes the channel, it closes the engine and exits.
 """
 
 import importlib
@@ -20,7 +21,7 @@ from msgspec import structs
 from rlcore.records import Aborted, AnyEvent, Finished, RequestId
 from rlcore.rollout.errors import EngineFailedError
 from rlcore.rollout.wire import ARGS, LARGEST_FRAME, EngineCall, EngineReply, Events, Fatal
-from rlcore.utils.children import Channel, open_channel, parent_pid
+from rlcore.utils.children import Channel, open_channel
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 from rlcore.utils.net import decode, frame
@@ -30,7 +31,6 @@ if TYPE_CHECKING:  # `protocols` imports torch, which only some engines need
 
 _POLL_S = 0.02  # timeout of `poll` while the engine is idle; a call waits at most this long
 _STEP_S = 0.001  # timeout of `poll` while the engine decodes
-_PARENT_S = 1.0  # interval between checks that the parent is running
 _CLOSE_S = 3.0  # longest time to close the engine
 _EXIT_S = 5.0  # longest time to send the last messages
 
@@ -39,8 +39,8 @@ class EngineServer:
     """Server of the parent's calls. The main thread runs the engine. Two other threads read calls
     and write messages, so that decoding never waits for the parent."""
 
-    def __init__(self, channel: Channel, parent: int) -> None:
-        self._channel, self._parent = channel, parent
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         self._calls: queue.SimpleQueue[EngineCall | None] = (
             queue.SimpleQueue()
         )  # None marks the end of the calls
@@ -50,7 +50,7 @@ class EngineServer:
         self._engine: Engine | None = None
 
     def run(self) -> None:
-        """Serve calls until the parent closes the channel or exits."""
+        """Serve calls until the parent closes the channel."""
         threading.Thread(target=self._read, daemon=True).start()
         writer = threading.Thread(target=self._write, daemon=True)
         writer.start()
@@ -119,12 +119,10 @@ class EngineServer:
     def _read(self) -> None:
         try:
             while True:
-                for body in self._channel.receive(_PARENT_S):
+                for body in self._channel.receive(None):
                     self._calls.put(decode(body, EngineCall))
-                if os.getppid() != self._parent:
-                    break
         except EOFError:
-            log.debug("the parent has exited or closed its end")
+            log.debug("the parent has closed its end")
         except ValueError as error:
             log.error("the engine process cannot read its calls: %s", error)
         self._calls.put(None)
@@ -154,10 +152,10 @@ class EngineServer:
 
 
 def main() -> None:
-    """Serve calls of the parent process until it exits."""
+    """Serve calls of the parent process until it closes the channel."""
     for number in (signal.SIGINT, signal.SIGTERM):  # only the parent reacts to signals from Slurm
         signal.signal(number, signal.SIG_IGN)
-    EngineServer(open_channel(LARGEST_FRAME), parent_pid()).run()
+    EngineServer(open_channel(LARGEST_FRAME)).run()
 
 
 if __name__ == "__main__":

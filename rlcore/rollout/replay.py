@@ -39,6 +39,7 @@ from rlcore.rollout.async_controller import AsyncController, Saved
 from rlcore.sched.completion_order import ReplayMismatch
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.net import decode, encode
+from rlcore.utils.writes import LogWrites
 
 FOLDER = "record"
 
@@ -77,7 +78,9 @@ class LoggedStep(Struct, frozen=True, kw_only=True):
 class Recorder:
     """Writer of the log of an asynchronous run."""
 
-    def __init__(self, run_folder: Path, seed: int) -> None:
+    def __init__(self, run_folder: Path, seed: int, writes: LogWrites | None = None) -> None:
+        """`writes`: what to do if a write fails; None: raise."""
+        self._writes = writes or LogWrites()
         self._folder, self._seed = run_folder / FOLDER, seed
         self._folder.mkdir(parents=True, exist_ok=True)
         self._events: list[tuple[float, AnyEvent]] = []
@@ -102,7 +105,7 @@ class Recorder:
 
     def end(self, version: Version) -> None:
         """Write the events of the step. Call this after all rollout ranks have stopped. Raise
-        OSError if the file cannot be written."""
+        OSError if the file cannot be written and the run does not continue without it."""
         step = LoggedStep(
             version=version,
             seed=self._seed,
@@ -110,14 +113,17 @@ class Recorder:
             groups=self._groups,
             restored=self._restored,
         )
-        write_atomic(_events(self._folder, version), encode(step))
+        file = _events(self._folder, version)
+        with self._writes.to(file):
+            write_atomic(file, encode(step))
         self._events, self._groups, self._restored = [], (), None
 
     def samples(self, version: Version, rank: int, samples: Iterable[Sample]) -> None:
         """Write the samples of a batch on which `rank` trains. Raise OSError if the file cannot be
-        written."""
+        written and the run does not continue without it."""
         file = self._folder / f"{_name(version)}.samples{rank}.msgpack"
-        write_atomic(file, encode(list(samples)))
+        with self._writes.to(file):
+            write_atomic(file, encode(list(samples)))
 
 
 class EventLog:

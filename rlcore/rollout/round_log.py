@@ -21,6 +21,7 @@ from rlcore.sched.completion_order import ByLog, Counted, ReplayMismatch
 from rlcore.sched.roles import GroupState
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
+from rlcore.utils.writes import LogWrites
 
 FILE = "rounds.jsonl"
 
@@ -134,9 +135,12 @@ class Rounds:
         seed: int,
         step: Callable[[], int],
         replay: Log | None = None,
+        writes: LogWrites | None = None,
     ) -> None:
         """`step` returns the step of the current round. The first round opens the log and removes
-        the lines of its own step and of later steps."""
+        the lines of its own step and of later steps. `writes`: what to do if a write fails; None:
+        raise."""
+        self._writes = writes or LogWrites()
         self._path, self._seed, self._step, self._replay = folder / FILE, seed, step, replay
         self._lines: JsonLines | None = None
         self._round: LoggedRound | None = None
@@ -149,7 +153,8 @@ class Rounds:
             ReplayMismatch: the replayed log does not fit this run.
         """
         if self._lines is None:
-            self._lines = JsonLines(self._path, self._step())
+            with self._writes.to(self._path):
+                self._lines = JsonLines(self._path, self._step(), self._writes)
         if self._replay is None or not work:
             return
         log_ = self._replay
@@ -166,7 +171,7 @@ class Rounds:
 
         Raises:
             ReplayMismatch: the round and the replayed log differ in groups or responses.
-            OSError: the line cannot be written.
+            OSError: the line cannot be written, and the run does not continue without it.
         """
         if controller.kept is None or not controller.groups:  # the round has failed or had no work
             return
@@ -188,8 +193,8 @@ class Rounds:
         if self._replay is not None and self._round is not None:
             self._compare(self._replay, self._round, done)
         row = msgspec.to_builtins(done)
-        assert self._lines is not None, "call begin() first"
-        self._lines.append(row.pop("step"), [row])
+        if self._lines is not None:  # None: the log could not be opened
+            self._lines.append(row.pop("step"), [row])
 
     def _compare(self, log_: Log, there: LoggedRound, here: LoggedRound) -> None:
         if there.kept != here.kept or len(there.counted) != len(here.counted):

@@ -377,5 +377,6 @@ def end(run: Run) -> None:
     if run.cfg.log.plot:
         from rlcore.metrics import plots
 
-        picture = plots.curve(run.folder)
+        with run.observers.writer.writes.to(run.folder / "curve.png"):
+            picture = plots.curve(run.folder)
     run.observers.screen.end(summary, run.folder, picture)

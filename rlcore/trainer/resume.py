@@ -8,7 +8,6 @@ A new checkpoint is written to a temporary folder and renamed, so a kill leaves 
 A run resumes from the newest folder whose files match the manifest, its seal (`trainer/seal.py`).
 """
 
-import errno
 import json
 import math
 import os
@@ -35,6 +34,7 @@ from rlcore.trainer.progress import Data, Progress, Ranks
 from rlcore.utils import collective, disk
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
+from rlcore.utils.writes import reason
 
 FORMAT = 3
 RESTARTS = "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"
@@ -201,7 +201,7 @@ class Checkpoints:
                 disk.rename(aside, final)
                 self.prune()
         except OSError as e:
-            error = _reason(e)
+            error = reason(e)
         if error := self._any(error):
             self._failed(progress, what, error)
 
@@ -216,7 +216,7 @@ class Checkpoints:
                 if self.async_rollout is not None:
                     (aside / ASYNC_ROLLOUT).mkdir()
         except OSError as e:
-            error = _reason(e)
+            error = reason(e)
         if error := self._any(error):
             return error
         try:
@@ -233,7 +233,7 @@ class Checkpoints:
                 disk.write_text(aside / "state.json", json.dumps(state, indent=1))
         except OSError as e:
             log.debug("checkpoint of step %d", step, exc_info=e)
-            error = _reason(e)
+            error = reason(e)
         return self._any(error)
 
     def _any(self, error: str) -> str:
@@ -283,7 +283,7 @@ class Checkpoints:
             try:
                 shutil.rmtree(old)
             except OSError as e:
-                log.warning("cannot delete an old checkpoint: %s", _reason(e))
+                log.warning("cannot delete an old checkpoint: %s", reason(e))
 
     def load(self, path: Path, progress: Progress) -> None:
         """Restore the state of the run from the checkpoint `path`. Collective over the train ranks.
@@ -367,7 +367,3 @@ class Checkpoints:
             raise RuntimeError(f"--checkpoint.export_hf: {e}") from e
         if self.ranks.rank == 0:
             log.info("model: %s", target)
-
-
-def _reason(error: OSError) -> str:
-    return "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)

@@ -3,11 +3,13 @@
 Every child has one `Channel` to its parent: a socket pair with the frames of `utils/net.py`. In the
 parent, `Child` represents a child that runs rlcore's own code (an engine). `GuardedChild` runs
 users' code, which may hang, crash or loop: rewards, judges, environments. The child process first
-calls `open_channel` or `open_guarded_channel`.
+calls `open_channel` or `open_guarded_channel`, which tie it to its parent: no child outlives the
+thread that started it, even if the child hangs or is stopped by a signal.
 
-Some processes do not use this module. SGLang starts its schedulers itself. Programs in the sandbox
-need their stdin and stdout (`sandbox/isolation.py`). CUDA MPS is NVIDIA's daemon. The jobs of
-`rlcore mux` receive no messages.
+Some processes do not use this module. SGLang starts its schedulers itself, and ties them likewise.
+Programs in the sandbox need their stdin and stdout (`sandbox/isolation.py`). CUDA MPS is NVIDIA's
+daemon, and outlives the rank that started it, since other ranks use it. Redis and the arbiter of
+`rlcore mux` serve several jobs and end with `mux down`.
 
 Own code instead of `multiprocessing`: a child is ended together with all processes it started.
 """
@@ -125,8 +127,9 @@ class Channel:
 
 
 class Child:
-    """A child process and its channel. The child shares its parent's stdout and stderr. Only one
-    thread may use this object."""
+    """A child process and its channel. The child shares its parent's stdout and stderr. It is
+    killed when the thread that started it exits, so start it from a thread that lives as long as
+    the child. Only one thread may use this object."""
 
     exit_s = 5.0
     """Seconds to wait for the child's exit."""
@@ -198,8 +201,7 @@ class Selector(Protocol):
 
 class GuardedChild(Child):
     """A child that runs users' code. The parent reads the child's output from a pipe. The child is
-    killed together with every process that it started, and exits when the parent's thread that
-    started it exits."""
+    killed together with every process that it started."""
 
     exit_s = 0.2
 
@@ -339,7 +341,9 @@ def without_launcher() -> dict[str, str]:
 
 
 def open_channel(largest: int = LARGEST_FRAME) -> Channel:
-    """Open this child's channel to its parent. The child's own children do not inherit it."""
+    """Tie this child to its parent (`tie`), and open its channel. The child's own children do not
+    inherit the channel."""
+    tie(parent_pid())
     end = socket.socket(fileno=int(sys.argv[1]))
     end.set_inheritable(False)
     os.register_at_fork(after_in_child=end.close)
@@ -352,31 +356,38 @@ def parent_pid() -> int:
 
 
 def open_guarded_channel(name: str, *, all_threads: bool = True) -> Channel:
-    """In a guarded child: tie the child to its parent, and open the channel.
+    """In a guarded child: tie the child to its parent, and open the channel. Adopt orphans of the
+    child's own children, and keep users' code from killing the trainer.
 
     Args:
         name: name of the child in warnings.
         all_threads: whether a time-out prints the stacks of all threads, or of the current one.
     """
-    tie_to(parent_pid(), name)
-    faulthandler.register(signal.SIGUSR1, all_threads=all_threads)
-    return open_channel()
-
-
-def tie_to(parent: int, name: str) -> None:
-    """Tie this child to its parent: exit when the parent's thread that started this child exits,
-    adopt orphans of the child's own children, and keep users' code from killing the trainer.
-    `name` is for warnings."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_CHILD_SUBREAPER, 1)):
-        if libc.prctl(option, value, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), f"prctl {option}")
+    channel, parent = open_channel(), parent_pid()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: None)  # Ignore the SIGTERM that Slurm sends children.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    if os.getppid() != parent:  # The parent exited before prctl took effect.
-        sys.exit(1)
     if why := guard.protect([1, *guard.ancestors(parent), os.getpgid(parent)]):
         print(f"{name}: cannot be prevented from killing the trainer ({why})", file=sys.stderr)
+    faulthandler.register(signal.SIGUSR1, all_threads=all_threads)
+    return channel
+
+
+def tie(parent: int) -> None:
+    """Make the kernel kill this process when the thread of `parent` that started it exits. SIGKILL
+    also ends a process that hangs or is stopped by a signal. If `parent` has already exited, exit.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # The parent exited before prctl took effect.
+        sys.exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl {option}")
 
 
 def last_lines(printed: str) -> str:

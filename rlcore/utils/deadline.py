@@ -7,6 +7,7 @@ import faulthandler
 import math
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rlcore.utils.clock import Clock, RealClock
@@ -106,7 +107,8 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)  # longer: the alarm waits for a stuck disk
         if not self._thread.is_alive():
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
 
     def _watch(self) -> None:
         while (phase := self._next_overrun()) is not None:
@@ -137,8 +139,9 @@ class Watchdog:
         )
         if self._on_overrun is None:
             log.error(verdict)
-        self._file.write(f"\n{verdict}\n")
-        self._file.flush()
-        faulthandler.dump_traceback(file=self._file, all_threads=True)
+        with suppress(OSError):  # The verdict matters more than a file on a full disk.
+            self._file.write(f"\n{verdict}\n")
+            self._file.flush()
+            faulthandler.dump_traceback(file=self._file, all_threads=True)
         if self._on_overrun is not None:
             self._on_overrun(verdict)

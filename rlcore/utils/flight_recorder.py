@@ -35,6 +35,7 @@ from rlcore.records import (
     Stats,
     Submit,
 )
+from rlcore.utils.log import log
 
 FOLDER = "flight"
 KEPT_EVENTS = 200
@@ -138,14 +139,20 @@ class FlightRecorder:
         }
 
     def write(self, reason: str, found: Record | None = None) -> Path | None:
-        """Write the record `found`, or a new record. Return its path; None without a folder."""
+        """Write the record `found`, or a new record. Return its path; None without a folder, and
+        if the record cannot be written. The log then has the reason and why it cannot."""
         if self.folder is None:
             return None
         path = record_path(self.folder, self.rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(found or self.record(reason), default=str))
-        os.replace(part, path)
+        text = json.dumps(found or self.record(reason), default=str)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(text)
+            os.replace(part, path)
+        except OSError as error:
+            log.error("%s; cannot write the flight record %s (%s)", reason, path, error.strerror)
+            return None
         return path
 
 

@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from contextlib import suppress
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
 log = logging.getLogger("rlcore")
@@ -13,15 +15,50 @@ def setup(rank: int, folder: Path | None = None) -> None:
     log.handlers.clear()
     log.propagate = False
     log.setLevel(logging.DEBUG)
-    terminal = logging.StreamHandler(sys.stdout)
+    terminal = _Terminal(sys.stdout)
     terminal.setFormatter(logging.Formatter("%(message)s"))
     terminal.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     log.addHandler(terminal)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(folder / f"rank{rank}.log")
+        file = _LogFile(folder / f"rank{rank}.log")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
+
+
+class _Terminal(logging.StreamHandler):
+    """Terminal that drops what it cannot write, for example to a file on a full disk. Python's own
+    handler would print a traceback for every line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Ignore a failed write. Report other errors as Python does."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+class _LogFile(WatchedFileHandler):
+    """Log file of a rank. If it was deleted, it is made again. The first failed write is reported
+    on the terminal, further ones are ignored."""
+
+    _has_failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        try:
+            Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Report the first failed write. Report other errors as Python does."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            with suppress(OSError):
+                print(f"cannot write {self.baseFilename} ({error.strerror})", file=sys.stderr)
 
 
 def announce(what: str, choice: str) -> None:

@@ -1,4 +1,4 @@
-"""Terminate a guarded child and every process that it started."""
+"""Terminate a guarded child and every process that it started; find processes that are stopped."""
 
 import contextlib
 import os
@@ -12,13 +12,44 @@ from rlcore.utils.log import log
 MARK = "RLCORE_CHILD"
 """Environment variable with a value that is unique to a guarded child (its mark). All processes
 that the child starts inherit it and so can be found, whatever their group, session or parent."""
+STOPPED_S = 15
+"""Seconds after which a process that stays stopped by a signal counts as failed."""
 _KILL_S = 2.0
+_LOOK_S = 1.0
 
 
 def has_exited(process: subprocess.Popen) -> bool:
     """Return whether the process has ended; its pid is not reused before `process.wait`."""
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return os.waitid(os.P_PID, process.pid, options) is not None
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether the process is stopped by a signal, such as SIGSTOP. A process that a debugger
+    holds is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] == b"T"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class StopMonitor:
+    """Monitor that finds a process which stays stopped by a signal and thus will not answer.
+
+    Counts looks, at most one per second, instead of time. So a suspended job, whose processes are
+    all stopped for any time, has no failed process when it continues.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self._looked, self._count = pid, 0.0, 0
+
+    def is_stuck(self) -> bool:
+        """Return whether the process was stopped in the last `STOPPED_S` looks. Call this often."""
+        now = time.monotonic()
+        if now >= self._looked + _LOOK_S:
+            self._looked = now
+            self._count = self._count + 1 if is_stopped(self.pid) else 0
+        return self._count >= STOPPED_S
 
 
 def end_tree(process: subprocess.Popen, mark: str) -> None:

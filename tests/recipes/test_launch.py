@@ -198,10 +198,14 @@ def test_a_failing_rank_gives_a_failing_exit_status(bench):
 
 
 @pytest.mark.ranks(2)
-def test_a_failing_rank_is_one_line_and_its_exit_status(bench):
-    """What the rank itself says stands right above it, and not above a page of torchrun's."""
-    rc, out = bench.run("bash", bench.recipe(), EXIT_1="3")
+def test_a_failing_rank_is_one_line_and_its_exit_status(bench, tmp_path):
+    """What the rank itself says stands right above it, and not above a page of torchrun's, whose
+    temporary folder is gone."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    rc, out = bench.run("bash", bench.recipe(), EXIT_1="3", TMPDIR=str(temporary))
     assert rc == 3
+    assert list(temporary.iterdir()) == []
     assert "rlcore: rank 1 ended with code 3; the run has ended" in out
     assert "Traceback" not in out and "FAILED" not in out
 

@@ -7,8 +7,12 @@ import fcntl
 import logging
 import os
 import resource
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,15 +109,84 @@ def test_messages_pass_where_descriptors_are_beyond_1023():
 def test_a_channel_of_a_child_is_not_inherited(monkeypatch):
     ours, theirs = socket.socketpair()
     os.set_inheritable(theirs.fileno(), True)
-    monkeypatch.setattr(children.sys, "argv", ["", str(theirs.detach()), "1"])
-    channel = children.open_channel()
-    assert not os.get_inheritable(channel.fileno())
-    copy = os.fork()
-    if not copy:
-        os._exit(0 if channel.fileno() == -1 else 1)  # a fork has closed it
-    assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == 0
-    channel.close()
+    monkeypatch.setattr(children.sys, "argv", ["", str(theirs.detach()), str(os.getpid())])
+    child = os.fork()  # the kernel kills this one with its parent
+    if not child:
+        channel = children.open_channel()
+        is_kept = os.get_inheritable(channel.fileno())
+        copy = os.fork()
+        if not copy:
+            os._exit(0 if channel.fileno() == -1 else 1)  # a fork has closed it
+        os._exit(is_kept or os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     ours.close()
+
+
+TIED = {
+    "engine": "rlcore.rollout.process",
+    "reward": "rlcore.rewards.child",
+    "env": "rlcore.envs.child",
+    "judge": "rlcore.rewards.judge.process",
+}
+PARENT = """
+import sys, time
+from rlcore.utils.children import Child
+children = [Child(module) for module in sys.argv[1:]]
+print(*[child.process.pid for child in children], flush=True)
+time.sleep(60)
+"""
+
+
+def status(pid):
+    """The letter of the kernel; Z for a process that is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
+def wait(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_no_child_that_is_stopped_outlives_its_parent():
+    """A stopped process reads no end of a stream; the kernel has to kill it. Modules of children
+    are all that start with an open channel."""
+    found = subprocess.run(
+        ["grep", "-rlE", r"open(_guarded)?_channel\(", "rlcore", "--include=*.py"],
+        cwd=children._ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    named = {file.removesuffix(".py").replace("/", ".") for file in found}
+    assert named - {"rlcore.utils.children"} == set(TIED.values())
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, *TIED.values()], stdout=subprocess.PIPE, text=True
+    )
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    try:
+        wait(lambda: all(is_tied(pid) for pid in pids))
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        wait(lambda: all(status(pid) == "T" for pid in pids))
+        parent.kill()
+        wait(lambda: all(status(pid) == "Z" for pid in pids))
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        for pid in pids:
+            if status(pid) == "T":
+                os.kill(pid, signal.SIGKILL)
+
+
+def is_tied(pid):
+    """Its channel is open, as once it is tied: the descriptor has flags that it did not inherit."""
+    descriptor = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[-3]
+    flags = Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text().split()[3]
+    return bool(int(flags, 8) & os.O_NONBLOCK)
 
 
 def test_a_launchers_variables_are_left_out(monkeypatch):

@@ -169,7 +169,7 @@ def bare_server(processes: list[Any]) -> Server:
     """A `Server` over `processes` that has started nothing."""
     made = object.__new__(Server)
     made._failed, made._watched, made._processes, made._deadline_s = "", 0.0, processes, 60.0
-    made.cache_tokens = 64
+    made.cache_tokens, made._monitors = 64, []
     return made
 
 
@@ -187,6 +187,13 @@ class Late(concurrent.futures.Future):
 
 def test_work_that_ends_at_the_end_of_a_wait_is_done():
     assert bare_server([])._wait(Late(), "load_bucket", 60.0) == "done"
+
+
+def test_a_scheduler_that_stays_stopped_is_named():
+    server = bare_server([])
+    server._monitors = [SimpleNamespace(pid=7, is_stuck=lambda: True)]
+    with pytest.raises(EngineFailedError, match="process 7 of SGLang was stopped by a signal"):
+        server.check(now=True)
 
 
 def test_an_error_of_a_call_is_the_death_of_a_process_where_one_is_dead():

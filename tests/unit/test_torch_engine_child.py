@@ -13,6 +13,7 @@ from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.errors import EngineFailedError
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import load_weights, pack
+from rlcore.utils import process_tree
 from rlcore.utils.buckets import shared
 from tests.contracts.engine_contract import (
     CONFIG,
@@ -183,6 +184,30 @@ def test_a_silent_child_is_named_when_the_deadline_passes():
         engine.restart()
         (down,) = [e for e in engine.poll(0.0) if isinstance(e, Down)]
         assert down.lost == ("q.0",) and "restarted" in down.reason
+    finally:
+        engine.close()
+
+
+def test_a_child_that_stays_stopped_is_named_killed_and_down(monkeypatch):
+    """Its requests go on elsewhere; one that is stopped for a moment is left alone."""
+    monkeypatch.setattr(process_tree, "STOPPED_S", 5)
+    monkeypatch.setattr(process_tree, "_LOOK_S", 0.2)
+    engine = ChildEngine(f"{ODD}patient", {"deadline_s": 60.0}, rank=2)
+    try:
+        engine.submit(endless(2, "s"))
+        os.kill(engine.pid, signal.SIGSTOP)
+        assert engine.poll(0.5) == []
+        os.kill(engine.pid, signal.SIGCONT)
+        engine.resume()  # it answers, and is counted anew
+        pid = engine.pid
+        os.kill(pid, signal.SIGSTOP)
+        (down,) = collect(engine, lambda es: bool(es))
+        assert f"engine process {pid} of rank 2 was stopped by a signal" in down.reason
+        assert down.lost == ("s.0", "s.1") and gone(pid)
+        engine.restart()
+        os.kill(engine.pid, signal.SIGSTOP)
+        with pytest.raises(EngineFailedError, match="was stopped by a signal"):
+            engine.resume()  # in a call as well
     finally:
         engine.close()
 

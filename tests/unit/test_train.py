@@ -23,6 +23,7 @@ BARE = "--checkpoint.no_at_end", "--checkpoint.no_export_hf", "--eval.no_at_star
 ONE = *BARE, "--eval.no_at_end", "--run.steps", 1
 NAN = "--algo", "tests.nan_algo"
 TWO = *BARE, "--eval.no_at_end", "--run.steps", 2
+FAULTS = [(how, on) for how in ("full", "removed") for on in ("stop", "continue")]
 MODES = "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 
 
@@ -111,6 +112,7 @@ class World:
             jobs += [
                 self.job("full", *full),
                 self.job("emptied", *full, run="full") | {"before": grow},
+                *[self.fault(f"{how} {on}", self.disk, how, on) for how, on in FAULTS],
             ]
         try:
             gang = runs.run(1, jobs, self.folder / "gang")
@@ -119,6 +121,14 @@ class World:
             if self.disk:
                 subprocess.run(["umount", self.disk], check=True)
         return gang
+
+    def fault(self, name: str, disk: Path, how: str, on_error: str) -> runs.Job:
+        """The disk fills, or the run's folder is deleted, while step 2 is sampled."""
+        keys = *SAVED, "--checkpoint.every", 2, "--checkpoint.no_at_end", "--run.steps", 3
+        keys += "--log.rollouts", -1, "--log.trace_steps", -1, "--log.tensorboard"
+        job = self.job(name, *keys, "--checkpoint.on_error", on_error, "--run.dir", disk)
+        folder = disk / name if how == "removed" else disk
+        return job | {"within": ["tests.faults:at_phase", "gen", 2, how, str(folder)]}
 
     def _cut(self) -> list[str]:
         """Half of a file of the newest checkpoint is lost."""
@@ -445,6 +455,27 @@ def test_a_full_disk_is_said_before_the_write_and_costs_nothing(world: World) ->
     assert "the disk is full" in refusal(world, "full", code=1)
     assert "2 of 3 steps done" in world.gang.text("emptied")
     assert list(world.disk_rows) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("how", "on_error"), FAULTS)
+def test_a_fault_of_the_disk_between_two_saves_is_one_sentence(
+    world: World, how: str, on_error: str
+) -> None:
+    """Whatever file is written first: metrics, samples, rounds, traces, logs."""
+    if not world.disk:
+        pytest.skip("needs the right to mount a small tmpfs")
+    name, why = f"{how} {on_error}", {"full": "the disk is full", "removed": "was deleted"}[how]
+    said = world.gang.text(name)
+    assert "Traceback" not in said and "Logging error" not in said, said
+    assert f"{world.disk / name}/" in said and why in said
+    if on_error == "stop":
+        assert world.gang.code(name) == 1 and said.count("checkpoints are kept. Correct this") >= 1
+        assert "step 3/3" not in said
+    else:
+        assert world.gang.code(name) == 0 and "step 3/3" in said
+        told = [line for line in said.splitlines() if "the run continues" in line]
+        files = [line.partition(" (")[0] for line in told if line.startswith("cannot write")]
+        assert files and len(files) == len(set(files)), told
 
 
 def test_a_failed_write_is_counted_and_the_run_goes_on_where_it_shall(world: World) -> None:

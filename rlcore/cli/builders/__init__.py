@@ -38,6 +38,7 @@ from rlcore.trainer.run import Run
 from rlcore.trainer.shared_device import SharedDevice
 from rlcore.utils import collective
 from rlcore.utils.spans import Spans
+from rlcore.utils.writes import LogWrites
 
 if TYPE_CHECKING:  # this import needs Redis, which is only required for shared nodes (--mux.url)
     from rlcore.mux.ranks import RanksGate
@@ -57,12 +58,13 @@ def run(cfg: Config, world: World, eval_sets: EvalSets | None = None) -> Run:
     """
     began, spans, progress, closing = time.monotonic(), Spans(), Progress(), ExitStack()
     try:
-        gate = sharing.make_gate(cfg, world, spans.alive, progress.add)
+        writes = LogWrites(continues=cfg.checkpoint.on_error == "continue")
+        gate = sharing.make_gate(cfg, world, spans.alive, progress.add, writes)
         if gate is not None:
             closing.callback(gate.close)
             world.phase("start: wait_permit")
         with gate.phase("start") if gate is not None else nullcontext():
-            built = _run(cfg, world, eval_sets, gate, spans, progress, closing)
+            built = _run(cfg, world, eval_sets, gate, spans, progress, writes, closing)
             if isinstance(built.device, SharedDevice):
                 built.device.leave()
     except BaseException:
@@ -79,6 +81,7 @@ def _run(
     gate: "RanksGate | None",
     spans: Spans,
     progress: Progress,
+    writes: LogWrites,
     closing: ExitStack,
 ) -> Run:
     """Build a run. Engine and reward processes are slow to start, so they start before the learner
@@ -94,6 +97,7 @@ def _run(
         folder=folder.run_folder(cfg),
         spans=spans,
         progress=progress,
+        writes=writes,
         closing=closing,
     )
     if gate is None:
@@ -133,7 +137,7 @@ def _run(
         timeout_s=cfg.cluster.timeout_s,
     )
     device = devices.make_device(cfg, parts, world, gate, start.on_close)
-    on_step = sharing.on_step(cfg, world, gate)
+    on_step = sharing.on_step(cfg, world, gate, writes)
 
     world.phase("start: checkpoint")
     kl = AdaptiveController(cfg.algo.kl_target, cfg.algo.kl_horizon)

@@ -103,7 +103,12 @@ def of_agent(start: BuildContext) -> list[Callable[[AnyCommand | AnyEvent], None
     if cfg.log.trace_steps:
         behind = collective.clock_offset(group=world.everyone)
         trace = RunTrace(
-            start.folder, world.rank, socket.gethostname(), behind, cfg.log.trace_steps
+            start.folder,
+            world.rank,
+            socket.gethostname(),
+            behind,
+            cfg.log.trace_steps,
+            start.writes,
         )
         start.on_close(trace.close)
         start.spans.listen_to_ends(
@@ -130,6 +135,7 @@ def make_observers(
         cfg.log.tensorboard,
         next_step=step + 1 if step else 0,
         sinks=make_sinks(cfg),
+        writes=start.writes,
     )
     start.on_close(writer.close)
     return Observers(writer=writer, screen=screen, balance=balance, on_step=on_step, pieces=pieces)

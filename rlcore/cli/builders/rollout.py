@@ -139,7 +139,11 @@ def _make_rounds(start: BuildContext) -> Rounds:
         replay = Log(Path(debug.replay))
     progress = start.progress
     rounds = Rounds(
-        start.folder, seed=start.cfg.run.seed, step=lambda: progress.step, replay=replay
+        start.folder,
+        seed=start.cfg.run.seed,
+        step=lambda: progress.step,
+        replay=replay,
+        writes=start.writes,
     )
     start.on_close(rounds.close)
     return rounds
@@ -183,7 +187,9 @@ def make_async_rollout(
             deadline_s=cfg.rollout.stall_timeout_s,
             dynamic=cfg.async_.dynamic_sampling,
         )
-    record = Recorder(start.folder, cfg.run.seed) if cfg.debug.record and world.trains else None
+    record = None
+    if cfg.debug.record and world.trains:
+        record = Recorder(start.folder, cfg.run.seed, start.writes)
     async_rollout = AsyncRollout(
         side.hub,
         side.worker,

@@ -12,11 +12,12 @@ from rlcore.cli.builders.folder import run_folder
 from rlcore.cli.builders.rewards import own_judges
 from rlcore.cli.world import World
 from rlcore.config.schema import Config
-from rlcore.mux.profile import Profile, Profiler
+from rlcore.mux.profile import FILE, Profile, Profiler
 from rlcore.sched.roles import Cell
 from rlcore.trainer import report
 from rlcore.utils import collective, phases
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.writes import LogWrites
 
 if TYPE_CHECKING:  # these imports need Redis, which is only required for shared nodes (--mux.url)
     from rlcore.mux.gate import NoGate, PermitGate
@@ -50,6 +51,7 @@ def make_gate(
     world: World,
     alive: Callable[[], None],
     tell: Callable[[dict[str, float]], None],
+    writes: LogWrites,
 ) -> "RanksGate | None":
     """Return this rank's gate, at which every phase waits for a permit of the shared nodes; None if
     the job does not share its nodes. Collective.
@@ -57,6 +59,7 @@ def make_gate(
     Args:
         alive: called about every second while all ranks wait for a permit.
         tell: called on rank 0 with the seconds in which a phase waits, loads and stores its state.
+        writes: what to do if a write to the log of permits fails.
 
     Raises:
         ConfigError: the settings cannot work; raised on every rank.
@@ -101,6 +104,7 @@ def make_gate(
         run_folder(cfg) if first else None,
         alive=alive,
         tell=tell,
+        writes=writes,
     )
     if gate is not None and mux.tail_nodes:
         gate.leave_early(cells)
@@ -182,7 +186,7 @@ def make_profiler(cfg: Config, names: Sequence[str], rollout_ranks: int) -> Prof
 
 
 def on_step(
-    cfg: Config, world: World, gate: "RanksGate | None"
+    cfg: Config, world: World, gate: "RanksGate | None", writes: LogWrites
 ) -> tuple[Callable[[dict[str, float]], None], ...]:
     """Return the functions that rank 0 calls with the metrics of every step. The functions report
     to the gate, or to the profiler of a job that may share its nodes later. Collective."""
@@ -191,4 +195,10 @@ def on_step(
     if cfg.select.mode != "sync" or not report.counts_nodes(cfg):
         return ()
     names = collective.gather_texts(node_name(cfg, world), world.everyone)
-    return (make_profiler(cfg, names, world.rollout_ranks).see,) if world.rank == 0 else ()
+    profiler = make_profiler(cfg, names, world.rollout_ranks)
+
+    def see(metrics: dict[str, float]) -> None:
+        with writes.to(run_folder(cfg) / FILE):
+            profiler.see(metrics)
+
+    return (see,) if world.rank == 0 else ()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlcore.cli.world import World
@@ -10,6 +10,7 @@ from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.trainer.progress import Progress
 from rlcore.utils.spans import Spans
+from rlcore.utils.writes import LogWrites
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class BuildContext:
     """Folder of the run."""
     spans: Spans
     progress: Progress
+    writes: LogWrites = field(default_factory=LogWrites)
+    """Handler of failed writes to log files."""
     closing: ExitStack
     """Functions that close the parts, called in reverse order at the end of the run."""
 

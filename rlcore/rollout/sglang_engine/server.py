@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 from rlcore.rollout.errors import EngineFailedError
 from rlcore.rollout.sglang_engine import cuda, names
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.process_tree import StopMonitor
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ class Server:
         """Size of the KV cache in tokens; 0 if `manager` is None."""
         self._engine: Any = None
         self._processes: list[Any] = []
+        self._monitors: list[StopMonitor] = []
         self._folder, self._lock = make_folder(config)
         self._watch_signal()
         ready: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -71,6 +73,7 @@ class Server:
         try:
             self._wait(ready, "start", _START_S)
             self._processes = multiprocessing.active_children()
+            self._monitors = [StopMonitor(p.pid) for p in self._processes if p.pid is not None]
         except BaseException:
             self._processes = multiprocessing.active_children()
             self.close()
@@ -126,8 +129,8 @@ class Server:
         self._failed = self._failed or reason
 
     def check(self, now: bool = False) -> None:
-        """Raise EngineFailedError if SGLang has failed or one of its processes has exited. Check
-        the processes at most every `_WATCH_S` seconds; with `now`, at every call."""
+        """Raise EngineFailedError if SGLang has failed or one of its processes has exited or stays
+        stopped. Check the processes at most every `_WATCH_S` seconds; with `now`, at every call."""
         if self._failed:
             raise EngineFailedError(self._failed)
         if not now and time.monotonic() - self._watched < _WATCH_S:
@@ -138,6 +141,10 @@ class Server:
                 code = process.exitcode or 0
                 how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
                 self.fail(f"process {process.pid} of SGLang {how}")
+                raise EngineFailedError(self._failed)
+        for monitor in self._monitors:
+            if monitor.is_stuck():
+                self.fail(f"process {monitor.pid} of SGLang was stopped by a signal")
                 raise EngineFailedError(self._failed)
 
     def close(self) -> None:
