@@ -15,8 +15,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from rlcore.hf.config import as_ids, read_json
+from rlcore.hf.config import as_ids
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import read_json
 from rlcore.utils.log import announce
 
 CHATML = (
@@ -163,7 +164,7 @@ def load_tokenizer(
     specials |= _special_tokens(settings)
     ends: list[int] = []
     for file in ("generation_config.json", "config.json"):
-        ends += as_ids(_optional(folder / file).get("eos_token_id"))
+        ends += as_ids(_optional(folder / file).get("eos_token_id"), str(folder / file))
     return Tokenizer(
         backend, specials, _template(folder, settings), [*ends, *eos_ids], f"tokenizer {folder}"
     )

@@ -18,9 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlcore.hf.config import HFConfig, read_json
+from rlcore.hf.config import HFConfig
 from rlcore.hf.names import Shape, expected
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import read_json
 
 Index = tuple[slice, ...]
 """Part of a tensor: one slice per leading dimension, and all of the other dimensions."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -38,6 +39,7 @@ from torch import Tensor
 
 from rlcore.mcore.boxes import Box, boxes
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import fault, read_text
 
 FORMAT = 2
 INDEX = "checkpoint.json"
@@ -46,6 +48,14 @@ WRITERS = 2
 FILE_BYTES = 512 * 2**20
 """Bytes after which a rank begins a new file. Host memory holds a file twice while writing."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _Index(msgspec.Struct):
+    """Contents of the file `checkpoint.json`."""
+
+    format: int
+    state: dict[str, Any]
+    optimizer_step: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,15 +121,15 @@ def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm")
             of head is compared first: a value head has the width of one row of an lm head.
     """
     try:
-        found = json.loads((path / INDEX).read_text())
-        state, step, written = found["state"], found["optimizer_step"], found["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = msgspec.json.decode(read_text(path / INDEX), type=_Index)
+    except (ConfigError, msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(
             f"{path}: has no complete checkpoint; choose another folder or start a new run"
         ) from error
-    if written != FORMAT:
+    state = found.state
+    if found.format != FORMAT:
         raise ConfigError(
-            f"{path}: has format {written}, but this version of rlcore reads format {FORMAT}; "
+            f"{path}: has format {found.format}, but this version of rlcore reads format {FORMAT}; "
             "resume with the version that wrote it"
         )
     if (saved := state.get("head", "lm")) != head:
@@ -128,7 +138,7 @@ def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm")
             "load an actor from an actor's checkpoint and a critic from a critic's"
         )
     _read(_pieces(models, optimizer), path)
-    _set_step(optimizer, step)
+    _set_step(optimizer, found.optimizer_step)
     for part in optimizer.chained_optimizers:
         if hasattr(part, "_copy_main_params_to_model_params"):
             part._copy_main_params_to_model_params()
@@ -260,9 +270,15 @@ class _Shards:
     """Rectangle, open file and entry name of each file entry, by `Piece.name`."""
 
     def open(self) -> None:
+        seen: set[str] = set()
         for path in sorted(self.folder.glob("*.safetensors")):
+            if why := fault(path):
+                raise ConfigError(f"{path}: {why}; choose another checkpoint")
             file = safe_open(path, framework="pt")
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                if name in seen:
+                    raise ValueError(f"{path.name} repeats the entry {name}")
+                seen.add(name)
                 key, _, offset = name.rpartition("@")
                 shape = tuple(file.get_slice(name).get_shape())
                 box = Box(tuple(map(int, offset.split(","))), shape)
