@@ -7,7 +7,6 @@ no tokenizer.json. Unlike in transformers, decoding never "cleans up" spaces.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from rlcore.hf.config import as_ids
-from rlcore.utils.errors import ConfigError
+from rlcore.hf.template import Template
+from rlcore.utils.errors import ConfigError, LimitError
 from rlcore.utils.files import read_json
 from rlcore.utils.log import announce
 
@@ -29,6 +29,10 @@ CHATML = (
 _OTHER_FORMATS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MOST_TOKENS_OF_A_CHARACTER = 8  # more tokens without a whole character are invalid UTF-8
+_LONG_CHARS = 100_000
+_SPACES = str.maketrans("", "", "\u0120\u010a\u0109\u010d\u2581")
+"""Removes the signs for space, newline, tab, return (byte-level) and space (SentencePiece)."""
+_KEEPING = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -79,6 +83,14 @@ class Tokenizer:
                 f"{self._name}: cannot encode {text[:40]!r} ({error}); use another tokenizer"
             ) from error
 
+    def min_tokens(self, text: str) -> int:
+        """Return a lower bound of the number of tokens of a text, without encoding it: encoding 30
+        MB takes minutes. Return 0 for a short text, or if the tokenizer's kind has no bound."""
+        if len(text) < _LONG_CHARS or not self._widest_token:
+            return 0
+        # A token may take any number of spaces, and NFC may join four characters to one.
+        return -(-len("".join(text.split())) // (4 * self._widest_token))
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Decode ids to text, without special tokens (by default) and unknown ids."""
         listed = [int(i) for i in ids]
@@ -121,19 +133,34 @@ class Tokenizer:
     ) -> str:
         """Render messages (`role`, `content`) with the chat template, by default up to the start of
         the assistant's answer. `variables` are passed to the template, such as
-        `enable_thinking=False`. Raise ConfigError if the template rejects the messages."""
-        from jinja2 import TemplateError
+        `enable_thinking=False`. Raise ConfigError if the template fails for the messages, for
+        whatever reason, or exceeds the limits of `hf/template.py`."""
+        variables["add_generation_prompt"] = add_generation_prompt
+        (found,) = self.render_chats([messages], **variables)
+        if isinstance(found, ConfigError):
+            raise found
+        return found
 
+    def render_chats(
+        self, chats: Sequence[Sequence[Mapping[str, Any]]], **variables: Any
+    ) -> list[str | ConfigError]:
+        """Render several lists of messages as `render_chat` does. A ConfigError stands for a list
+        for which the template fails. Raise LimitError if the template exceeds its limits too
+        often."""
+        common = {"tools": None, "documents": None, "add_generation_prompt": True}
+        common |= self._specials | variables
         try:
-            return self._compiled.render(
-                messages=list(messages),
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._specials, **variables},
-            )
-        except TemplateError as error:
-            raise ConfigError(f"{self._name}: chat template: {error}") from error
+            found = self._renderer.render([{**common, "messages": list(chat)} for chat in chats])
+        except LimitError as error:
+            raise LimitError(f"{self._name}: {error}") from error
+        return [
+            ConfigError(f"{self._name}: {f}") if isinstance(f, ConfigError) else f for f in found
+        ]
+
+    @cached_property
+    def _widest_token(self) -> int:
+        """Maximum number of characters, except spaces, that one token stands for; 0 if unknown."""
+        return _widest(json.loads(self._backend.to_str()))
 
     @cached_property
     def _special_texts(self) -> list[str]:
@@ -141,10 +168,10 @@ class Tokenizer:
         return [token.content for token in added if token.special]
 
     @cached_property
-    def _compiled(self) -> Any:
+    def _renderer(self) -> Template:
         if self._template is None:
             announce("chat template", f"{self._name} has none, using ChatML")
-        return _compile(self._template or CHATML)
+        return Template(self._template or CHATML)
 
 
 def load_tokenizer(
@@ -268,32 +295,45 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return template
 
 
-def _compile(template: str) -> Any:
-    """Compile a chat template with the functions that transformers provides. The template runs in a
-    jinja2 sandbox, because templates come with downloaded models."""
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _widest(settings: Mapping[str, Any]) -> int:
+    """Return the maximum number of characters, except spaces, that one token of a tokenizer.json
+    stands for. Return 0 if a token may stand for any text, as an unknown token does."""
+    model = settings["model"]
+    splits, cleans = _steps(settings["pre_tokenizer"]), _steps(settings["normalizer"])
+    vocabulary = model["vocab"]
+    if model["type"] != "BPE":
+        return 0
+    if any(step["type"] == "ByteLevel" for step in splits):
+        letters: Iterable[str] = pre_tokenizers.ByteLevel.alphabet()
+    elif model.get("byte_fallback"):
+        letters = (f"<0x{byte:02X}>" for byte in range(256))
+    else:
+        return 0
+    if not all(letter in vocabulary for letter in letters):
+        return 0
+    if not all(map(_drops_no_text, splits)) or not all(map(_drops_no_text, cleans)):
+        return 0
+    tokens = [*vocabulary, *(token["content"] for token in settings["added_tokens"])]
+    return max(len(token.translate(_SPACES)) for token in tokens)
 
-    class Generation(Extension):
-        """Parser that drops `{% generation %}` tags and keeps the assistant's text inside."""
 
-        tags = {"generation"}
+def _steps(setting: Any) -> list[Mapping[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer of tokenizer.json."""
+    if setting is None:
+        return []
+    if setting["type"] != "Sequence":
+        return [setting]
+    parts = setting.get("normalizers") or setting.get("pretokenizers") or []
+    return [step for part in parts for step in _steps(part)]
 
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(template)
+def _drops_no_text(step: Mapping[str, Any]) -> bool:
+    """Return whether a step keeps all characters except spaces, up to Unicode's composition."""
+    match step["type"]:
+        case "NFC" | "Prepend" | "ByteLevel" | "Metaspace" | "Digits":
+            return True
+        case "Split":
+            return step["behavior"] in _KEEPING
+        case "Replace":
+            return step["pattern"] == {"String": " "}
+    return False
