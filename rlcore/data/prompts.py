@@ -12,7 +12,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, Protocol, overload
@@ -240,7 +240,7 @@ def read_file(
     """Return the usable rows of a file, at most `cap` (0: all), and log the skipped rows."""
     prompts: list[Prompt] = []
     report = _Report(path)
-    for asked in _asked(path, config, tokenizer):
+    for asked in _questions(path, config, tokenizer):
         place, row = asked.place, asked.row
         if cap and len(prompts) == cap:
             break
@@ -414,9 +414,9 @@ def _first(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-@dataclass(slots=True)
-class _Asked:
-    """Row of a file with its question."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Question:
+    """Row of a file with its question, or with the reason why the row is invalid."""
 
     place: str
     row: Any
@@ -426,61 +426,64 @@ class _Asked:
     rendered: str = ""
     """Text to tokenise."""
     error: Exception | None = None
-    """Why the row is invalid."""
 
 
-def _asked(path: Path, config: PromptSettings, tokenizer: Tokens) -> Iterator[_Asked]:
+def _questions(path: Path, config: PromptSettings, tokenizer: Tokens) -> Iterator[_Question]:
     """Yield every row with its rendered question. Rows are rendered in batches, which are small at
     the start of a file, since a caller may need only the first row."""
     rows, limit = iter(_rows(path)), 1
     while batch := _batch(rows, limit, config):
-        if config.template != "none":
-            good = [asked for asked in batch if asked.error is None]
-            texts = tokenizer.render_chats([asked.messages for asked in good])
-            for asked, text in zip(good, texts, strict=True):
-                if isinstance(text, str):
-                    asked.rendered = text
-                else:
-                    asked.error = text
-        yield from batch
+        if config.template == "none":
+            yield from batch
+        else:
+            yield from _rendered(batch, tokenizer)
         limit = min(2 * limit, _MOST_ROWS)
+
+
+def _rendered(batch: Sequence[_Question], tokenizer: Tokens) -> Iterator[_Question]:
+    """Render the questions of a batch with the chat template."""
+    texts = iter(tokenizer.render_chats([q.messages for q in batch if q.error is None]))
+    for question in batch:
+        if question.error is not None:
+            yield question
+        elif isinstance(text := next(texts), str):
+            yield replace(question, rendered=text)
+        else:
+            yield replace(question, error=text)
 
 
 def _batch(
     rows: Iterator[tuple[str, Any, int]], limit: int, config: PromptSettings
-) -> list[_Asked]:
+) -> list[_Question]:
     """Read at most `limit` rows; a row after `_BATCH_BYTES` bytes begins the next batch."""
-    batch: list[_Asked] = []
+    batch: list[_Question] = []
     total = 0
     while len(batch) < limit and total < _BATCH_BYTES and (found := next(rows, None)):
-        asked = _Asked(*found[:2])
+        place, row, num_bytes = found
+        total += num_bytes
         try:
-            _ask(asked, config)
+            batch.append(_question(place, row, config))
         except (ValueError, RecursionError) as error:
-            asked.error = error
-        total += found[2]
-        batch.append(asked)
+            batch.append(_Question(place=place, row=row, error=error))
     return batch
 
 
-def _ask(asked: _Asked, config: PromptSettings) -> None:
-    """Set the messages and the text of a row. Raise ValueError if the row is invalid."""
-    row = asked.row
+def _question(place: str, row: Any, config: PromptSettings) -> _Question:
+    """Read the question of a row. Raise ValueError if the row is invalid."""
     if isinstance(row, Exception):
         raise row
     if not isinstance(row, dict):
         raise ValueError(f"the row is a {type(row).__name__}, not a JSON object")
-    question = _field(row, config.prompt_field)
-    asked.messages = _messages(question, config)
-    asked.text = "\n\n".join(str(m["content"]) for m in asked.messages if m["role"] != "system")
-    if config.template == "none":
-        if not isinstance(question, str):
-            raise ValueError("a list of messages needs --data.template chat")
-        asked.rendered = asked.text
+    asked = _field(row, config.prompt_field)
+    messages = _messages(asked, config)
+    text = "\n\n".join(str(m["content"]) for m in messages if m["role"] != "system")
+    if config.template == "none" and not isinstance(asked, str):
+        raise ValueError("a list of messages needs --data.template chat")
+    return _Question(place=place, row=row, messages=messages, text=text, rendered=text)
 
 
 def _prompt(
-    asked: _Asked, index: int, name: str, config: PromptSettings, tokenizer: Tokens
+    asked: _Question, index: int, name: str, config: PromptSettings, tokenizer: Tokens
 ) -> Prompt:
     """Convert a row to a prompt. Raise ValueError if the row is invalid."""
     row = asked.row

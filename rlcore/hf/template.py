@@ -22,6 +22,7 @@ import msgspec
 from rlcore.utils import net
 from rlcore.utils.children import Child, exit_text, open_channel, sentence
 from rlcore.utils.errors import ConfigError, LimitError
+from rlcore.utils.log import log
 
 CPU_S = 5
 """Maximum CPU time of a rendering, in seconds. Usual templates take less than a millisecond."""
@@ -101,12 +102,13 @@ class Template:
             self._child = None
             self._num_stops += 1
             what = exit_text(child.end(exiting=True))
-            failed = ConfigError(
-                f"chat template: the rendering was stopped ({what}); it may take {CPU_S} s, "
-                f"{MEMORY_BYTES >> 30} GiB and {TEXT_BYTES >> 20} MiB of text"
+            log.debug("chat template", exc_info=error)
+            found.append(
+                ConfigError(
+                    f"chat template: the rendering was stopped ({what}); it may take {CPU_S} s, "
+                    f"{MEMORY_BYTES >> 30} GiB and {TEXT_BYTES >> 20} MiB of text"
+                )
             )
-            failed.__cause__ = error
-            found.append(failed)
 
     def _started(self) -> Child:
         """Return this process's child; after a fork, the parent's child is not this process's."""

@@ -11,13 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from rlcore.hf.config import as_ids
 from rlcore.hf.template import Template
 from rlcore.utils.errors import ConfigError, LimitError
-from rlcore.utils.files import read_json
+from rlcore.utils.files import fault, folder_fault, read_json, read_text
 from rlcore.utils.log import announce
 
 CHATML = (
@@ -27,13 +28,43 @@ CHATML = (
 """Default chat template for tokenizers without one: the format of Qwen's models."""
 
 _OTHER_FORMATS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MOST_TOKENS_OF_A_CHARACTER = 8  # more tokens without a whole character are invalid UTF-8
+_MOST_BYTES = 256 << 20
 _LONG_CHARS = 100_000
 _SPACES = str.maketrans("", "", "\u0120\u010a\u0109\u010d\u2581")
 """Removes the signs for space, newline, tab, return (byte-level) and space (SentencePiece)."""
 _KEEPING = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class AddedTokenSettings(msgspec.Struct):
+    """Token in tokenizer_config.json or special_tokens_map.json."""
+
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    special: bool = False
+
+
+class NamedTemplate(msgspec.Struct):
+    """One of several chat templates of a tokenizer."""
+
+    name: str
+    template: str
+
+
+class TokenizerSettings(msgspec.Struct):
+    """Keys that are read from tokenizer_config.json, special_tokens_map.json and
+    chat_template.json."""
+
+    added_tokens_decoder: dict[int, AddedTokenSettings] | None = None
+    bos_token: str | AddedTokenSettings | None = None
+    eos_token: str | AddedTokenSettings | None = None
+    pad_token: str | AddedTokenSettings | None = None
+    unk_token: str | AddedTokenSettings | None = None
+    chat_template: str | list[NamedTemplate] | None = None
 
 
 class Tokenizer:
@@ -165,7 +196,7 @@ class Tokenizer:
     @cached_property
     def _special_texts(self) -> list[str]:
         added = self._backend.get_added_tokens_decoder().values()
-        return [token.content for token in added if token.special]
+        return [token.content for token in added if token.special and token.content]
 
     @cached_property
     def _renderer(self) -> Template:
@@ -183,11 +214,11 @@ def load_tokenizer(
     tokenizer is in another folder. The folder's own config.json and generation_config.json are
     always read. Raise ConfigError if the folder does not exist or has no tokenizer."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ConfigError(f"{key} {folder}: no such folder; give one with tokenizer.json")
-    settings = _optional(folder / "tokenizer_config.json")
+    if why := folder_fault(folder):
+        raise ConfigError(f"{key} {folder}: {why}; give one with tokenizer.json")
+    settings = _settings(folder / "tokenizer_config.json")
     backend = _backend(folder, settings, key)
-    specials = _special_tokens(_optional(folder / "special_tokens_map.json"))
+    specials = _special_tokens(_settings(folder / "special_tokens_map.json"))
     specials |= _special_tokens(settings)
     ends: list[int] = []
     for file in ("generation_config.json", "config.json"):
@@ -223,10 +254,16 @@ def make_char_tokenizer(
     return load_tokenizer(folder)
 
 
-def _backend(folder: Path, settings: Mapping[str, Any], key: str) -> Backend:
+def _backend(folder: Path, settings: TokenizerSettings, key: str) -> Backend:
     file = folder / "tokenizer.json"
-    if not file.is_file():
-        return _converted(folder, key)
+    if why := fault(file):
+        if why == "no such file":
+            return _converted(folder, key)
+        raise ConfigError(f"{file}: {why}; fetch the file again")
+    if (size := file.stat().st_size) > _MOST_BYTES:
+        raise ConfigError(
+            f"{file}: has {size} bytes; a tokenizer has at most {_MOST_BYTES}; fetch the file again"
+        )
     try:
         backend = Backend.from_file(str(file))
     except Exception as error:  # the library raises only `Exception`
@@ -234,17 +271,15 @@ def _backend(folder: Path, settings: Mapping[str, Any], key: str) -> Backend:
     backend.no_padding()
     backend.no_truncation()
     # Add tokens that only tokenizer_config.json has; the library numbers them in this order.
-    listed = settings.get("added_tokens_decoder") or {}
-    for number, token in sorted((int(key), value) for key, value in listed.items()):
-        if backend.token_to_id(token["content"]) is None:
-            flags = {key: token.get(key, False) for key in _FLAGS}
-            backend.add_tokens([AddedToken(token["content"], **flags)])
-            if backend.token_to_id(token["content"]) != number:
-                raise ConfigError(
-                    f"{folder}: token {token['content']!r} has id {number} in "
-                    "tokenizer_config.json, which is not the next free id of tokenizer.json; "
-                    "fetch both files again"
-                )
+    listed = sorted((settings.added_tokens_decoder or {}).items())
+    new = [(number, t) for number, t in listed if backend.token_to_id(t.content) is None]
+    backend.add_tokens([AddedToken(**msgspec.structs.asdict(token)) for _, token in new])
+    for number, token in new:
+        if backend.token_to_id(token.content) != number:
+            raise ConfigError(
+                f"{folder}: token {token.content!r} has id {number} in tokenizer_config.json, "
+                "which is not the next free id of tokenizer.json; fetch both files again"
+            )
     return backend
 
 
@@ -270,28 +305,36 @@ def _converted(folder: Path, key: str) -> Backend:
 
 
 def _optional(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
+    """Read a JSON object from a file; {} if there is no such file."""
+    return {} if fault(file) == "no such file" else read_json(file)
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+def _settings(file: Path) -> TokenizerSettings:
+    try:
+        return msgspec.convert(_optional(file), TokenizerSettings, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {error}; fetch the file again") from error
+
+
+def _special_tokens(settings: TokenizerSettings) -> dict[str, str]:
     """Return the special tokens by role; a file may write a token as an object with `content`."""
     found = {}
     for role in _SPECIALS:
-        token = settings.get(role)
+        token = getattr(settings, role)
         if token is not None:
-            found[role] = token["content"] if isinstance(token, dict) else token
+            found[role] = token.content if isinstance(token, AddedTokenSettings) else token
     return found
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+def _template(folder: Path, settings: TokenizerSettings) -> str | None:
     """Return the chat template; None if the folder has none. As in transformers, a template file
     has precedence over tokenizer_config.json."""
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    legacy = _optional(folder / "chat_template.json").get("chat_template")
-    template = legacy or settings.get("chat_template")
+    file = folder / "chat_template.jinja"
+    if fault(file) != "no such file":
+        return read_text(file)
+    template = _settings(folder / "chat_template.json").chat_template or settings.chat_template
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return {entry.name: entry.template for entry in template}.get("default")
     return template
 
 

@@ -11,6 +11,8 @@ move to another row or file of the data.
 
 import hashlib
 import threading
+import zipfile
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -135,7 +137,17 @@ class HistoryStore:
                     at = int(ends[i])
                 first += size
                 prompts.setdefault(key, []).append(group)
-        except (KeyError, ValueError, IndexError, EOFError) as error:
+        except (
+            KeyError,
+            ValueError,
+            IndexError,
+            EOFError,
+            OSError,
+            TypeError,
+            MemoryError,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as error:
             raise ConfigError(f"{path}: not a file of histories ({error})") from error
         self._prompts, self._tokens = prompts, int(parts["lengths"].sum())
         self.add(())  # apply max_tokens, which may be smaller than in the saved run
