@@ -37,6 +37,15 @@ MOST_STOPS = 3
 seconds per row."""
 
 
+class TemplateStart(msgspec.Struct):
+    """First frame for the child: the template and the limits of each rendering."""
+
+    source: str
+    cpu_s: int
+    memory_bytes: int
+    text_bytes: int
+
+
 class Rendered(msgspec.Struct):
     """Reply of the child: the rendered text, or the error."""
 
@@ -116,7 +125,13 @@ class Template:
             self._pid = os.getpid()
             self._child = Child("rlcore.hf.template", largest=TEXT_BYTES, stderr=subprocess.DEVNULL)
             weakref.finalize(self, _end, self._child, self._pid)
-            self._child.channel.send(net.frame(self._source), ANSWER_S)
+            start = TemplateStart(
+                source=self._source,
+                cpu_s=CPU_S,
+                memory_bytes=MEMORY_BYTES,
+                text_bytes=TEXT_BYTES,
+            )
+            self._child.channel.send(net.frame(start), ANSWER_S)
         return self._child
 
 
@@ -174,39 +189,39 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     template = None
     try:
-        source = net.decode(channel.first(), str)
-        memory = _address_space() + MEMORY_BYTES
+        start = net.decode(channel.first(), TemplateStart)
+        memory = _address_space() + start.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         while True:
             for variables in net.decode(channel.first(), list[dict[str, Any]]):
-                _limit_cpu()
+                _limit_cpu(start.cpu_s)
                 try:
                     if template is None:
-                        template = compile_template(source)
+                        template = compile_template(start.source)
                     reply = Rendered(text=template.render(variables))
                 except jinja2.TemplateError as error:
                     reply = Rendered(error=str(error))
                 except Exception as error:  # a template may raise anything
                     reply = Rendered(error=sentence(error))
-                channel.send(_frame(reply))
+                channel.send(_frame(reply, start.text_bytes))
     except (EOFError, OSError):  # the parent has exited or closed the channel
         sys.exit(0)
 
 
-def _frame(reply: Rendered) -> bytearray:
+def _frame(reply: Rendered, most_bytes: int) -> bytearray:
     try:
         found = net.frame(reply)
     except (ValueError, MemoryError) as error:  # a lone surrogate, or a text of a gigabyte
         return net.frame(Rendered(error=sentence(error)))
-    if len(found) < TEXT_BYTES:
+    if len(found) < most_bytes:
         return found
-    return net.frame(Rendered(error=f"the text has more than {TEXT_BYTES >> 20} MiB"))
+    return net.frame(Rendered(error=f"the text has more than {most_bytes >> 20} MiB"))
 
 
-def _limit_cpu() -> None:
-    """Allow this process `CPU_S` more seconds of CPU time."""
+def _limit_cpu(seconds: int) -> None:
+    """Allow this process `seconds` more of CPU time, rounded up."""
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + CPU_S + 1, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + seconds + 1, most))
 
 
 def _address_space() -> int:

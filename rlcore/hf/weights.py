@@ -147,7 +147,7 @@ class WeightReader:
         except msgspec.ValidationError as error:
             raise ConfigError(f"{index}: {error}; fetch the file again") from error
         for file in sorted(set(file_of.values())):
-            if Path(file).name != file or file == "..":
+            if not file or Path(file).name != file or file == "..":
                 raise ConfigError(
                     f"{index}: names the shard {file!r}, which is not a file of this folder; fetch "
                     "the file again"

@@ -31,6 +31,7 @@ from rlcore.records import (
     group_of,
 )
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import fault
 from rlcore.utils.log import log
 
 Draft = Literal["none", "ngram", "history", "history_reward"]
@@ -119,6 +120,8 @@ class HistoryStore:
         """Replace all histories by those in a file that `save` wrote. Raise ConfigError if the file
         has another format."""
         try:
+            if why := fault(path):
+                raise ValueError(why)
             with np.load(path, allow_pickle=False) as file:
                 parts = {name: file[name] for name in file.files}
             ends, at, first = np.cumsum(parts["lengths"]), 0, 0
