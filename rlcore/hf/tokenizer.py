@@ -31,6 +31,7 @@ _OTHER_FORMATS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 _MOST_TOKENS_OF_A_CHARACTER = 8  # more tokens without a whole character are invalid UTF-8
 _MOST_BYTES = 256 << 20
 _LONG_CHARS = 100_000
+_WHITE = [chr(i) for i in range(1 << 16) if chr(i).isspace()]
 _SPACES = str.maketrans("", "", "\u0120\u010a\u0109\u010d\u2581")
 """Removes the signs for space, newline, tab, return (byte-level) and space (SentencePiece)."""
 _KEEPING = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
@@ -120,7 +121,7 @@ class Tokenizer:
         if len(text) < _LONG_CHARS or not self._widest_token:
             return 0
         # A token may take any number of spaces, and NFC may join four characters to one.
-        return -(-len("".join(text.split())) // (4 * self._widest_token))
+        return -(-(len(text) - sum(map(text.count, _WHITE))) // (4 * self._widest_token))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Decode ids to text, without special tokens (by default) and unknown ids."""
