@@ -1,7 +1,6 @@
 """`python -m rlcore doctor RUN`: tell why a run hangs or has exited, from its flight records."""
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -9,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.cli import exits
+from rlcore.utils.files import read_json
 
 EVENTS = 6
 """Number of most recent events shown per rank."""
+_DAMAGES = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 ERRORS = 5
 """Maximum number of errors shown, one per rank."""
 
@@ -51,13 +52,19 @@ def examine(run: Path, stacks: bool = False) -> list[str]:
     suspects: list[int] = []
     file = run / FOLDER / VERDICT
     if file.exists():
-        told = json.loads(file.read_text())
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told["time"]))
-        suspects = told["suspects"]
-        lines += [f"alarm of {when}", "", *told["lines"][:-1]]
+        try:
+            told = read_json(file)
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told["time"]))
+            suspects = list(told["suspects"])
+            lines += [f"alarm of {when}", "", *map(str, told["lines"][:-1])]
+        except _DAMAGES as error:
+            lines.append(f"{file} is damaged ({error})")
     shown = sorted(records, key=lambda r: (r not in suspects, r))
     for rank in shown if stacks else shown[:4]:
-        lines += ["", *_of_rank(records[rank], stacks)]
+        try:
+            lines += ["", *_of_rank(records[rank], stacks)]
+        except _DAMAGES as error:
+            lines += ["", f"the flight record of rank {rank} is damaged ({error})"]
     if not stacks:
         lines += ["", "--stacks shows all threads of all ranks and their child processes"]
     return [*lines, *_errors(run)]

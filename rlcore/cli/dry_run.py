@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from rlcore.cli.explain import arithmetic, world_size
 from rlcore.config import resolve, rules
 from rlcore.config.schema import Config
-from rlcore.hf.config import HFConfig, read_json
+from rlcore.hf.config import HFConfig
 from rlcore.utils import bounds
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import read_json
 
 if TYPE_CHECKING:  # importing torch would slow down the command line
     from rlcore.cli.inputs import Findings

@@ -8,7 +8,7 @@ errors that appear only during a step.
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -79,8 +79,14 @@ class _NoTokenizer:
     def encode(self, text: str) -> list[int]:
         return []
 
+    def min_tokens(self, text: str) -> int:
+        return 0
+
     def render_chat(self, messages: object) -> str:
         return ""
+
+    def render_chats(self, chats: Sequence[object]) -> list[str | ConfigError]:
+        return [""] * len(chats)
 
 
 def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) -> None:

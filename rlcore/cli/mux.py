@@ -34,6 +34,7 @@ from rlcore.mux.profile import Profile
 from rlcore.sched.cluster import NodePool
 from rlcore.utils import log as logs
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import fault, read_json
 from rlcore.utils.secret import hide
 
 START_S = 30.0
@@ -264,7 +265,13 @@ def _url(about: dict[str, Any]) -> str:
 
 def _read(folder: Path) -> dict[str, Any] | None:
     path = folder / "mux.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    if fault(path) == "no such file":
+        return None
+    hint = "run `mux up` with another --dir"
+    about = read_json(path, hint)
+    if lacks := {"host", "port", "password", "pids", "pools"} - about.keys():
+        raise ConfigError(f"{path}: lacks {', '.join(sorted(lacks))}; {hint}")
+    return about
 
 
 def _known(folder: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from rlcore.sim import report, rhymerl, roll_flash, rollmux, rollpacker, splits,
 from rlcore.sim.cluster import SimRun, summarize
 from rlcore.sim.cost import GPUS, MODELS
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import read_json
 
 DATA = Path(os.environ.get("RLCORE_DATA", "../shared/data"))
 
@@ -354,7 +355,10 @@ def _flash(a: argparse.Namespace) -> int:
         raise ConfigError(f"--rounds {a.rounds}: must be at least 1")
     tables: dict[str, dict[str, object]] = {}
     if a.json and a.json.is_file():
-        tables = json.loads(a.json.read_text())["tables"]
+        hint = "choose another --json, or remove it"
+        tables = read_json(a.json, hint).get("tables", {})
+        if not isinstance(tables, dict):
+            raise ConfigError(f"{a.json}: has no tables; {hint}")
     broken = []
     for name in a.what:
         begin = time.monotonic()

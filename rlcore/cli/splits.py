@@ -1,7 +1,6 @@
 """List the possible splits into sampling and training ranks for `--mode async`, and advise on them
 before the run has its own measurements. `sched/balance.py` has the planner."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from rlcore.hf.config import HFConfig
 from rlcore.metrics.sinks import read_metrics
 from rlcore.sched.balance import WINDOW, Balance
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import read_json
 
 
 def possible(cfg: Config, world: int, per_node: int) -> list[int]:
@@ -46,11 +46,11 @@ def planner(cfg: Config, world: int, per_node: int) -> Balance:
 def by_last_steps(plan: Balance, cfg: Config, folder: Path, world: int) -> str:
     """Return advice on splits from the most recent steps of the run in `folder`; "" if the run has
     no steps or used another split."""
-    file = folder / "config.json"
-    if not file.is_file():
+    try:
+        cluster = read_json(folder / "config.json").get("cluster")
+    except ConfigError:  # there is none, or it is damaged
         return ""
-    cluster = json.loads(file.read_text()).get("cluster", {})
-    if cluster.get("rollout_ranks") != cfg.cluster.rollout_ranks:
+    if not isinstance(cluster, dict) or (cluster.get("rollout_ranks") != cfg.cluster.rollout_ranks):
         return ""
     rows = [row for row in read_metrics(folder)[-WINDOW:] if _ranks(row) == world]
     return plan.sentence(rows, "the last steps")

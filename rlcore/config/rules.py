@@ -23,10 +23,14 @@ from rlcore.config.schema import (
 from rlcore.utils import bounds
 from rlcore.utils.errors import ConfigError
 
+_NAME_BYTES = 200
+"""Maximum size of --run.name; the names of its lock and older copies are longer."""
+
 
 def broken(cfg: Config) -> list[str]:
     """Return an error for every rule that the configuration breaks. Without errors, it is valid."""
     return [
+        *_name(cfg),
         *of_batch(cfg),
         *_data(cfg),
         *_reward(cfg),
@@ -269,6 +273,17 @@ def _reward(cfg: Config) -> list[str]:
             f"{adaptive[0]} has it already; turn one of them off"
         )
     return out
+
+
+def _name(cfg: Config) -> list[str]:
+    name = cfg.run.name
+    is_plain = name.isprintable() and "/" not in name and name not in (".", "..")
+    if is_plain and len(name.encode()) <= _NAME_BYTES:
+        return []
+    return [
+        f"--run.name {ascii(name)[1:-1][:_NAME_BYTES]}: must be the name of one folder, printable, "
+        f"without / and of at most {_NAME_BYTES} bytes; choose the parent folder with --run.dir"
+    ]
 
 
 def _replay(cfg: Config) -> list[str]:

@@ -8,10 +8,12 @@ Own code instead of `datasets`, which keeps a second copy of the files in a cach
 module name file and line.
 """
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, Protocol, overload
 
@@ -21,13 +23,17 @@ import numpy as np
 from rlcore.data import cards_task, label_task, lake_task, oneline_task
 from rlcore.data.generated import NUM_VAL, Split, TaskRow
 from rlcore.records import Prompt
-from rlcore.utils import net
+from rlcore.utils import files, net
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 _SHOWN = 5
 """Number of invalid rows that are reported individually; the others are only counted."""
 _EXAMPLE_CHARS = 60
+MOST_ROW_BYTES = 64 << 20
+"""Maximum size of a line. A file without newlines is one line."""
+_MOST_ROWS = 256
+_BATCH_BYTES = 4 << 20
 
 Message = Mapping[str, Any]
 
@@ -37,7 +43,11 @@ class Tokens(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def min_tokens(self, text: str) -> int: ...
+
     def render_chat(self, messages: Sequence[Message]) -> str: ...
+
+    def render_chats(self, chats: Sequence[Sequence[Message]]) -> list[str | ConfigError]: ...
 
 
 class PromptSettings(Protocol):
@@ -230,13 +240,17 @@ def read_file(
     """Return the usable rows of a file, at most `cap` (0: all), and log the skipped rows."""
     prompts: list[Prompt] = []
     report = _Report(path)
-    for place, row in _rows(path):
+    for asked in _questions(path, config, tokenizer):
+        place, row = asked.place, asked.row
         if cap and len(prompts) == cap:
             break
         try:
-            if isinstance(row, Exception):
-                raise row
-            prompt = _prompt(row, len(prompts), name, config, tokenizer)
+            if asked.error is not None:
+                raise asked.error
+            if (least := tokenizer.min_tokens(asked.rendered)) > config.max_prompt_tokens:
+                report.long(place, least, "at least ")
+                continue
+            prompt = _prompt(asked, len(prompts), name, config, tokenizer)
         except (ValueError, RecursionError) as error:
             if config.bad_rows == "refuse":
                 raise ConfigError(
@@ -259,7 +273,7 @@ class _Report:
         self._path = path
         self._num_junk = 0
         self._num_long = 0
-        self._longest = (0, "")
+        self._longest = (0, "", "")
         self._reasons: Counter[str] = Counter()
         self._columns: Counter[str] = Counter()
 
@@ -271,21 +285,24 @@ class _Report:
         if self._num_junk <= _SHOWN:
             log.warning("%s: %s; row skipped", place, error)
 
-    def long(self, place: str, num_tokens: int) -> None:
+    def long(self, place: str, num_tokens: int, bound: str = "") -> None:
         self._num_long += 1
-        self._longest = max(self._longest, (num_tokens, place))
+        self._longest = max(self._longest, (num_tokens, bound, place))
 
     def tell(self, num_kept: int, config: PromptSettings) -> None:
         if self._num_junk > _SHOWN:
             log.warning("%s: skipped %d bad rows in total", self._path, self._num_junk)
         if self._num_long:
+            num_tokens, bound, place = self._longest
             log.warning(
                 "%s: dropped %d prompts longer than --data.max_prompt_tokens %d; the longest has "
-                "%d tokens (%s)",
+                "%s%d tokens (%s)",
                 self._path,
                 self._num_long,
                 config.max_prompt_tokens,
-                *self._longest,
+                bound,
+                num_tokens,
+                place,
             )
         if num_kept:
             log.info("%s: %d prompts", self._path, num_kept)
@@ -342,43 +359,53 @@ def _names(sources: Sequence[str]) -> list[str]:
     return names
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (`file:line`, row) for every row; an invalid line yields its exception as the row."""
+def _rows(path: Path) -> Iterator[tuple[str, Any, int]]:
+    """Yield (`file:line`, row, approximate size in bytes) for every row; an invalid line yields its
+    exception as the row."""
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(
             f"data file {path}: must end in .jsonl or .parquet, or be a task: {', '.join(TASKS)}"
         )
-    if not path.is_file():
-        raise ConfigError(f"data file {path}: no such file")
+    if why := files.fault(path):
+        raise ConfigError(f"data file {path}: {why}")
     yield from _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
 
 
-def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+def _jsonl(path: Path) -> Iterator[tuple[str, Any, int]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number in itertools.count(1):
+            if not (line := file.readline(MOST_ROW_BYTES)):
+                return
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.strip():
                 continue
             try:
+                if len(line) == MOST_ROW_BYTES and not line.endswith(b"\n"):
+                    while (rest := file.readline(MOST_ROW_BYTES)) and not rest.endswith(b"\n"):
+                        pass
+                    raise ValueError(f"longer than {MOST_ROW_BYTES >> 20} MiB")
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:  # invalid UTF-8 also raises ValueError
                 example = line[:_EXAMPLE_CHARS].decode("utf-8", "replace").strip()
                 row = ValueError(f"not JSON ({_first(error)}): {example!r}")
-            yield f"{path}:{number}", row
+            yield f"{path}:{number}", row, len(line)
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+def _parquet(path: Path) -> Iterator[tuple[str, Any, int]]:
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            row_bytes = max((g.total_byte_size // max(g.num_rows, 1) for g in groups), default=0)
+            size = max(1, min(_MOST_ROWS, _BATCH_BYTES // max(row_bytes, 1)))
+            for batch in file.iter_batches(batch_size=size):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}:{number}", row
+                    yield f"{path}:{number}", row, row_bytes
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path}: cannot be read after row {number}: {_first(error)}") from error
 
@@ -387,26 +414,86 @@ def _first(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _prompt(row: Any, index: int, name: str, config: PromptSettings, tokenizer: Tokens) -> Prompt:
-    """Convert a row to a prompt. Raise ValueError if the row is invalid."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Question:
+    """Row of a file with its question, or with the reason why the row is invalid."""
+
+    place: str
+    row: Any
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    text: str = ""
+    """Text of the messages, without the system's."""
+    rendered: str = ""
+    """Text to tokenise."""
+    error: Exception | None = None
+
+
+def _questions(path: Path, config: PromptSettings, tokenizer: Tokens) -> Iterator[_Question]:
+    """Yield every row with its rendered question. Rows are rendered in batches, which are small at
+    the start of a file, since a caller may need only the first row."""
+    rows, limit = iter(_rows(path)), 1
+    while batch := _batch(rows, limit, config):
+        if config.template == "none":
+            yield from batch
+        else:
+            yield from _rendered(batch, tokenizer)
+        limit = min(2 * limit, _MOST_ROWS)
+
+
+def _rendered(batch: Sequence[_Question], tokenizer: Tokens) -> Iterator[_Question]:
+    """Render the questions of a batch with the chat template."""
+    texts = iter(tokenizer.render_chats([q.messages for q in batch if q.error is None]))
+    for question in batch:
+        if question.error is not None:
+            yield question
+        elif isinstance(text := next(texts), str):
+            yield replace(question, rendered=text)
+        else:
+            yield replace(question, error=text)
+
+
+def _batch(
+    rows: Iterator[tuple[str, Any, int]], limit: int, config: PromptSettings
+) -> list[_Question]:
+    """Read at most `limit` rows; a row after `_BATCH_BYTES` bytes begins the next batch."""
+    batch: list[_Question] = []
+    total = 0
+    while len(batch) < limit and total < _BATCH_BYTES and (found := next(rows, None)):
+        place, row, num_bytes = found
+        total += num_bytes
+        try:
+            batch.append(_question(place, row, config))
+        except (ValueError, RecursionError) as error:
+            batch.append(_Question(place=place, row=row, error=error))
+    return batch
+
+
+def _question(place: str, row: Any, config: PromptSettings) -> _Question:
+    """Read the question of a row. Raise ValueError if the row is invalid."""
+    if isinstance(row, Exception):
+        raise row
     if not isinstance(row, dict):
         raise ValueError(f"the row is a {type(row).__name__}, not a JSON object")
     asked = _field(row, config.prompt_field)
     messages = _messages(asked, config)
     text = "\n\n".join(str(m["content"]) for m in messages if m["role"] != "system")
-    if config.template != "none":
-        rendered = tokenizer.render_chat(messages)
-    elif isinstance(asked, str):
-        rendered = text
-    else:
+    if config.template == "none" and not isinstance(asked, str):
         raise ValueError("a list of messages needs --data.template chat")
+    return _Question(place=place, row=row, messages=messages, text=text, rendered=text)
+
+
+def _prompt(
+    asked: _Question, index: int, name: str, config: PromptSettings, tokenizer: Tokens
+) -> Prompt:
+    """Convert a row to a prompt. Raise ValueError if the row is invalid."""
+    row = asked.row
     fields = {k: v for k, v in row.items() if k not in (config.prompt_field, config.answer_field)}
     prompt = Prompt(
         index=index,
         dataset=name,
-        tokens=np.array(tokenizer.encode(rendered), np.int32),
+        tokens=np.array(tokenizer.encode(asked.rendered), np.int32),
         answer=_answer(row, config.answer_field),
-        text=text,
+        text=asked.text,
         fields=fields,
     )
     try:
@@ -429,6 +516,8 @@ def _answer(row: dict[str, Any], name: str) -> str:
     answer = _field(row, name)
     if not isinstance(answer, str | int | float):
         raise ValueError(f"field {name!r} is a {type(answer).__name__}, not text or a number")
+    if isinstance(answer, float) and not isfinite(answer):
+        raise ValueError(f"field {name!r} is {answer}, not text or a finite number")
     return str(answer)
 
 

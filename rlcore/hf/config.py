@@ -7,12 +7,14 @@ error.
 Own code instead of AutoConfig: importing transformers takes seconds (`hf/tokenizer.py`).
 """
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rlcore.utils.bounds import Range, above, at_least
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import fault, folder_fault, read_json
 
 Arch = Literal["qwen2", "qwen3", "llama", "qwen3_moe"]
 
@@ -33,6 +35,44 @@ _LLAMA3_KEYS = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
+# Allowed numbers by key. The limits are far above those of published models; beyond them, lists of
+# tensor names would fill the memory before the weights are compared.
+_WHOLE: Mapping[str, tuple[int, int]] = {
+    "vocab_size": (1, 1 << 24),
+    "hidden_size": (1, 1 << 20),
+    "intermediate_size": (1, 1 << 24),
+    "num_hidden_layers": (1, 1024),
+    "num_attention_heads": (1, 1 << 16),
+    "num_key_value_heads": (1, 1 << 16),
+    "head_dim": (2, 1 << 16),
+    "max_position_embeddings": (1, 1 << 31),
+    "num_experts": (0, 1 << 14),
+    "num_local_experts": (0, 1 << 14),
+    "num_experts_per_tok": (1, 1 << 14),
+    "moe_intermediate_size": (1, 1 << 24),
+    "decoder_sparse_step": (1, 1024),
+    "bos_token_id": (-1, 1 << 31),
+    "pad_token_id": (-1, 1 << 31),
+    "original_max_position_embeddings": (1, 1 << 31),
+}
+_REAL: Mapping[str, Range] = {
+    "rms_norm_eps": above(0, at_most=1),
+    "initializer_range": at_least(0, at_most=100),
+    "rope_theta": above(0, at_most=1e15),
+    "partial_rotary_factor": above(0, at_most=1),
+    "factor": above(0, at_most=1e6),
+    "low_freq_factor": above(0, at_most=1e6),
+    "high_freq_factor": above(0, at_most=1e6),
+}
+_SWITCHES = (
+    "tie_word_embeddings",
+    "norm_topk_prob",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+)
+_MOST_EXPERTS = 1 << 18
+"""Maximum number of experts of all layers together."""
 # Keys in config.json of each HFConfig field that `with_` may change.
 _KEYS = {
     "vocab_size": ("vocab_size",),
@@ -97,22 +137,22 @@ class HFConfig:
         """Read `<path>/config.json`; `key` is the setting that names the folder. Raise ConfigError
         if the file is missing, not JSON, or unsupported."""
         path = Path(path)
-        if not path.is_dir():
+        if why := folder_fault(path):
             raise ConfigError(
-                f"{key} {path}: no such folder; give the folder of a Hugging Face model"
+                f"{key} {path}: {why}; give the folder of a Hugging Face model"
                 " (config.json, *.safetensors, tokenizer); names on the hub are not downloaded"
             )
         file = path / "config.json"
-        if not file.is_file():
-            raise ConfigError(
-                f"{key} {path}: has no config.json; give the folder of a Hugging Face model"
-            )
+        if why := fault(file):
+            what = "has no config.json" if why == "no such file" else f"config.json: {why}"
+            raise ConfigError(f"{key} {path}: {what}; give the folder of a Hugging Face model")
         return cls.from_dict(read_json(file), path)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], path: Path | None = None) -> "HFConfig":
         """Convert a parsed config.json. Raise ConfigError if a setting is unsupported."""
         where = str(path / "config.json") if path is not None else "model config"
+        _check_types(raw, where)
         arch = _arch(raw, where)
         _refuse_unsupported(raw, arch, where)
 
@@ -137,7 +177,7 @@ class HFConfig:
             num_heads=heads,
             num_kv_heads=raw.get("num_key_value_heads") or heads,
             head_dim=raw.get("head_dim") or _DEFAULT_HEAD_DIM.get(arch, hidden // heads),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=float(_or(raw, "rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -149,9 +189,9 @@ class HFConfig:
             experts_per_token=need("num_experts_per_tok") if moe else 0,
             moe_intermediate_size=need("moe_intermediate_size") if moe else 0,
             norm_topk_prob=moe and bool(raw.get("norm_topk_prob", False)),
-            initializer_range=float(raw.get("initializer_range", 0.02)),
+            initializer_range=float(_or(raw, "initializer_range", 0.02)),
             bos_id=raw.get("bos_token_id"),
-            eos_ids=as_ids(raw.get("eos_token_id")),
+            eos_ids=as_ids(raw.get("eos_token_id"), where),
             pad_id=raw.get("pad_token_id"),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch."),
             raw=raw,
@@ -188,6 +228,21 @@ class HFConfig:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{where}: {name} {getattr(self, name)}: must be at least 1")
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"{where}: head_dim {self.head_dim}: must be even, since RoPE rotates pairs; take "
+                "the model's config.json"
+            )
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"{where}: num_experts_per_tok {self.experts_per_token}: must be from 1 to the "
+                f"{self.num_experts} experts; take the model's config.json"
+            )
+        if self.num_experts * self.num_layers > _MOST_EXPERTS:
+            raise ConfigError(
+                f"{where}: num_experts {self.num_experts} in each of {self.num_layers} layers: must"
+                f" be at most {_MOST_EXPERTS} in total; take the model's config.json"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"{where}: num_attention_heads {self.num_heads}: must be a multiple of"
@@ -195,22 +250,69 @@ class HFConfig:
             )
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raise ConfigError if the file holds no JSON object."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: not valid JSON ({error}); fetch the file again") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file}: not a JSON object; fetch the file again")
-    return value
-
-
-def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Convert token ids in a config.json (None, an int or a list) to a tuple."""
+def as_ids(value: Any, where: str) -> tuple[int, ...]:
+    """Convert the `eos_token_id` of a file (None, an id or a list of ids) to a tuple. Raise
+    ConfigError, which names the file (`where`), if the value is none of these."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
+    ids = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(_is_whole(i) and 0 <= i < 1 << 31 for i in ids):
+        raise ConfigError(
+            f"{where}: `eos_token_id` {_shown(value)}: must be a token id or a list of token ids; "
+            "take the model's file"
+        )
+    return ids
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _or(raw: Mapping[str, Any], key: str, default: Any) -> Any:
+    return default if raw.get(key) is None else raw[key]
+
+
+def _check_types(raw: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for the first setting of a wrong type or out of range."""
+    _check_numbers(raw, where)
+    for key in ("rope_parameters", "rope_scaling"):
+        if raw.get(key) is None:
+            continue
+        if not isinstance(raw[key], dict):
+            raise _wrong(where, key, raw[key], "must be a JSON object")
+        _check_numbers(raw[key], where)
+    for key in ("architectures", "layer_types"):
+        value = raw.get(key)
+        is_texts = isinstance(value, list) and all(isinstance(v, str) for v in value)
+        if value is not None and not is_texts:
+            raise _wrong(where, key, value, "must be a list of texts")
+    for key in ("model_type", "dtype", "torch_dtype"):
+        if not isinstance(raw.get(key), str | None):
+            raise _wrong(where, key, raw[key], "must be a text")
+
+
+def _check_numbers(raw: Mapping[str, Any], where: str) -> None:
+    for key, (low, high) in _WHOLE.items():
+        value = raw.get(key)
+        if value is not None and not (_is_whole(value) and low <= value <= high):
+            raise _wrong(where, key, value, f"must be a whole number from {low} to {high}")
+    for key, allowed in _REAL.items():
+        value = raw.get(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and allowed.allows(value)):
+            raise _wrong(where, key, value, f"{allowed.why(1)}, a number")
+    for key in _SWITCHES:
+        if not isinstance(raw.get(key), bool | None):
+            raise _wrong(where, key, raw[key], "must be true or false")
+
+
+def _wrong(where: str, key: str, value: Any, wanted: str) -> ConfigError:
+    return ConfigError(f"{where}: `{key}` {_shown(value)}: {wanted}; take the model's config.json")
 
 
 def _arch(raw: dict[str, Any], where: str) -> Arch:
@@ -251,7 +353,7 @@ def _refuse_unsupported(raw: dict[str, Any], arch: Arch, where: str) -> None:
 def _rope(raw: dict[str, Any], where: str) -> tuple[float, dict[str, float] | None]:
     """Return RoPE base and Llama 3's scaling (None: plain RoPE) from transformers 4 or 5 keys."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    theta = float(_or(rope, "rope_theta", _or(raw, "rope_theta", 10000.0)))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ConfigError(f"{where}: `partial_rotary_factor` is not supported; use another model")
@@ -265,4 +367,9 @@ def _rope(raw: dict[str, Any], where: str) -> tuple[float, dict[str, float] | No
     missing = [key for key in _LLAMA3_KEYS if rope.get(key) is None]
     if missing:
         raise ConfigError(f"{where}: RoPE scaling llama3 needs `{missing[0]}`; add it")
-    return theta, {key: float(rope[key]) for key in _LLAMA3_KEYS}
+    scaling = {key: float(rope[key]) for key in _LLAMA3_KEYS}
+    if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise _wrong(
+            where, "low_freq_factor", rope["low_freq_factor"], "must be below high_freq_factor"
+        )
+    return theta, scaling

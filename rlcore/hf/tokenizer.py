@@ -7,16 +7,18 @@ no tokenizer.json. Unlike in transformers, decoding never "cleans up" spaces.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from rlcore.hf.config import as_ids, read_json
-from rlcore.utils.errors import ConfigError
+from rlcore.hf.config import as_ids
+from rlcore.hf.template import Template
+from rlcore.utils.errors import ConfigError, LimitError
+from rlcore.utils.files import fault, folder_fault, read_json, read_text
 from rlcore.utils.log import announce
 
 CHATML = (
@@ -26,9 +28,44 @@ CHATML = (
 """Default chat template for tokenizers without one: the format of Qwen's models."""
 
 _OTHER_FORMATS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MOST_TOKENS_OF_A_CHARACTER = 8  # more tokens without a whole character are invalid UTF-8
+_MOST_BYTES = 256 << 20
+_LONG_CHARS = 100_000
+_WHITE = [chr(i) for i in range(1 << 16) if chr(i).isspace()]
+_SPACES = str.maketrans("", "", "\u0120\u010a\u0109\u010d\u2581")
+"""Removes the signs for space, newline, tab, return (byte-level) and space (SentencePiece)."""
+_KEEPING = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class AddedTokenSettings(msgspec.Struct):
+    """Token in tokenizer_config.json or special_tokens_map.json."""
+
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    special: bool = False
+
+
+class NamedTemplate(msgspec.Struct):
+    """One of several chat templates of a tokenizer."""
+
+    name: str
+    template: str
+
+
+class TokenizerSettings(msgspec.Struct):
+    """Keys that are read from tokenizer_config.json, special_tokens_map.json and
+    chat_template.json."""
+
+    added_tokens_decoder: dict[int, AddedTokenSettings] | None = None
+    bos_token: str | AddedTokenSettings | None = None
+    eos_token: str | AddedTokenSettings | None = None
+    pad_token: str | AddedTokenSettings | None = None
+    unk_token: str | AddedTokenSettings | None = None
+    chat_template: str | list[NamedTemplate] | None = None
 
 
 class Tokenizer:
@@ -78,6 +115,14 @@ class Tokenizer:
                 f"{self._name}: cannot encode {text[:40]!r} ({error}); use another tokenizer"
             ) from error
 
+    def min_tokens(self, text: str) -> int:
+        """Return a lower bound of the number of tokens of a text, without encoding it: encoding 30
+        MB takes minutes. Return 0 for a short text, or if the tokenizer's kind has no bound."""
+        if len(text) < _LONG_CHARS or not self._widest_token:
+            return 0
+        # A token may take any number of spaces, and NFC may join four characters to one.
+        return -(-(len(text) - sum(map(text.count, _WHITE))) // (4 * self._widest_token))
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Decode ids to text, without special tokens (by default) and unknown ids."""
         listed = [int(i) for i in ids]
@@ -120,30 +165,45 @@ class Tokenizer:
     ) -> str:
         """Render messages (`role`, `content`) with the chat template, by default up to the start of
         the assistant's answer. `variables` are passed to the template, such as
-        `enable_thinking=False`. Raise ConfigError if the template rejects the messages."""
-        from jinja2 import TemplateError
+        `enable_thinking=False`. Raise ConfigError if the template fails for the messages, for
+        whatever reason, or exceeds the limits of `hf/template.py`."""
+        variables["add_generation_prompt"] = add_generation_prompt
+        (found,) = self.render_chats([messages], **variables)
+        if isinstance(found, ConfigError):
+            raise found
+        return found
 
+    def render_chats(
+        self, chats: Sequence[Sequence[Mapping[str, Any]]], **variables: Any
+    ) -> list[str | ConfigError]:
+        """Render several lists of messages as `render_chat` does. A ConfigError stands for a list
+        for which the template fails. Raise LimitError if the template exceeds its limits too
+        often."""
+        common = {"tools": None, "documents": None, "add_generation_prompt": True}
+        common |= self._specials | variables
         try:
-            return self._compiled.render(
-                messages=list(messages),
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._specials, **variables},
-            )
-        except TemplateError as error:
-            raise ConfigError(f"{self._name}: chat template: {error}") from error
+            found = self._renderer.render([{**common, "messages": list(chat)} for chat in chats])
+        except LimitError as error:
+            raise LimitError(f"{self._name}: {error}") from error
+        return [
+            ConfigError(f"{self._name}: {f}") if isinstance(f, ConfigError) else f for f in found
+        ]
+
+    @cached_property
+    def _widest_token(self) -> int:
+        """Maximum number of characters, except spaces, that one token stands for; 0 if unknown."""
+        return _widest(json.loads(self._backend.to_str()))
 
     @cached_property
     def _special_texts(self) -> list[str]:
         added = self._backend.get_added_tokens_decoder().values()
-        return [token.content for token in added if token.special]
+        return [token.content for token in added if token.special and token.content]
 
     @cached_property
-    def _compiled(self) -> Any:
+    def _renderer(self) -> Template:
         if self._template is None:
             announce("chat template", f"{self._name} has none, using ChatML")
-        return _compile(self._template or CHATML)
+        return Template(self._template or CHATML)
 
 
 def load_tokenizer(
@@ -155,15 +215,15 @@ def load_tokenizer(
     tokenizer is in another folder. The folder's own config.json and generation_config.json are
     always read. Raise ConfigError if the folder does not exist or has no tokenizer."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ConfigError(f"{key} {folder}: no such folder; give one with tokenizer.json")
-    settings = _optional(folder / "tokenizer_config.json")
+    if why := folder_fault(folder):
+        raise ConfigError(f"{key} {folder}: {why}; give one with tokenizer.json")
+    settings = _settings(folder / "tokenizer_config.json")
     backend = _backend(folder, settings, key)
-    specials = _special_tokens(_optional(folder / "special_tokens_map.json"))
+    specials = _special_tokens(_settings(folder / "special_tokens_map.json"))
     specials |= _special_tokens(settings)
     ends: list[int] = []
     for file in ("generation_config.json", "config.json"):
-        ends += as_ids(_optional(folder / file).get("eos_token_id"))
+        ends += as_ids(_optional(folder / file).get("eos_token_id"), str(folder / file))
     return Tokenizer(
         backend, specials, _template(folder, settings), [*ends, *eos_ids], f"tokenizer {folder}"
     )
@@ -195,10 +255,16 @@ def make_char_tokenizer(
     return load_tokenizer(folder)
 
 
-def _backend(folder: Path, settings: Mapping[str, Any], key: str) -> Backend:
+def _backend(folder: Path, settings: TokenizerSettings, key: str) -> Backend:
     file = folder / "tokenizer.json"
-    if not file.is_file():
-        return _converted(folder, key)
+    if why := fault(file):
+        if why == "no such file":
+            return _converted(folder, key)
+        raise ConfigError(f"{file}: {why}; fetch the file again")
+    if (size := file.stat().st_size) > _MOST_BYTES:
+        raise ConfigError(
+            f"{file}: has {size} bytes; a tokenizer has at most {_MOST_BYTES}; fetch the file again"
+        )
     try:
         backend = Backend.from_file(str(file))
     except Exception as error:  # the library raises only `Exception`
@@ -206,17 +272,15 @@ def _backend(folder: Path, settings: Mapping[str, Any], key: str) -> Backend:
     backend.no_padding()
     backend.no_truncation()
     # Add tokens that only tokenizer_config.json has; the library numbers them in this order.
-    listed = settings.get("added_tokens_decoder") or {}
-    for number, token in sorted((int(key), value) for key, value in listed.items()):
-        if backend.token_to_id(token["content"]) is None:
-            flags = {key: token.get(key, False) for key in _FLAGS}
-            backend.add_tokens([AddedToken(token["content"], **flags)])
-            if backend.token_to_id(token["content"]) != number:
-                raise ConfigError(
-                    f"{folder}: token {token['content']!r} has id {number} in "
-                    "tokenizer_config.json, which is not the next free id of tokenizer.json; "
-                    "fetch both files again"
-                )
+    listed = sorted((settings.added_tokens_decoder or {}).items())
+    new = [(number, t) for number, t in listed if backend.token_to_id(t.content) is None]
+    backend.add_tokens([AddedToken(**msgspec.structs.asdict(token)) for _, token in new])
+    for number, token in new:
+        if backend.token_to_id(token.content) != number:
+            raise ConfigError(
+                f"{folder}: token {token.content!r} has id {number} in tokenizer_config.json, "
+                "which is not the next free id of tokenizer.json; fetch both files again"
+            )
     return backend
 
 
@@ -242,57 +306,78 @@ def _converted(folder: Path, key: str) -> Backend:
 
 
 def _optional(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
+    """Read a JSON object from a file; {} if there is no such file."""
+    return {} if fault(file) == "no such file" else read_json(file)
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+def _settings(file: Path) -> TokenizerSettings:
+    try:
+        return msgspec.convert(_optional(file), TokenizerSettings, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {error}; fetch the file again") from error
+
+
+def _special_tokens(settings: TokenizerSettings) -> dict[str, str]:
     """Return the special tokens by role; a file may write a token as an object with `content`."""
     found = {}
     for role in _SPECIALS:
-        token = settings.get(role)
+        token = getattr(settings, role)
         if token is not None:
-            found[role] = token["content"] if isinstance(token, dict) else token
+            found[role] = token.content if isinstance(token, AddedTokenSettings) else token
     return found
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+def _template(folder: Path, settings: TokenizerSettings) -> str | None:
     """Return the chat template; None if the folder has none. As in transformers, a template file
     has precedence over tokenizer_config.json."""
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    legacy = _optional(folder / "chat_template.json").get("chat_template")
-    template = legacy or settings.get("chat_template")
+    file = folder / "chat_template.jinja"
+    if fault(file) != "no such file":
+        return read_text(file)
+    template = _settings(folder / "chat_template.json").chat_template or settings.chat_template
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return {entry.name: entry.template for entry in template}.get("default")
     return template
 
 
-def _compile(template: str) -> Any:
-    """Compile a chat template with the functions that transformers provides. The template runs in a
-    jinja2 sandbox, because templates come with downloaded models."""
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _widest(settings: Mapping[str, Any]) -> int:
+    """Return the maximum number of characters, except spaces, that one token of a tokenizer.json
+    stands for. Return 0 if a token may stand for any text, as an unknown token does."""
+    model = settings["model"]
+    splits, cleans = _steps(settings["pre_tokenizer"]), _steps(settings["normalizer"])
+    vocabulary = model["vocab"]
+    if model["type"] != "BPE":
+        return 0
+    if any(step["type"] == "ByteLevel" for step in splits):
+        letters: Iterable[str] = pre_tokenizers.ByteLevel.alphabet()
+    elif model.get("byte_fallback"):
+        letters = (f"<0x{byte:02X}>" for byte in range(256))
+    else:
+        return 0
+    if not all(letter in vocabulary for letter in letters):
+        return 0
+    if not all(map(_drops_no_text, splits)) or not all(map(_drops_no_text, cleans)):
+        return 0
+    tokens = [*vocabulary, *(token["content"] for token in settings["added_tokens"])]
+    return max(len(token.translate(_SPACES)) for token in tokens)
 
-    class Generation(Extension):
-        """Parser that drops `{% generation %}` tags and keeps the assistant's text inside."""
 
-        tags = {"generation"}
+def _steps(setting: Any) -> list[Mapping[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer of tokenizer.json."""
+    if setting is None:
+        return []
+    if setting["type"] != "Sequence":
+        return [setting]
+    parts = setting.get("normalizers") or setting.get("pretokenizers") or []
+    return [step for part in parts for step in _steps(part)]
 
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(template)
+def _drops_no_text(step: Mapping[str, Any]) -> bool:
+    """Return whether a step keeps all characters except spaces, up to Unicode's composition."""
+    match step["type"]:
+        case "NFC" | "Prepend" | "ByteLevel" | "Metaspace" | "Digits":
+            return True
+        case "Split":
+            return step["behavior"] in _KEEPING
+        case "Replace":
+            return step["pattern"] == {"String": " "}
+    return False

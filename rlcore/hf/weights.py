@@ -17,15 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlcore.hf.config import HFConfig, read_json
+from rlcore.hf.config import HFConfig
 from rlcore.hf.names import Shape, expected
 from rlcore.utils import collective, disk
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import fault, read_json
 
 Index = tuple[slice, ...]
 """Part of a tensor: one slice per leading dimension, and all of the other dimensions."""
@@ -48,6 +50,15 @@ _TOKENIZER_FILES = (
 )
 # transformers 5 may save all experts of a layer stacked in two tensors.
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_MOST_EXPERTS = 1 << 14
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class ShardIndex(msgspec.Struct):
+    """Contents of the file `model.safetensors.index.json`."""
+
+    weight_map: dict[str, str]
+    """Name of the shard, a file of the same folder, of each tensor."""
 
 
 class WeightReader:
@@ -79,17 +90,30 @@ class WeightReader:
 
     def get(self, name: str, index: Index = ()) -> Tensor:
         """Return a tensor, or the part that `index` selects, on the CPU in the file's dtype. Raise
-        ValueError if the tensor is missing."""
+        ValueError if the tensor is missing, or if a returned value is NaN or infinite."""
+        tensor = self._get(name, index)
+        # A sum is finite if all values are, and needs no memory for a mask.
+        dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        if not torch.isfinite(tensor.sum(dtype=dtype)):
+            raise ConfigError(
+                f"{self.folder}: tensor {name} has values that are NaN or infinite; fetch the "
+                "model again, or use an earlier export"
+            )
+        return tensor
+
+    def _get(self, name: str, index: Index) -> Tensor:
         if name in self._stacked:
             stored, (expert, rows) = self._stacked[name]
             tensor = self._slice(stored)[expert, rows][0]
             return tensor[index].contiguous() if index else tensor
         if not index:
+            self._slice(name)  # raises ConfigError if the shard lacks the tensor
             return self._file(name).get_tensor(name)
         return self._slice(name)[index]
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise ValueError for the first tensor that is missing or has another shape."""
+        """Raise ValueError for the first tensor that is missing, has another shape, or does not
+        hold floating-point numbers."""
         for name, shape in shapes.items():
             found = self.shape(name)
             if found != tuple(shape):
@@ -97,23 +121,47 @@ class WeightReader:
                     f"{self.folder}: tensor {name} has shape {list(found)}, config.json needs "
                     f"{list(shape)}; use config.json and weights of one model"
                 )
+            stored = self._stacked[name][0] if name in self._stacked else name
+            if (dtype := self._slice(stored).get_dtype()) not in _FLOATS:
+                raise ConfigError(
+                    f"{self.folder}: tensor {name} has dtype {dtype}; use a model with weights of "
+                    f"dtype {', '.join(_FLOATS)}"
+                )
 
     def _find(self) -> dict[str, str]:
         index, single = self.folder / INDEX, self.folder / SINGLE
-        if index.is_file():
-            file_of = read_json(index)["weight_map"]
-            for file in sorted(set(file_of.values())):
-                if not (self.folder / file).is_file():
-                    raise ConfigError(
-                        f"{self.folder}: shard {file} of {INDEX} is missing; fetch the model again"
-                    )
-            return file_of
-        if single.is_file():
+        if (why := fault(index)) != "no such file":
+            if why:
+                raise ConfigError(f"{index}: {why}; fetch the model again")
+            return self._index(index)
+        if not (why := fault(single)):
             return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
+        if why != "no such file":
+            raise ConfigError(f"{single}: {why}; fetch the model again")
         raise ConfigError(
             f"{self.folder}: has neither {SINGLE} nor {INDEX}; give a folder with safetensors "
             "weights, or use random weights with --model.random_init"
         )
+
+    def _index(self, index: Path) -> dict[str, str]:
+        """Return the shard of each tensor. Raise ConfigError if a shard is missing, or is not a
+        file of the folder."""
+        try:
+            file_of = msgspec.convert(read_json(index), ShardIndex).weight_map
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{index}: {error}; fetch the file again") from error
+        for file in sorted(set(file_of.values())):
+            if not file or Path(file).name != file or file == "..":
+                raise ConfigError(
+                    f"{index}: names the shard {file!r}, which is not a file of this folder; fetch "
+                    "the file again"
+                )
+            if why := fault(self.folder / file):
+                what = "is missing" if why == "no such file" else why
+                raise ConfigError(
+                    f"{self.folder}: shard {file} of {INDEX} {what}; fetch the model again"
+                )
+        return file_of
 
     def _stacks(self) -> set[str]:
         return {name for name in self._file_of if _STACKED.fullmatch(name)}
@@ -125,7 +173,13 @@ class WeightReader:
             match = _STACKED.fullmatch(stored)
             assert match is not None
             prefix, kind = match.groups()
-            experts, rows, _ = self._slice(stored).get_shape()
+            shape = self._slice(stored).get_shape()
+            if len(shape) != 3 or shape[0] > _MOST_EXPERTS:
+                raise ConfigError(
+                    f"{self.folder}: tensor {stored} has shape {shape}; it must have three "
+                    f"dimensions, the first at most {_MOST_EXPERTS}; fetch the model again"
+                )
+            experts, rows, _ = shape
             half = rows // 2
             parts = (
                 {"down_proj": slice(0, rows)}
@@ -142,7 +196,7 @@ class WeightReader:
         if file not in self._open:
             try:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise ConfigError(
                     f"{self.folder / file}: not a whole safetensors file ({error});"
                     " fetch the model again"

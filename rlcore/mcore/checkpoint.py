@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -39,6 +40,7 @@ from torch import Tensor
 from rlcore.mcore.boxes import Box, boxes
 from rlcore.utils import disk
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import fault, read_text
 
 FORMAT = 2
 INDEX = "checkpoint.json"
@@ -47,6 +49,14 @@ WRITERS = 2
 FILE_BYTES = 512 * 2**20
 """Bytes after which a rank begins a new file. Host memory holds a file twice while writing."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _Index(msgspec.Struct):
+    """Contents of the file `checkpoint.json`."""
+
+    format: int
+    state: dict[str, Any]
+    optimizer_step: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,15 +141,15 @@ def read_index(path: Path, head: str = "lm") -> tuple[dict[str, Any], int]:
             head.
     """
     try:
-        found = json.loads((path / INDEX).read_text())
-        state, step, written = found["state"], found["optimizer_step"], found["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = msgspec.json.decode(read_text(path / INDEX), type=_Index)
+    except (ConfigError, msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(
             f"{path}: has no complete checkpoint; choose another folder or start a new run"
         ) from error
-    if written != FORMAT:
+    state = found.state
+    if found.format != FORMAT:
         raise ConfigError(
-            f"{path}: has format {written}, but this version of rlcore reads format {FORMAT}; "
+            f"{path}: has format {found.format}, but this version of rlcore reads format {FORMAT}; "
             "resume with the version that wrote it"
         )
     if (saved := state.get("head", "lm")) != head:
@@ -147,7 +157,7 @@ def read_index(path: Path, head: str = "lm") -> tuple[dict[str, Any], int]:
             f"{path}: was saved by a model with head {saved}, but this model has head {head}; "
             "load an actor from an actor's checkpoint and a critic from a critic's"
         )
-    return state, step
+    return found.state, found.optimizer_step
 
 
 # ---- what a rank holds
@@ -272,9 +282,15 @@ class Shards:
 
     def open(self) -> None:
         """Open the files and list their entries."""
+        seen: set[str] = set()
         for path in sorted(self.folder.glob("*.safetensors")):
+            if why := fault(path):
+                raise ConfigError(f"{path}: {why}; choose another checkpoint")
             file = safe_open(path, framework="pt")
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                if name in seen:
+                    raise ValueError(f"{path.name} repeats the entry {name}")
+                seen.add(name)
                 key, _, offset = name.rpartition("@")
                 shape = tuple(file.get_slice(name).get_shape())
                 box = Box(tuple(map(int, offset.split(","))), shape)

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import fault
 from rlcore.utils.log import log
 from rlcore.utils.writes import LogWrites
 
@@ -90,9 +92,12 @@ class AppendFile:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a log file; none if the file is missing. Damaged lines are logged and
-    skipped. An unfinished last line, which a writer may still complete, is skipped silently."""
-    if not path.exists():
-        return
+    skipped. An unfinished last line, which a writer may still complete, is skipped silently. Raise
+    ConfigError if the path is not a readable regular file."""
+    if why := fault(path):
+        if why == "no such file":
+            return
+        raise ConfigError(f"{path}: {why}; give a log file of a run")
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             row = _parse(line)
@@ -137,7 +142,9 @@ def _end_before(path: Path, next_step: int) -> int:
     with path.open("rb") as file:
         for line in file:
             row = _parse(line)
-            if not line.endswith(b"\n") or (row is not None and row.get("step", 0) >= next_step):
+            step = 0 if row is None else row.get("step", 0)
+            is_later = isinstance(step, int | float) and step >= next_step
+            if not line.endswith(b"\n") or is_later:
                 break
             end += len(line)
     return end
@@ -146,7 +153,7 @@ def _end_before(path: Path, next_step: int) -> int:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 

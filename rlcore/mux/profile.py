@@ -11,8 +11,10 @@ from typing import Any
 from rlcore.config.schema import MuxConfig
 from rlcore.metrics.jsonl import write_atomic
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import read_json
 
 FILE = "mux_profile.json"
+_MOST = 1e12
 STEP = "step"
 """Name of the phase in which a colocated job samples and trains, on the nodes of both pools."""
 
@@ -39,22 +41,26 @@ class Profile:
         found = {name: value for name, value in values.items() if name in known}
         colocated = found.pop("colocated", False)
         wrong = [
-            n for n, v in found.items() if isinstance(v, bool) or not isinstance(v, int | float)
+            name
+            for name, v in found.items()
+            if isinstance(v, bool) or not isinstance(v, int | float) or not 0 <= v < _MOST
         ]
         if not isinstance(colocated, bool):
             raise ConfigError(f"profile of a job: colocated {colocated!r}: must be true or false")
         if missing := {"rollout_s", "train_s"} - found.keys():
             wrong += sorted(missing)
         if wrong:
-            raise ConfigError(f"profile of a job: {', '.join(wrong)}: must be numbers")
+            raise ConfigError(
+                f"profile of a job: {', '.join(wrong)}: must be numbers from 0 to {_MOST:g}"
+            )
         return cls(**found, colocated=colocated)
 
     @classmethod
     def read(cls, path: Path) -> "Profile":
         """Read a profile from a file. Raise ConfigError if the file has no valid profile."""
         try:
-            return cls.of(json.loads(path.read_text()))
-        except (OSError, ValueError, AttributeError) as error:
+            return cls.of(read_json(path))
+        except ConfigError as error:
             raise ConfigError(
                 f"{path}: not the profile of a job ({error}); give the {FILE} that a run without "
                 "--mux.url writes with cluster.rollout_ranks or --debug.full_length"

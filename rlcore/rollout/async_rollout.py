@@ -9,6 +9,9 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from rlcore.records import (
     AnyCommand,
@@ -210,7 +213,7 @@ class AsyncRollout:
                     f"--run.resume {folder.parent}: was written by a replay, which does not save "
                     "running requests; resume the replayed run, or use --run.resume fresh"
                 )
-            saved, owner_now = decode(file.read_bytes(), Saved), self._owner_now(folder)
+            saved, owner_now = _read(file, Saved), self._owner_now(folder)
             self.controller.restore(saved, owner_now)
             if self._record is not None:
                 owners = {rank: owner_now(rank) for rank in _owners(folder)}
@@ -219,8 +222,8 @@ class AsyncRollout:
             owner_now = self._owner_now(folder)
             for rank in _owners(folder):
                 if owner_now(rank) == self._hub.rank:
-                    data = (folder / f"samples{rank}.msgpack").read_bytes()
-                    self._worker.adopt(decode(data, list[Sample]))
+                    file = folder / f"samples{rank}.msgpack"
+                    self._worker.adopt(_read(file, list[Sample]))
 
     def _owner_now(self, folder: Path):
         """Return a function that maps a rank that saved samples to the rank that owns them now."""
@@ -230,4 +233,14 @@ class AsyncRollout:
 
 def _owners(folder: Path) -> list[int]:
     """Return the ranks that wrote samples to this checkpoint folder."""
-    return sorted(int(p.stem.removeprefix("samples")) for p in folder.glob("samples*.msgpack"))
+    ranks = (p.stem.removeprefix("samples") for p in folder.glob("samples*.msgpack"))
+    return sorted(int(rank) for rank in ranks if rank.isdecimal())
+
+
+def _read(file: Path, kind: Any) -> Any:
+    try:
+        return decode(file.read_bytes(), kind)
+    except (msgspec.MsgspecError, ValueError, OSError, RecursionError) as error:
+        raise ConfigError(
+            f"--run.resume {file}: cannot be read ({error}); resume from another checkpoint"
+        ) from error

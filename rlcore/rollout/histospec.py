@@ -11,6 +11,8 @@ move to another row or file of the data.
 
 import hashlib
 import threading
+import zipfile
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -29,6 +31,7 @@ from rlcore.records import (
     group_of,
 )
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import fault
 from rlcore.utils.log import log
 
 Draft = Literal["none", "ngram", "history", "history_reward"]
@@ -117,6 +120,8 @@ class HistoryStore:
         """Replace all histories by those in a file that `save` wrote. Raise ConfigError if the file
         has another format."""
         try:
+            if why := fault(path):
+                raise ValueError(why)
             with np.load(path, allow_pickle=False) as file:
                 parts = {name: file[name] for name in file.files}
             ends, at, first = np.cumsum(parts["lengths"]), 0, 0
@@ -135,7 +140,17 @@ class HistoryStore:
                     at = int(ends[i])
                 first += size
                 prompts.setdefault(key, []).append(group)
-        except (KeyError, ValueError, IndexError, EOFError) as error:
+        except (
+            KeyError,
+            ValueError,
+            IndexError,
+            EOFError,
+            OSError,
+            TypeError,
+            MemoryError,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as error:
             raise ConfigError(f"{path}: not a file of histories ({error})") from error
         self._prompts, self._tokens = prompts, int(parts["lengths"].sum())
         self.add(())  # apply max_tokens, which may be smaller than in the saved run

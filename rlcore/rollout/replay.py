@@ -11,12 +11,12 @@ recorded samples. The batches and their order are the same on any number of rank
 replay decode only for evaluations. Every train rank reads the folder.
 """
 
+import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from rlcore.metrics.jsonl import write_atomic
@@ -38,10 +38,12 @@ from rlcore.records import (
 from rlcore.rollout.async_controller import AsyncController, Saved
 from rlcore.sched.completion_order import ReplayMismatch
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import fault
 from rlcore.utils.net import decode, encode
 from rlcore.utils.writes import LogWrites
 
 FOLDER = "record"
+_STEP = re.compile(r"step_(\d+)\.events\.msgpack")
 
 
 class Restored(Struct, frozen=True):
@@ -149,7 +151,8 @@ class EventLog:
     @property
     def _have(self) -> list[int]:
         """Numbers of the recorded steps, in ascending order."""
-        return sorted(int(f.name[5:11]) for f in self.path.glob("step_*.events.msgpack"))
+        steps = (_STEP.fullmatch(f.name) for f in self.path.glob("step_*.events.msgpack"))
+        return sorted(int(found[1]) for found in steps if found)
 
     def begins_at(self, version: Version) -> bool:
         """Return whether the first recorded step is the step that trains policy `version`."""
@@ -159,16 +162,13 @@ class EventLog:
         """Read the events of a step. Raise ReplayMismatch if the log does not have the step or has
         another seed."""
         file = _events(self.path, version)
-        if not file.is_file():
+        if fault(file) == "no such file":
             have = self._have
             raise ReplayMismatch(
                 f"--debug.replay {self.path}: has no step {version + 1}, only {have[0]} to "
                 f"{have[-1]}; take fewer --run.steps, or the log of a longer run"
             )
-        try:
-            found = decode(file.read_bytes(), LoggedStep)
-        except msgspec.MsgspecError as error:
-            raise ReplayMismatch(f"--debug.replay {file}: cannot be read ({error})") from error
+        found = _read(file, LoggedStep)
         if found.seed != self._seed:
             raise ReplayMismatch(
                 f"--debug.replay {self.path}: was recorded with --run.seed {found.seed}, not "
@@ -181,7 +181,7 @@ class EventLog:
         samples."""
         found: dict[RequestId, Sample] = {}
         for file in sorted(self.path.glob(f"{_name(version)}.samples*.msgpack")):
-            found |= {s.id: s for s in decode(file.read_bytes(), list[Sample])}
+            found |= {s.id: s for s in _read(file, list[Sample])}
         wanted = list(wanted)
         if missing := [i for i in wanted if i not in found]:
             raise ReplayMismatch(
@@ -220,7 +220,13 @@ class Replayed(AsyncController):
             (k for k, (_, e) in enumerate(step.events) if isinstance(e, Holding)), len(step.events)
         )
         self._rest = list(step.events[at:])
-        self._batch = [c for c in self._play(step.events[:at]) if isinstance(c, TrainOrder)]
+        try:
+            self._batch = [c for c in self._play(step.events[:at]) if isinstance(c, TrainOrder)]
+        except LookupError as error:
+            raise ReplayMismatch(
+                f"--debug.replay {self._log.path}: an event of step {version + 1} names a group or "
+                f"request that no earlier event has begun ({error}); the log is damaged"
+            ) from error
         if (groups := _trained(self._batch, self.prompts)) != step.groups:
             here, there = (
                 ", ".join(f"{g.id} (row {g.row})" for g in found[:3]) or "none"
@@ -284,6 +290,15 @@ def _trained(
         TrainedGroup(g.id, g.prompt_index, zlib.crc32(prompts[g.id].tokens.tobytes()))
         for g in (batch.groups if batch else ())
     )
+
+
+def _read(file: Path, kind: Any) -> Any:
+    try:
+        if why := fault(file):
+            raise ValueError(why)
+        return decode(file.read_bytes(), kind)
+    except (OSError, ValueError, RecursionError) as error:  # msgspec raises ValueErrors
+        raise ReplayMismatch(f"--debug.replay {file}: cannot be read ({error})") from error
 
 
 def _name(version: Version) -> str:

@@ -20,6 +20,7 @@ from rlcore.rollout.controller import Controller
 from rlcore.sched.completion_order import ByLog, Counted, ReplayMismatch
 from rlcore.sched.roles import GroupState
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import fault
 from rlcore.utils.log import log
 from rlcore.utils.writes import LogWrites
 
@@ -58,10 +59,8 @@ class Log:
         """Read the log at `path`, a file or a run's folder. Raise ConfigError if there is no log or
         the log has no rounds."""
         self.path = path / FILE if path.is_dir() else path
-        if not self.path.is_file():
-            raise ConfigError(
-                f"--debug.replay {path}: no such file; give a run's {FILE}, or its folder"
-            )
+        if why := fault(self.path):
+            raise ConfigError(f"--debug.replay {path}: {why}; give a run's {FILE}, or its folder")
         self._rounds: dict[GroupId, LoggedRound] = {}
         try:
             for row in read_lines(self.path):  # if a resumed run repeats a step, keep its last line

@@ -4,12 +4,14 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlcore.sim.workload import Recorded
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import fault
 
 RESPONSE = ("response_tokens", "num_tokens", "n_tokens", "GeneratedTokens", "output_length")
 PROMPT = ("prompt_tokens", "ContextTokens", "input_length")
@@ -17,6 +19,8 @@ SAME_PROMPT = ("series", "model", "dataset", "source", "idx", "prompt")
 """Columns that together identify a prompt; a file may lack some. If a row has neither `idx` nor
 `prompt`, its prompt is unknown, and its length is pooled with those of all such rows."""
 MOST = 10_000_000
+MOST_BYTES = 512 << 20
+"""Maximum size of a file, unpacked."""
 ALLOWED = (
     "give a .csv, .jsonl or .jsonl.gz file whose rows have a response's tokens, a whole number "
     f"from 1 to {MOST}, as one of {', '.join(RESPONSE)}"
@@ -76,7 +80,7 @@ def _tokens(path: Path, line: int, row: Mapping[str, Any], names: tuple[str, ...
         value = row[name]
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = -1.0
         least = 1 if names is RESPONSE else 0
         if isinstance(value, bool) or not least <= number <= MOST or number != int(number):
@@ -89,23 +93,31 @@ def _tokens(path: Path, line: int, row: Mapping[str, Any], names: tuple[str, ...
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, row) for every row of a .csv or .jsonl file."""
+    if why := fault(path):
+        raise ConfigError(f"{path}: {why}; {ALLOWED}")
     try:
-        data = path.read_bytes()
-        if path.suffix == ".gz":
-            data = gzip.decompress(data)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
         text = data.decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot read it ({error}); {ALLOWED}") from error
+    if len(data) > MOST_BYTES:
+        raise ConfigError(f"{path}: has more than {MOST_BYTES >> 20} MiB; {ALLOWED}")
     if path.name.endswith(".csv"):
         reader = csv.DictReader(io.StringIO(text))
-        for row in reader:
+        while True:
+            try:
+                row = next(reader, None)
+            except csv.Error as error:
+                raise ConfigError(f"{path}, line {reader.line_num}: {error}; {ALLOWED}") from error
+            if row is None:
+                return
             if None in row or None in row.values():
                 raise ConfigError(
                     f"{path}, line {reader.line_num}: expected {len(reader.fieldnames or ())} "
                     f"values as in the header; {ALLOWED}"
                 )
             yield reader.line_num, row
-        return
     if not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise ConfigError(f"{path}: {ALLOWED}")
     for number, line in enumerate(text.splitlines(), 1):
@@ -113,10 +125,9 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"{path}, line {number}: not JSON ({error.msg}); {ALLOWED}"
-            ) from error
+        except (ValueError, RecursionError) as error:
+            why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            raise ConfigError(f"{path}, line {number}: not JSON ({why}); {ALLOWED}") from error
         if not isinstance(row, dict):
             raise ConfigError(
                 f"{path}, line {number}: {line[:40]!r} is not a JSON object; {ALLOWED}"

@@ -27,7 +27,6 @@ Seconds are wall-clock time, sizes are in tokens. `read` reads the file, and
 """
 
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -38,6 +37,7 @@ import numpy as np
 
 from rlcore.sim.cost import EngineCost
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import read_json
 
 FORMAT = 1
 
@@ -146,20 +146,20 @@ def read(path: Path) -> dict[int, EngineMeasurements]:
         ConfigError: the file is invalid; the error says why.
     """
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as e:
+        found = read_json(path)
+    except ConfigError as e:
         raise ConfigError(f"profile {path}: cannot read it ({e})") from e
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if found.get("format") != FORMAT:
         raise ConfigError(
             f"profile {path}: does not have format {FORMAT}; write one with python -m rlcore "
             "profile"
         )
     try:
         layouts = [_layout(row) for row in found["layouts"]]
-    except (KeyError, TypeError) as e:
+    except (KeyError, TypeError, AttributeError) as e:
         raise ConfigError(f"profile {path}: a layout has missing or unknown fields: {e}") from e
     for x in layouts:
-        bad = [f.name for f in fields(EngineCost) if not getattr(x.cost, f.name) >= 0]
+        bad = [f.name for f in fields(EngineCost) if not _is_known(getattr(x.cost, f.name))]
         if bad or not x.cost.decode_s(1, 1, 1) > 0:
             lacking = ", ".join(bad) or "the time of a decode step"
             raise ConfigError(f"profile {path}: the layout of tp {x.tp} lacks {lacking}")
@@ -169,6 +169,10 @@ def read(path: Path) -> dict[int, EngineMeasurements]:
             "rlcore profile"
         )
     return {x.tp: x for x in layouts}
+
+
+def _is_known(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < math.inf
 
 
 def _layout(row: Mapping[str, Any]) -> EngineMeasurements:

@@ -1,7 +1,6 @@
 """Make a simulation plan from the options of `python -m rlcore sim run`."""
 
 import argparse
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from rlcore.sim.phases import (
 from rlcore.sim.rewards import FixedScorer, JudgeScorer, Rewards, SandboxScorer, SimScorer
 from rlcore.sim.workload import GENERATORS, Workload
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import read_json
 
 REWARDS = ("none", "math", "code", "judge", "mix")
 JUDGES = ("dedicated", "shared", "streamed")
@@ -179,17 +179,20 @@ def read_model(name: str) -> ModelSize:
     path = Path(name)
     known = f"--model {name}: unknown; choose from {', '.join(found)}, or the path of a config.json"
     try:
-        c = json.loads(path.read_text())
+        c = read_json(path)
         layers, hidden, heads = c["num_hidden_layers"], c["hidden_size"], c["num_attention_heads"]
         kv, inner, vocab = (
             c.get("num_key_value_heads", heads),
             c["intermediate_size"],
             c["vocab_size"],
         )
-    except OSError as error:
-        raise ConfigError(known) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ConfigError as error:
+        raise ConfigError(f"{known} ({error})") from error
+    except KeyError as error:
         raise ConfigError(f"{known}; in this file {error!s} is missing or not a number") from error
+    sizes = (layers, hidden, heads, kv, inner, vocab, c.get("head_dim") or 1)
+    if wrong := [size for size in sizes if type(size) is not int or not 0 < size < 1 << 31]:
+        raise ConfigError(f"{known}; in this file {str(wrong[0])[:40]!r} is not a model's size")
     head = c.get("head_dim") or hidden // heads
     embeddings = vocab * hidden * (1 if c.get("tie_word_embeddings") else 2)
     block = 2 * hidden * head * (heads + kv) + 3 * hidden * inner

@@ -33,6 +33,7 @@ from rlcore.trainer import seal
 from rlcore.trainer.progress import Data, Progress, Ranks
 from rlcore.utils import collective, disk
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import read_json
 from rlcore.utils.log import log
 from rlcore.utils.writes import reason
 
@@ -48,8 +49,16 @@ def folder_of(run_folder: Path) -> Path:
 
 def found(run_folder: Path) -> list[Path]:
     """Return the checkpoint folders of a run, newest first, including damaged ones."""
-    folders = (p for p in folder_of(run_folder).glob("step_*") if p.is_dir() and p.suffix == "")
-    return sorted(folders, reverse=True)
+    folders = [
+        p
+        for p in folder_of(run_folder).glob("step_*")
+        if p.is_dir() and p.name.removeprefix("step_").isdecimal()
+    ]
+    return sorted(folders, key=_step_of, reverse=True)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def wanted_by(cfg: Config, run_folder: Path) -> str:
@@ -92,13 +101,20 @@ def best_of(paths: Sequence[Path]) -> Path | None:
 
     def accuracy(path: Path) -> float | None:
         try:
-            saved = json.loads((path / "state.json").read_text()).get("accuracy")
-        except (OSError, ValueError, AttributeError):
+            saved = read_json(path / "state.json").get("accuracy")
+        except ConfigError:
             return None
         return saved if isinstance(saved, int | float) and math.isfinite(saved) else None
 
     known = [(found, path) for path in paths if (found := accuracy(path)) is not None]
     return max(known, key=lambda pair: pair[0])[1] if known else None
+
+
+def _wrong_state(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"--run.resume {path}: its state.json does not fit this version ({why}); resume from "
+        "another checkpoint, or start a new run with --run.resume fresh"
+    )
 
 
 def move_aside(folder: Path) -> Path | None:
@@ -288,14 +304,16 @@ class Checkpoints:
     def load(self, path: Path, progress: Progress) -> None:
         """Restore the state of the run from the checkpoint `path`. Collective over the train ranks.
         A rank that only samples restores the step and its part of the sample buffer."""
-        state = json.loads((path / "state.json").read_text())
-        if state["format"] != FORMAT:
+        state = read_json(path / "state.json", "resume from another checkpoint")
+        if (written := state.get("format")) != FORMAT:
             raise ConfigError(
-                f"--run.resume {path}: has format {state['format']} but this version reads "
+                f"--run.resume {path}: has format {written} but this version reads "
                 f"{FORMAT}; resume with the version that wrote it, or start a new run with "
                 "--run.resume fresh"
             )
-        step = state["step"]
+        step = state.get("step")
+        if not isinstance(step, int):
+            raise _wrong_state(path, "it has no step")
         progress.begin(step)
         if (
             self.async_rollout is not None and (path / ASYNC_ROLLOUT).is_dir()
@@ -312,16 +330,10 @@ class Checkpoints:
                     "anew with --run.resume fresh"
                 )
             self.critic.load(path / "critic")
-        self.kl.restore(state["kl"])
-        if self.deadlines is not None and state.get("deadlines"):
-            self.deadlines.restore(state["deadlines"])
-        if self.data.source is not None and self.data.order is not None:
-            self.data.order.restore(state["sampler"])
-            self.data.source.restore(state["source"], self.data.order.state()["num_rows"])
-        if self.sizes is not None:
-            saved = state.get("sizes", {})
-            if type(self.sizes).__name__ in saved:  # Skip the state of another policy class.
-                self.sizes.restore(saved[type(self.sizes).__name__])
+        try:
+            self._restore(state)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise _wrong_state(path, f"{type(error).__name__}: {error}") from error
         if self.library is not None and (path / HISTORIES).is_file():  # Histories are optional.
             self.library.load(path / HISTORIES)
         if self.ranks.rank == 0:
@@ -333,11 +345,24 @@ class Checkpoints:
                     "for a new run"
                 )
 
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Restore the small states in `state`, the contents of state.json."""
+        self.kl.restore(state["kl"])
+        if self.deadlines is not None and state.get("deadlines"):
+            self.deadlines.restore(state["deadlines"])
+        if self.data.source is not None and self.data.order is not None:
+            self.data.order.restore(state["sampler"])
+            self.data.source.restore(state["source"], self.data.order.state()["num_rows"])
+        if self.sizes is not None:
+            saved = state.get("sizes", {})
+            if type(self.sizes).__name__ in saved:  # Skip the state of another policy class.
+                self.sizes.restore(saved[type(self.sizes).__name__])
+
     def set_later_aside(self, step: int) -> None:
         """After a resume from an earlier step, rename the checkpoints of later steps to `.old<k>`.
         Otherwise `auto` would choose one of these, and `prune` would delete new checkpoints first.
         Metrics and rollouts are copied, because the run truncates them to this step."""
-        later = [p for p in found(self.folder) if int(p.name.removeprefix("step_")) > step]
+        later = [p for p in found(self.folder) if _step_of(p) > step]
         if not later:
             return
         k = 1

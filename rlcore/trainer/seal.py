@@ -3,13 +3,26 @@ is incomplete; a file that does not match its seal is damaged. Ranks share the r
 
 import json
 import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlcore.utils import collective, disk
+import msgspec
+
+from rlcore.utils import collective, disk, files
+from rlcore.utils.errors import ConfigError
 
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 4 * 2**20
 UNREADABLE = -1.0
+
+
+class Manifest(msgspec.Struct):
+    """Contents of the file `manifest.json`."""
+
+    files: dict[str, tuple[int, int]]
+    """Size and CRC-32 of each file, by its path in the checkpoint."""
+    checksum: int
+    """CRC-32 of `files`, so that a lost or changed entry is detected."""
 
 
 def write(folder: Path, group: collective.Group) -> str:
@@ -28,27 +41,32 @@ def write(folder: Path, group: collective.Group) -> str:
     elif collective.is_first(group) and not error:
         seals = {n: [size, int(s)] for (n, size), s in zip(sizes.items(), sums, strict=True)}
         try:
-            disk.write_text(folder / MANIFEST, json.dumps({"files": seals}, indent=1))
+            text = json.dumps({"files": seals, "checksum": _checksum_of(seals)}, indent=1)
+            disk.write_text(folder / MANIFEST, text)
             disk.sync_tree(folder)
         except OSError as e:
             error = str(e)
     return collective.broadcast_text(error, group)
 
 
-def look(folder: Path) -> tuple[str, dict[str, list[int]]]:
+def look(folder: Path) -> tuple[str, dict[str, tuple[int, int]]]:
     """Check a checkpoint against its seal: names and sizes of the files, but not their contents.
 
     Returns:
-        The fault ("" if there is none), and [size, checksum] of each file by name.
+        The fault ("" if there is none), and (size, checksum) of each file by name.
     """
-    seals: dict[str, list[int]] = {}
     try:
-        seals = json.loads((folder / MANIFEST).read_text())["files"]
-        return _wrong_size(folder, seals), seals
-    except (FileNotFoundError, NotADirectoryError):
-        return f"has no {MANIFEST}, so it is incomplete or from an earlier version", seals
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
-        return f"cannot read its {MANIFEST} ({type(e).__name__})", {}
+        if files.fault(folder / MANIFEST) == "no such file":
+            return f"has no {MANIFEST}, so it is incomplete or from an earlier version", {}
+        found = msgspec.json.decode(files.read_text(folder / MANIFEST), type=Manifest)
+    except (ConfigError, msgspec.MsgspecError, RecursionError) as e:
+        return f"cannot read its {MANIFEST} ({e})", {}
+    if not found.files or found.checksum != _checksum_of(found.files):
+        return f"its {MANIFEST} has lost or changed entries", {}
+    try:
+        return _wrong_size(folder, found.files), found.files
+    except OSError as e:
+        return f"cannot read a file ({e})", {}
 
 
 def fault(folder: Path, group: collective.Group) -> str:
@@ -66,9 +84,15 @@ def fault(folder: Path, group: collective.Group) -> str:
     return ""
 
 
-def _wrong_size(folder: Path, seals: dict[str, list[int]]) -> str:
+def _checksum_of(seals: Mapping[str, Sequence[int]]) -> int:
+    return zlib.crc32(json.dumps({name: list(seals[name]) for name in sorted(seals)}).encode())
+
+
+def _wrong_size(folder: Path, seals: Mapping[str, tuple[int, int]]) -> str:
     for name, (size, _) in seals.items():
         path = folder / name
+        if ".." in path.parts or Path(name).is_absolute():
+            return f"its {MANIFEST} names {name!r}, which is outside of the checkpoint"
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:

@@ -1,13 +1,13 @@
 """Find out which rank is stuck, from the flight records of all ranks: pure functions, which do not
 wait or print."""
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlcore.utils.files import read_json
 from rlcore.utils.flight_recorder import FOLDER, Record
 
 LONG_S = 5.0
@@ -26,9 +26,9 @@ def read(run_dir: Path) -> dict[int, Record]:
     found: dict[int, Record] = {}
     for path in sorted((run_dir / FOLDER).glob("rank*.json")):
         try:
-            record = json.loads(path.read_text())
+            record = read_json(path)
             found[int(record["rank"])] = record
-        except (ValueError, KeyError, OSError):
+        except (ValueError, KeyError, TypeError):
             continue
     return found
 

@@ -30,6 +30,12 @@ class Bytes:
     def render_chat(self, messages):
         return "".join(f"[{m['role']}]{m['content']}" for m in messages) + "[assistant]"
 
+    def render_chats(self, chats):
+        return list(map(self.render_chat, chats))
+
+    def min_tokens(self, text):
+        return 0
+
 
 TOKENIZER = Bytes()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,13 +87,45 @@ def flip(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"\0")
 
 
+def manifest(text: str) -> Callable[[Path], None]:
+    """A damage: the manifest holds this text instead."""
+    return lambda path: (path / seal.MANIFEST).write_text(text)
+
+
+def lose_an_entry(path: Path) -> None:
+    seals = json.loads((path / seal.MANIFEST).read_text())
+    del seals["files"]["learner/weights"]
+    (path / seal.MANIFEST).write_text(json.dumps(seals))
+    (path / "learner" / "weights").unlink()
+
+
+def name_a_file_outside(path: Path) -> None:
+    outside = path.parent / "outside"
+    outside.write_text("")
+    seals = {"../outside": (0, 0)}
+    text = json.dumps({"files": seals, "checksum": seal._checksum_of(seals)})
+    (path / seal.MANIFEST).write_text(text)
+
+
+def make_a_pipe(path: Path) -> None:
+    (path / seal.MANIFEST).unlink()
+    os.mkfifo(path / seal.MANIFEST)
+
+
 DAMAGES = {
     "learner/weights has 100 of 256 bytes": cut,
     "learner/weights has a wrong checksum": flip,
     "learner/weights is missing": lambda path: (path / "learner" / "weights").unlink(),
     "has no manifest.json": lambda path: (path / seal.MANIFEST).unlink(),
-    "cannot read its manifest.json": lambda path: (path / seal.MANIFEST).write_text('{"fi'),
-    "cannot read its manifest.json (": lambda path: (path / seal.MANIFEST).write_text("[]"),
+    "cannot read its manifest.json": manifest('{"fi'),
+    "cannot read its manifest.json (": manifest("[]"),
+    "Expected `object`, got `array` - at `$.files`": manifest('{"files": [], "checksum": 0}'),
+    "Expected `int`, got `str`": manifest('{"files": {"state.json": ["x", 1]}, "checksum": 0}'),
+    "(maximum recursion depth": manifest('{"x": ' + "[" * 100_000),
+    "has lost or changed entries": lose_an_entry,
+    "its manifest.json has lost or changed": manifest('{"files": {}, "checksum": 0}'),
+    "which is outside of the checkpoint": name_a_file_outside,
+    "is a named pipe, not a file": make_a_pipe,
 }
 
 

@@ -85,7 +85,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{", "cannot read it"),
-        ("[]", "does not have format 1"),
+        ("[]", "not a JSON object"),
+        ("{}", "does not have format 1"),
         ('{"format": 1, "layouts": []}', "contains no layouts"),
         ('{"format": 1, "layouts": [{"tp": 1}]}', "has missing or unknown fields: 'cost'"),
         ('{"format": 1, "layouts": [{"tp": 1, "cost": {"step": 1}}]}', "'step'"),

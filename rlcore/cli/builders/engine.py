@@ -164,7 +164,7 @@ def _value(text: str) -> Any:
     """Parse a value of --rollout.sglang_args as JSON; keep it as a string if it is not JSON."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

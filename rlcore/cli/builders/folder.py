@@ -9,6 +9,7 @@ from rlcore.config.schema import Config
 from rlcore.trainer import resume
 from rlcore.utils import collective, lock, log
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import fault, read_json
 
 
 def run_folder(cfg: Config) -> Path:
@@ -60,9 +61,15 @@ def cannot_be_made(cfg: Config, error: OSError) -> ConfigError:
 
 def tell_changes(cfg: Config, file: Path) -> None:
     """Warn if the settings of a resumed run differ from the settings saved in `file`."""
-    if not file.is_file():
+    if fault(file) == "no such file":
         return
-    old, new = json.loads(file.read_text()), json.loads(resolve.to_json(cfg))
+    try:
+        old = read_json(file, "changed settings cannot be listed")
+    except ConfigError as e:
+        log.log.warning("%s", e)
+        return
+    old = {section: keys for section, keys in old.items() if isinstance(keys, dict)}
+    new = json.loads(resolve.to_json(cfg))
     changes = [
         f"--{section}.{key} {old[section][key]} -> {value}"
         for section in new

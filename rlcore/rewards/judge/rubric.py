@@ -7,6 +7,7 @@ from typing import Any
 
 from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import read_text
 
 RUBRIC = Path(__file__).with_name("rubric.jinja")
 
@@ -27,9 +28,9 @@ class Rubric:
             undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=False
         )
         try:
-            self.source = file.read_text(encoding="utf-8")
+            self.source = read_text(file)
             self._template = environment.from_string(self.source)
-        except (OSError, UnicodeDecodeError, TemplateError) as error:
+        except (ConfigError, TemplateError, RecursionError) as error:
             raise ConfigError(
                 f"--reward.rubric {file}: cannot be used ({error}); give a Jinja template with the "
                 "names prompt, answer, response"
