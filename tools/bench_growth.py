@@ -9,9 +9,9 @@ round log, metrics, TensorBoard, log and the state of a checkpoint. The engine d
 tokens at random, there is no learner, and a step has 100 responses. Then the files are opened again
 as by a resumed run, and the run is summarised, drawn and viewed, each in a process of its own.
 
-Rows: name, value, unit, step. Memory is the resident memory, beyond that after the first tenth of
-the steps. `ms of a step` is the mean since the row before. `held NAME` is the number of items in
-the containers of rlcore's objects, where it grew from half of the steps to the last.
+Rows: name, value, unit, step. Memory is resident memory. `CPU of a step` is the mean since the row
+before. `held NAME` is a number of items in containers of rlcore's objects: the smallest at the last
+ten steps, if it exceeds the largest at the ten steps up to half of the run.
 """
 
 import argparse
@@ -72,9 +72,9 @@ from rlcore.utils.log import log  # noqa: E402
 from rlcore.utils.spans import Spans  # noqa: E402
 
 PROMPTS, SAMPLES = 20, 5
-LOOKS = 10
+LOOKS, FEW = 10, 10
 TRACED = 100
-MOST_TOKENS = 200
+MOST_TOKENS, HISTORY_TOKENS = 200, 1_000_000
 SHM = Path("/dev") / "shm"
 
 
@@ -145,8 +145,9 @@ class Books:
         given = f"""--run.dir {folder} --run.name run --run.steps {steps} --run.seed {seed}
             --model.tokenizer {folder / "tokenizer"} --data.train label --data.num_prompts {rows}
             --data.prompts_per_step {PROMPTS} --rollout.samples_per_prompt {SAMPLES}
-            --rollout.draft history --rollout.max_tokens {MOST_TOKENS} --reward exact
-            --reward.adaptive_timeout --reward.correct_score 0 --reward.workers 1 --schedule tail_batching
+            --rollout.draft history --draft.max_history_tokens {HISTORY_TOKENS}
+            --rollout.max_tokens {MOST_TOKENS} --reward exact --reward.adaptive_timeout
+            --reward.correct_score 0 --reward.workers 1 --schedule tail_batching
             --log.trace_steps {TRACED}"""
         cfg, closing, spans, progress = (
             settings.parse(given.split()),
@@ -344,20 +345,27 @@ def measure(a: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         rows.append({"name": name, "value": value, "unit": unit, "step": step})
 
     books = Books(folder, a.steps, a.rows, a.seed)
-    every, half = max(a.steps // LOOKS, 1), {}
-    begin = time.perf_counter()
+    every, half = max(a.steps // LOOKS, 1), a.steps // 2
+    middle: list[dict[str, int]] = []
+    last: list[dict[str, int]] = []
+    cpu_s = 0.0
     for step in range(1, a.steps + 1):
+        begin = time.process_time()
         books.step()
+        cpu_s += time.process_time() - begin
+        if half - FEW < step <= half:
+            middle.append(books.held())
+        if step > a.steps - FEW:
+            last.append(books.held())
         if step % every == 0:
-            add("ms of a step", 1e3 * (time.perf_counter() - begin) / every, "ms", step)
+            add("CPU of a step", 1e3 * cpu_s / every, "ms", step)
+            cpu_s = 0.0
             for name, (value, unit) in look(books).items():
                 add(name, value, unit, step)
-            begin = time.perf_counter()
-        if step == a.steps // 2:
-            half = books.held()
-    for name, now in books.held().items():
-        if now > half.get(name, 0):
-            add(f"held {name}", now, "", a.steps)
+    for name in last[-1]:
+        least = min(found.get(name, 0) for found in last)
+        if least > max(found.get(name, 0) for found in middle):
+            add(f"held {name}", least, "", a.steps)
     books.close()
     for name in AGAIN:
         words = ["--again", name, "--dir", str(books.run.folder)]
