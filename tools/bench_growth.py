@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -177,10 +178,10 @@ class Books:
             closing=closing,
         )
         engine = RandomEngine(seed)
-        rollout.make_engine = lambda *_: engine
         make = partial(sizes.make_controller, cfg, 1)
         now = EngineSizes(lambda tp: Sized(tp=tp, engine_ranks=[0], controller=make), 1)
-        side = rollout.make_side(start, now)
+        with patch.object(rollout, "make_engine", lambda *_: engine):
+            side = rollout.make_side(start, now)
         data, kl = prompts.load_data(cfg, side.tokenizer), AdaptiveController(0.0, 1)
         ranks = Ranks(rank=0, size=1, model_parallel_groups=[[0]], dp_rank=0)
         self.flight, self.close = flight, closing.close
