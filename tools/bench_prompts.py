@@ -16,6 +16,7 @@ prompts after loading. `random` is the time to get one prompt at a random place.
 
 import argparse
 import gc
+import itertools
 import json
 import random
 import re
@@ -90,7 +91,7 @@ def write(path: Path, num: int, seed: int) -> None:
 
     schema = pyarrow.schema([("question", pyarrow.string()), ("answer", pyarrow.string())])
     with pyarrow.parquet.ParquetWriter(path, schema) as file:
-        while part := [row for row, _ in zip(rows, range(BATCH), strict=False)]:
+        while part := list(itertools.islice(rows, BATCH)):
             file.write_table(pyarrow.Table.from_pylist(part, schema))
 
 

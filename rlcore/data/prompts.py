@@ -29,6 +29,8 @@ from rlcore.utils.log import log
 _SHOWN = 5
 """Number of invalid rows that are reported individually; the others are only counted."""
 _EXAMPLE_CHARS = 60
+_BATCH_ROWS = 1024
+"""Number of rows of a parquet file that are read at a time."""
 _MOST_REASONS = 1000
 """Number of different reasons and columns that are counted; the counts of further ones are lost."""
 _NOT_ALNUM = re.compile(r"[\W_]+")
@@ -399,8 +401,9 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
+        # By default the whole file would stay in memory until it is closed.
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+            for batch in file.iter_batches(_BATCH_ROWS):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}:{number}", row
