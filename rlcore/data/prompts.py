@@ -10,18 +10,19 @@ module name file and line.
 
 import itertools
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, Protocol, overload
 
-import msgspec
 import numpy as np
 
 from rlcore.data import cards_task, label_task, lake_task, oneline_task
 from rlcore.data.generated import NUM_VAL, Split, TaskRow
+from rlcore.data.packed import PackedPrompts
 from rlcore.records import Prompt
 from rlcore.utils import files, net
 from rlcore.utils.errors import ConfigError
@@ -34,6 +35,9 @@ MOST_ROW_BYTES = 64 << 20
 """Maximum size of a line. A file without newlines is one line."""
 _MOST_ROWS = 256
 _BATCH_BYTES = 4 << 20
+_MOST_REASONS = 1000
+"""Number of different reasons and columns that are counted; the counts of further ones are lost."""
+_NOT_ALNUM = re.compile(r"[\W_]+")
 
 Message = Mapping[str, Any]
 
@@ -192,6 +196,11 @@ def load(
     names = _names(sources)
     if which == "train" and TASKS.keys() & set(sources):
         return _train_task(config, tokenizer, seed)
+    if which == "train":
+        rows = PackedPrompts()
+        for source, name in zip(sources, names, strict=True):
+            _read_into(rows, Path(source), name, config, tokenizer, cap)
+        return RowSet(rows)
     sets = []
     for source, name in zip(sources, names, strict=True):
         if source in TASKS:
@@ -200,12 +209,7 @@ def load(
             sets.append((name, RowSet([task[i] for i in range(len(task))])))
         else:
             sets.append((name, RowSet(read_file(Path(source), name, config, tokenizer, cap))))
-    if which == "val":
-        return sets
-    joined = [row for _, rows in sets for row in rows.rows]
-    if len(sets) > 1:
-        joined = [_renumber(row, i) for i, row in enumerate(joined)]
-    return RowSet(joined)
+    return sets
 
 
 def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
@@ -213,7 +217,11 @@ def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
     The comparison ignores case and all characters except letters and digits."""
     if not isinstance(train, RowSet):
         return 0  # the splits of a generated task share no prompt
-    known = {_fingerprint(row.text): row for row in train.rows}
+    wanted = {_fingerprint(row.text) for _, rows in val for row in rows.rows}
+    known: dict[str, Prompt] = {}
+    for row in train.rows if wanted else ():
+        if (text := _fingerprint(row.text)) in wanted:
+            known[text] = row
     total = 0
     for name, rows in val:
         both = [row for row in rows.rows if _fingerprint(row.text) in known]
@@ -236,13 +244,25 @@ def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
 
 def read_file(
     path: Path, name: str, config: PromptSettings, tokenizer: Tokens, cap: int = 0
-) -> list[Prompt]:
+) -> PackedPrompts:
     """Return the usable rows of a file, at most `cap` (0: all), and log the skipped rows."""
-    prompts: list[Prompt] = []
-    report = _Report(path)
+    prompts = PackedPrompts()
+    _read_into(prompts, path, name, config, tokenizer, cap)
+    return prompts
+
+
+def _read_into(
+    prompts: PackedPrompts,
+    path: Path,
+    name: str,
+    config: PromptSettings,
+    tokenizer: Tokens,
+    cap: int,
+) -> None:
+    first, report = len(prompts), _Report(path)
     for asked in _questions(path, config, tokenizer):
         place, row = asked.place, asked.row
-        if cap and len(prompts) == cap:
+        if cap and len(prompts) - first == cap:
             break
         try:
             if asked.error is not None:
@@ -250,7 +270,7 @@ def read_file(
             if (least := tokenizer.min_tokens(asked.rendered)) > config.max_prompt_tokens:
                 report.long(place, least, "at least ")
                 continue
-            prompt = _prompt(asked, len(prompts), name, config, tokenizer)
+            prompt = _prompt(asked, name, config, tokenizer)
         except (ValueError, RecursionError) as error:
             if config.bad_rows == "refuse":
                 raise ConfigError(
@@ -262,8 +282,7 @@ def read_file(
             report.long(place, len(prompt.tokens))
         else:
             prompts.append(prompt)
-    report.tell(len(prompts), config)
-    return prompts
+    report.tell(len(prompts) - first, config)
 
 
 class _Report:
@@ -279,9 +298,8 @@ class _Report:
 
     def junk(self, place: str, error: Exception, row: Any) -> None:
         self._num_junk += 1
-        self._reasons[str(error)] += 1
-        if isinstance(row, dict):
-            self._columns.update(map(str, row))
+        _count(self._reasons, [str(error)])
+        _count(self._columns, map(str, row) if isinstance(row, dict) else ())
         if self._num_junk <= _SHOWN:
             log.warning("%s: %s; row skipped", place, error)
 
@@ -320,6 +338,13 @@ class _Report:
                 f"{config.max_prompt_tokens}; raise it"
             )
         raise ConfigError(f"{self._path}: has no rows")
+
+
+def _count(counts: Counter[str], texts: Iterable[str]) -> None:
+    """Count texts of a file, of which each may be another."""
+    for text in texts:
+        if text in counts or len(counts) < _MOST_REASONS:
+            counts[text] += 1
 
 
 def _shown(name: str) -> str:
@@ -398,7 +423,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any, int]]:
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        # By default the whole file would stay in memory until it is closed.
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             row_bytes = max((g.total_byte_size // max(g.num_rows, 1) for g in groups), default=0)
             size = max(1, min(_MOST_ROWS, _BATCH_BYTES // max(row_bytes, 1)))
@@ -482,14 +508,12 @@ def _question(place: str, row: Any, config: PromptSettings) -> _Question:
     return _Question(place=place, row=row, messages=messages, text=text, rendered=text)
 
 
-def _prompt(
-    asked: _Question, index: int, name: str, config: PromptSettings, tokenizer: Tokens
-) -> Prompt:
+def _prompt(asked: _Question, name: str, config: PromptSettings, tokenizer: Tokens) -> Prompt:
     """Convert a row to a prompt. Raise ValueError if the row is invalid."""
     row = asked.row
     fields = {k: v for k, v in row.items() if k not in (config.prompt_field, config.answer_field)}
     prompt = Prompt(
-        index=index,
+        index=0,  # `PackedPrompts` numbers its prompts
         dataset=name,
         tokens=np.array(tokenizer.encode(asked.rendered), np.int32),
         answer=_answer(row, config.answer_field),
@@ -543,9 +567,5 @@ def _messages(asked: Any, config: PromptSettings) -> list[dict[str, Any]]:
     return messages
 
 
-def _renumber(prompt: Prompt, index: int) -> Prompt:
-    return msgspec.structs.replace(prompt, index=index)
-
-
 def _fingerprint(text: str) -> str:
-    return "".join(c for c in text.lower() if c.isalnum())
+    return _NOT_ALNUM.sub("", text.lower())

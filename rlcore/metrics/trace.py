@@ -22,13 +22,17 @@ from rlcore.records import (
     AnyCommand,
     AnyEvent,
     Down,
+    EndRound,
     Finished,
+    Hold,
+    Moved,
     Preempted,
     Released,
     Rewarded,
     Stats,
     Submit,
     Trained,
+    group_of,
 )
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.writes import LogWrites
@@ -158,10 +162,11 @@ class RunTrace:
         if isinstance(what, Submit):
             self._submitted |= dict.fromkeys((r.id for r in what.requests), now)
         elif isinstance(what, Finished | Aborted):
-            start = self._submitted.pop(what.id, now)
+            start = self._submitted.pop(what.id, None)
             finish = what.finish if isinstance(what, Finished) else "abort"
-            self._bundle("response", start, now, id=what.id, tokens=what.num_tokens, finish=finish)
-            if isinstance(what, Finished):
+            facts = {"id": what.id, "tokens": what.num_tokens, "finish": finish}
+            self._bundle("response", now if start is None else start, now, **facts)
+            if isinstance(what, Finished) and start is not None:  # None: a `Hold` has removed it
                 self._finished[what.id] = now
         elif isinstance(what, Rewarded):
             start = self._finished.pop(what.id, now)
@@ -175,6 +180,15 @@ class RunTrace:
             for i in what.partials:
                 self._submitted.pop(i, None)
             self._mark("released", now, requests=len(what.partials))
+        elif isinstance(what, Moved):
+            for i in what.partials:
+                self._submitted.pop(i, None)
+            self._mark("moved", now, requests=len(what.partials))
+        elif isinstance(what, EndRound | Hold):  # requests that ended unseen or are not needed
+            gone = set(what.forget) if isinstance(what, Hold) else None
+            for times in (self._submitted, self._finished):
+                for i in [i for i in times if gone is None or group_of(i) in gone]:
+                    del times[i]
         elif isinstance(what, Down):
             self._mark("engine failed", now, reason=what.reason)
         elif isinstance(what, Preempted):

@@ -84,8 +84,10 @@ class CodeRunner:
     def __init__(self, config: CodeRewardConfig, host: RunnerHost) -> None:
         self._config, self._host = config, host
         self._jobs: queue.SimpleQueue[ScoreJob | None] = queue.SimpleQueue()
+        self._open: set[RequestId] = set()
+        """Samples that were submitted and are not scored yet; `_cancelled` has some of them."""
         self._cancelled: set[RequestId] = set()
-        self._lock = threading.Lock()
+        self._lock, self._grading = threading.Lock(), threading.Lock()
         self._grade: isolation.Grade | None = None
         self._closing = False
         self._threads = [
@@ -97,12 +99,15 @@ class CodeRunner:
 
     def submit(self, job: ScoreJob) -> None:
         """Queue a job (`Runner.submit`)."""
-        self._cancelled.discard(job.sample.id)
+        with self._lock:
+            self._open.add(job.sample.id)
+            self._cancelled.discard(job.sample.id)
         self._jobs.put(job)
 
     def cancel(self, ids: Collection[RequestId]) -> None:
         """Cancel samples (`Runner.cancel`). Their running programs are killed at once."""
-        self._cancelled.update(ids)
+        with self._lock:
+            self._cancelled |= self._open.intersection(ids)
 
     def close(self) -> None:
         """Kill all programs and stop the threads."""
@@ -124,26 +129,26 @@ class CodeRunner:
         try:
             with Sandbox(self._is_isolated(packages), packages) as box:
                 while (job := self._jobs.get()) is not None and not self._closing:
-                    if not self._drop(job.sample.id):
+                    if job.sample.id not in self._cancelled:
                         self._host.done(job, self._score(job, box), "")
-                        self._cancelled.discard(job.sample.id)
+                    self._forget(job.sample.id)
         except Exception as error:  # report the failed thread, so that `poll` raises an error
             self._host.fail(f"reward code: {error}")
 
     def _is_isolated(self, packages: tuple[str, ...]) -> bool:
         """Return whether this machine can isolate programs. The first worker thread checks this and
         logs the result."""
-        with self._lock:
+        with self._grading:
             if self._grade is None:
                 self._grade = isolation.grade(self._config.require_isolation, packages)
                 say = log.info if self._grade.isolated else log.warning
                 say("sandbox: %s", self._grade.sentence)
             return self._grade.isolated
 
-    def _drop(self, id: RequestId) -> bool:
-        found = id in self._cancelled
-        self._cancelled.discard(id)
-        return found
+    def _forget(self, id: RequestId) -> None:
+        with self._lock:
+            self._open.discard(id)
+            self._cancelled.discard(id)
 
     def _score(self, job: ScoreJob, box: Sandbox) -> RewardResult:
         begin = time.monotonic()

@@ -222,7 +222,8 @@ class RewardService:
                     self._done.append((found.id, self._sum(found)))
                     self._changed.notify_all()
             if told:
-                kind = f"{part}: {result.error.partition(':')[0]}"
+                # The first word: a time limit, which may differ by sample, is no kind of its own.
+                kind = f"{part}: {result.error.replace(':', ' ').partition(' ')[0]}"
                 self._errors[kind] += 1
                 count = self._errors[kind]
         if told:

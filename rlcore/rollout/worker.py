@@ -282,6 +282,8 @@ class RolloutWorker:
                     self._hold(command)
                 if isinstance(command, EndRound | Hold) and command.reference_latency:
                     self._scorer.learn(command.reference_latency)
+                for see in self._observers:
+                    see(command)
                 if isinstance(command, EndRound | Hold | TrainOrder):
                     return command
                 self._obey(command)
@@ -407,8 +409,6 @@ class RolloutWorker:
         self._send([Ready(), Down(reason=self._down)] if self._down else [Ready()])
 
     def _obey(self, command: AnyCommand) -> None:
-        for see in self._observers:
-            see(command)
         if isinstance(command, Fail):
             raise RuntimeError(command.reason)
         if isinstance(command, Repair):
@@ -522,14 +522,15 @@ class RolloutWorker:
                 assert sample is not None, event.id
                 self._live.discard(event.id)
                 self._moving.discard(event.id)
-                self.samples[event.id] = sample
                 sampled = sample.versions[sample.versions >= 0]
                 version = int(sampled[0]) if len(sampled) else 0
-                text = self._decode(sample.tokens.tolist())
-                self.texts[event.id] = text
-                if sample.group in self.prompts:  # false if a `Hold` has removed the group
+                if sample.group in self.prompts:
+                    self.samples[event.id] = sample
+                    self.texts[event.id] = self._decode(sample.tokens.tolist())
                     self._unscored.add(event.id)
                     self._to_score.append(event.id)
+                else:  # a `Hold` has removed the group, and no other will: keep nothing of it
+                    self._scorer.cancel([event.id])
                 event = msgspec.structs.replace(event, sample=None, version=version)
             elif isinstance(event, Aborted):
                 self._live.discard(event.id)

@@ -16,6 +16,7 @@ Workers and groups are numbered from 0, steps from 1."""
 
 import itertools
 import math
+from array import array
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -33,18 +34,16 @@ class LengthHistory:
     """Response lengths in the most recent epoch, by prompt."""
 
     def __init__(self) -> None:
-        self._longest: dict[Hashable, int] = {}
-        self._lengths: dict[Hashable, tuple[int, ...]] = {}
+        self._lengths: dict[Hashable, array[int]] = {}
 
     def note(self, prompt: Hashable, lengths: Collection[int]) -> None:
         """Record the lengths in tokens of one or more responses to a prompt in one epoch."""
-        self._longest[prompt] = max(lengths)
-        self._lengths[prompt] = tuple(lengths)
+        self._lengths[prompt] = array("i", lengths)
 
     def predict(self, prompt: Hashable, otherwise: int) -> int:
         """Return the predicted length of the longest response to a prompt. If the prompt has no
         history, return `otherwise`."""
-        return self._longest.get(prompt, otherwise)
+        return max(self._lengths.get(prompt, (otherwise,)))
 
     def lengths(self, prompts: Collection[Hashable]) -> list[int]:
         """Return the lengths of all responses to these prompts in the most recent epoch."""

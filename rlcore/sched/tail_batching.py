@@ -7,7 +7,10 @@ and rewarded. The round ends with the first P complete prompts. The other prompt
 long round, which samples them again from the start, so all data stay on-policy.
 
 When the queue holds P prompts, a *long* round starts exactly P of them with R responses each and
-waits for all. So a share of (eta_prompts - 1) / eta_prompts of all rounds is long.
+waits for all. So a share of (eta_prompts - 1) / eta_prompts of all rounds is long. With quotas each
+domain has a queue. Once one queue holds its domain's quota, the other domains start the prompts
+that are in their queues and new ones. If a domain has a larger share in the data than its quota in
+a round, some of its prompts are left out in each epoch.
 
 Differences from the paper: without `dynamic`, groups of equal rewards count; otherwise a round of
 exactly P prompts could not end. Extra responses bias a group towards short responses (the paper
@@ -25,6 +28,10 @@ from rlcore.utils.errors import ConfigError
 
 Key = tuple[int, int]
 """Key of a prompt: (epoch, row of the data set). A prompt is trained on at most once per epoch."""
+_AHEAD_ROUNDS = 100
+"""Number of rounds for which prompts of a domain are kept while other domains' are looked for."""
+_EPOCHS, _EARLIER = 100, -1
+"""Number of most recent epochs with accounts of their own, and the epoch of all others together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +95,14 @@ class TailBatching:
             raise RuntimeError("the previous round has not ended; end it first")
         self._sampling = sampling
         self._is_long = self.next_kind() == "long"
-        if self._is_long:
-            keys = [self._queue[d].popleft() for d, n in self._quotas.items() for _ in range(n)]
-        else:
-            keys = [key for d, n in self._starts.items() for key in self._fresh(d, n)]
         samples = self._num_samples if self._is_long else self._responses
-        work = [self._issue(key, samples) for key in keys]
-        if not self._is_long:
-            self._count_started(keys)
+        work = []
+        for domain, count in (self._quotas if self._is_long else self._starts).items():
+            queue = self._queue[domain] if self._is_long else deque()
+            late = [queue.popleft() for _ in range(min(count, len(queue)))]
+            fresh = self._fresh(domain, count - len(late))
+            self._count_started(fresh)
+            work += [self._issue(key, samples) for key in late + fresh]
         stop = StopAtFirst(
             self._quotas,
             {w.id: self._round[w.id].domain for w in work},
@@ -104,8 +111,9 @@ class TailBatching:
         return Round(work=work, stop=stop, kind="long" if self._is_long else "short")
 
     def next_kind(self) -> Kind:
-        """Return the kind of the next round: long if the queue has enough prompts, else short."""
-        enough = all(len(self._queue[d]) >= n for d, n in self._quotas.items())
+        """Return the kind of the next round: long if a domain's queue has enough prompts for it,
+        else short. If all queues had to, those that fill faster would grow without bound."""
+        enough = any(len(self._queue[d]) >= n for d, n in self._quotas.items())
         return "long" if enough else "short"
 
     def settle(self, kept: Iterable[GroupId], dropped: Mapping[GroupId, str]) -> None:
@@ -114,7 +122,7 @@ class TailBatching:
         these prompts in starting order."""
         trained = set(kept)
         for group, issued in self._round.items():
-            row = self._ledger[issued.key[0]]
+            row = self._ledger[self._account_of(issued.key[0])]
             if group in trained:
                 row["trained"] += 1
             elif group in dropped:
@@ -132,9 +140,11 @@ class TailBatching:
 
     def accounts(self) -> dict[int, dict[str, int]]:
         """Return the numbers of prompts started, trained, dropped (by reason) and waiting, for each
-        epoch begun. `started` is the sum of the other numbers."""
-        waiting = Counter(key[0] for queue in self._queue.values() for key in queue)
-        waiting.update(issued.key[0] for issued in self._round.values())
+        epoch begun. `started` is the sum of the other numbers. All but the last `_EPOCHS` epochs
+        are added up as epoch -1."""
+        of = self._account_of
+        waiting = Counter(of(key[0]) for queue in self._queue.values() for key in queue)
+        waiting.update(of(issued.key[0]) for issued in self._round.values())
         return {
             epoch: {**row, "waiting": waiting[epoch]} for epoch, row in sorted(self._ledger.items())
         }
@@ -188,7 +198,7 @@ class TailBatching:
 
     def _fresh(self, domain: str, n: int) -> list[Key]:
         """Return the next n prompts of a domain. Prompts of other domains that are drawn meanwhile
-        are kept for later."""
+        are kept for later, up to the number that `_AHEAD_ROUNDS` rounds start."""
         ahead = self._ahead[domain]
         drawn = 0
         while len(ahead) < n:
@@ -199,7 +209,8 @@ class TailBatching:
                         f"row {key[1]} of data.train: domain {name!r} has no quota; add one to "
                         f"those of {sorted(self._ahead)}"
                     )
-                self._ahead[name].append(key)
+                if len(self._ahead[name]) < _AHEAD_ROUNDS * self._starts[name]:
+                    self._ahead[name].append(key)
                 drawn += 1
             if drawn > 1000 * self._num_prompts and len(ahead) < n:
                 raise ConfigError(
@@ -225,7 +236,13 @@ class TailBatching:
     def _count_started(self, keys: Iterable[Key]) -> None:
         """Count prompts that start for the first time; queued prompts are not counted again."""
         for epoch, _ in keys:
-            self._ledger.setdefault(epoch, Counter())["started"] += 1
+            self._ledger.setdefault(self._account_of(epoch), Counter())["started"] += 1
+        for epoch in [e for e in self._ledger if e != self._account_of(e)]:
+            self._ledger.setdefault(_EARLIER, Counter()).update(self._ledger.pop(epoch))
+
+    def _account_of(self, epoch: int) -> int:
+        """Return the epoch whose account has the prompts of this epoch."""
+        return epoch if epoch > max(self._ledger, default=0) - _EPOCHS else _EARLIER
 
     def _more(self, domain: str) -> Work | None:
         """Issue a prompt to replace a dropped group; return None if the round is at its limit."""

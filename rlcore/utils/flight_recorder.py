@@ -29,11 +29,14 @@ from rlcore.records import (
     Down,
     EndRound,
     Finished,
+    Hold,
     LengthReport,
+    Moved,
     Released,
     Rewarded,
     Stats,
     Submit,
+    group_of,
 )
 from rlcore.utils.log import log
 
@@ -104,7 +107,15 @@ class FlightRecorder:
             self._open |= dict.fromkeys((r.id for r in what.requests), ("decoding", now))
             self.note(f"{len(what.requests)} requests submitted, first {what.requests[0].id}")
         elif isinstance(what, Finished):
-            self._open[what.id] = ("reward", now)
+            if what.id in self._open:  # false if a `Hold` has removed the group
+                self._open[what.id] = ("reward", now)
+        elif isinstance(what, Moved):
+            for id in what.partials:
+                self._open.pop(id, None)
+        elif isinstance(what, Hold):
+            gone = set(what.forget)
+            self._open = {i: at for i, at in self._open.items() if group_of(i) not in gone}
+            self.note("Hold")
         elif isinstance(what, Aborted | Rewarded):
             self._open.pop(what.id, None)
         elif isinstance(what, Released | EndRound):

@@ -129,6 +129,17 @@ def test_several_slots_work_at_a_time_and_a_cancelled_program_ends():
     # closing took no 600 s: the endless one has ended
 
 
+def test_a_sample_that_is_cancelled_when_its_score_is_there_leaves_nothing_behind():
+    with RewardService("code", config=CodeRewardConfig(workers=1)) as service:
+        service.submit("t0.0", sample_of("t0.0"), row(), ADD)  # a row without tests needs no run
+        with service._changed:
+            assert service._changed.wait_for(lambda: service._done, 60.0)
+        service.cancel(["t0.0"])
+        (runner,) = service._runners
+        service.close()
+    assert not runner._cancelled and not runner._open
+
+
 def test_packages_of_the_environment_are_there_where_they_are_asked_for():
     jobs = [(row(test_list=ADD_TESTS), f"import msgspec\n{ADD}")]
     assert [r.score for r in scores(jobs)] == [0]

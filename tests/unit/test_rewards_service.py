@@ -13,13 +13,16 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from rlcore.config.schema import RewardConfig
+from rlcore.records import RewardResult
 from rlcore.rewards.registry import config_class
 from rlcore.rewards.service import RewardService
+from rlcore.rewards.wire import SampleInfo, ScoreJob
 from rlcore.sched.reward_timeout import AdaptiveTimeout, reasons_of
 from tests.contracts.reward_contract import prompt_of, sample_of, score_all
 
@@ -228,6 +231,22 @@ def test_what_a_function_raises_or_wrongly_returns_is_named_and_scores_on_error(
         said = [m for m in caplog.messages if f"sample t{i}.0 scores -1: {results[i].error}" in m]
         assert len(said) == 1, "each failure is logged once, with its id"
     assert "line" in caplog.messages[0] and "hostile.py" in caplog.messages[0], "with a traceback"
+
+
+def test_time_limits_that_differ_are_one_kind_of_failure(monkeypatch, caplog):
+    """With adaptive_timeout each prompt has a limit of its own, and so a text of its own."""
+    runner = SimpleNamespace(submit=lambda job: None, cancel=lambda ids: None, close=lambda: None)
+    monkeypatch.setattr("rlcore.rewards.service._runner", lambda *_: runner)
+    service = RewardService("exact", config=RewardConfig(max_pending=300))
+    for i in range(256):
+        id = f"t{i}.0"
+        service.submit(id, sample_of(id), prompt_of("1"), "")
+        info = SampleInfo(id=id, num_tokens=1, num_prompt_tokens=1, finish="stop")
+        job = ScoreJob(i, info, prompt_of("1"), "")
+        error = f"timeout after {1 + i / 1000:g} s"
+        service._scored(0, job, RewardResult(score=0.0, error=error), "")
+    assert len(service._errors) == 1
+    assert len(caplog.messages) == 5 + 6, "the first five, then the 8th, 16th, ... 256th"
 
 
 def test_a_crash_costs_its_own_sample(make):

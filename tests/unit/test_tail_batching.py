@@ -160,6 +160,56 @@ def test_every_source_has_its_own_number_of_prompts_in_a_round():
     assert Counter(w.prompt.dataset for w in todo.work) == {"math": 2, "code": 2}
 
 
+def test_no_queue_grows_with_the_rounds_if_another_source_is_never_late():
+    """Of code, floor(1.25 * 1) = 1 prompt starts, so none of it can be late."""
+    source = tail(5, 1, prompt_of=by_source, quotas={"math": 4, "code": 1})
+    kinds, sizes = Counter(), []
+    for _ in range(50):
+        todo = source.next_round(Sampling())
+        kinds[todo.kind] += 1
+        wanted = 5 if todo.kind == "short" else 4
+        assert Counter(w.prompt.dataset for w in todo.work) == {"math": wanted, "code": 1}
+        kept = [i for i, w in enumerate(todo.work) if w.prompt.dataset == "math"][:4]
+        kept += [i for i, w in enumerate(todo.work) if w.prompt.dataset == "code"]
+        settle(source, todo.work, kept)
+        sizes.append(source.waiting)
+    assert kinds == {"short": 40, "long": 10} and max(sizes) == 4
+
+
+def test_prompts_that_a_source_has_too_many_of_are_left_out_and_do_not_pile_up():
+    """Three of four rows are math, and a round takes as many of code: 8 math rows are drawn and
+    2.5 of them start."""
+    source = tail(4, 1, prompt_of=by_source, quotas={"math": 2, "code": 2}, eta_prompts=1.5)
+    sizes = []
+    for _ in range(600):
+        todo = source.next_round(Sampling())
+        by_name = {"math": [], "code": []}
+        for i, w in enumerate(todo.work):
+            by_name[w.prompt.dataset].append(i)
+        settle(source, todo.work, [*by_name["math"][:2], *by_name["code"][:2]])
+        state = source.state()
+        parts = [*state["queue"].values(), *state["ahead"].values(), state["accounts"]]
+        sizes.append(sum(map(len, parts)))
+    assert max(sizes) < 320, "digits aside, checkpoints do not grow"
+    assert len(source.state()["ahead"]["math"]) == 100 * 3
+    assert source.state()["ahead"]["code"] == []
+
+
+def test_accounts_of_early_epochs_are_added_up():
+    source = tail(num_prompts=4, num_samples=1, num_rows=8)
+    for _ in range(500):
+        todo = source.next_round(Sampling())
+        settle(source, todo.work, [0, 1, 2, 3])
+    accounts = source.accounts()
+    assert list(accounts)[:2] == [-1, max(accounts) - 99] and len(accounts) == 101
+    total = Counter()
+    for row in accounts.values():
+        assert row["started"] == row["trained"] + row["waiting"]
+        total.update(row)
+    assert total["trained"] == 500 * 4 and total["waiting"] == source.waiting
+    assert source.metrics()["sched/prompts_trained"] == 500 * 4
+
+
 def test_a_source_that_is_full_is_closed_while_the_other_goes_on():
     domains = {"a": "math", "b": "math", "c": "code", "d": "code"}
     stop, groups = StopAtFirst({"math": 1, "code": 1}, dict(domains)), states(domains)

@@ -4,16 +4,22 @@ for their scores."""
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rlcore.metrics.trace import RunTrace
 from rlcore.records import (
+    Abort,
     Aborted,
     AnyEvent,
     Down,
     EndRound,
     Finished,
+    Hold,
+    Move,
+    Moved,
     Prompt,
     Ready,
     Release,
@@ -30,6 +36,7 @@ from rlcore.records import (
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.transport import LocalHub
 from rlcore.rollout.worker import RolloutWorker, RoundCallbacks
+from rlcore.utils.flight_recorder import FlightRecorder
 
 
 class Idle:
@@ -294,3 +301,106 @@ def test_what_was_read_for_an_update_is_gone_with_the_next_batch() -> None:
         arrays = {"prompt": none, "tokens": none, "logps": none, "versions": none}
         worker.read({}, [Sample(id=f"t{step}.0", finish="stop", **arrays)])
         assert len(worker.samples) == 1
+
+
+class Pausable(OneByOne):
+    """An engine that ends nothing while it is paused, and lets go of requests when it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_paused, self._gone = False, []
+
+    def pause(self, mode: str) -> None:
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._is_paused = False
+
+    def abort(self, ids) -> None:
+        self._live = [i for i in self._live if i not in ids]
+        self._gone += ids
+
+    def poll(self, timeout_s: float) -> list[AnyEvent]:
+        gone, self._gone = self._gone, []
+        if gone:
+            return [Aborted(id=i, num_tokens=0) for i in gone]
+        return [] if self._is_paused else super().poll(timeout_s)
+
+
+class Unasked(Narrow):
+    """A reward service that scores nothing and may be told to cancel."""
+
+    def __init__(self) -> None:
+        super().__init__(OneByOne(), 9)
+        self.cancelled: list[str] = []
+
+    def poll(self, timeout_s: float) -> list:
+        return []
+
+    def cancel(self, ids) -> None:
+        self.cancelled += ids
+
+
+def watched(tmp_path: Path, engine: OneByOne) -> tuple[LocalHub, RolloutWorker, list[dict]]:
+    """A worker, and what its observers believe to be under way."""
+    hub, flight = LocalHub(), FlightRecorder(0, 1, None)
+    trace = RunTrace(tmp_path, 0, "host", 0.0, -1)
+    see = [flight.see, trace.see]
+    worker = RolloutWorker(hub, engine, Unasked(), str, 20.0, is_endless=True, observers=see)
+    return hub, worker, [vars(flight), vars(trace)]
+
+
+def believed(parts: list[dict]) -> list[str]:
+    names = ("_open", "_submitted", "_finished")
+    return sorted({i for part in parts for name in names for i in part.get(name, ())})
+
+
+def test_no_request_of_a_round_stays_open_in_records_after_its_end(tmp_path: Path) -> None:
+    """Neither one that was aborted at the end, nor one whose score came too late."""
+    hub, worker, parts = watched(tmp_path, Pausable())
+    for n in range(3):
+        hub.send(0, "worker", submit(f"t{n}.0"))
+        if n != 1:
+            hub.send(0, "worker", Abort(rank=0, ids=(f"t{n}.0",)))
+        hub.send(0, "worker", EndRound(rank=0, groups=()))
+        worker.run_round()
+        assert believed(parts) == []
+
+
+def test_nothing_of_a_group_that_a_hold_has_removed_is_kept(tmp_path: Path) -> None:
+    """Not even of a response that ends after it."""
+    engine = Pausable()
+    hub, worker, parts = watched(tmp_path, engine)
+    for id in ("t0.0", "t1.0"):
+        hub.send(0, "worker", submit(id))
+    hub.send(0, "worker", Hold(rank=0, mode="recompute", forget=("t0",)))
+    worker.go_on()
+    assert believed(parts) == ["t1.0"] and list(worker.prompts) == ["t1"]
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(worker.go_on)
+        ended: list[str] = []
+        while len(ended) < 2:
+            more = hub.receive("controller", list[AnyEvent], 20.0)
+            assert more is not None, ended
+            ended += [e.id for e in more if isinstance(e, Finished)]
+        hub.send(0, "worker", Hold(rank=0, mode="recompute", forget=()))
+        future.result(20)
+    assert ended == ["t0.0", "t1.0"], "the controller frees the place of both"
+    assert list(worker.samples) == list(worker.texts) == ["t1.0"]
+    assert believed(parts) == ["t1.0"] and worker._scorer.cancelled == ["t0.0"]
+
+
+def test_a_request_that_moves_to_another_rank_is_no_longer_open_here(tmp_path: Path) -> None:
+    hub, worker, parts = watched(tmp_path, Slow())
+    hub.send(0, "worker", submit("t0.0"))
+    hub.send(0, "worker", Move(rank=0, ids=("t0.0",)))
+    hub.send(0, "worker", submit("t1.0"))
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(worker.go_on)
+        events: list[AnyEvent] = []
+        while not any(isinstance(e, Moved) for e in events):
+            events += hub.receive("controller", list[AnyEvent], 20.0) or pytest.fail("no event")
+        assert "t0.0" not in believed(parts)
+        hub.send(0, "worker", Abort(rank=0, ids=("t1.0",)))
+        hub.send(0, "worker", Hold(rank=0, mode="release"))
+        future.result(20)
