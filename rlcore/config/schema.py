@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from rlcore.algos.base import AlgoConfig
-from rlcore.utils.bounds import above, at_least, finite
+from rlcore.utils.bounds import above, at_least
+from rlcore.utils.scores import LARGEST
 
 Share = Annotated[float, at_least(0, at_most=1)]
 TopP = Annotated[float, above(0, at_most=1, note="; 1 turns it off")]
@@ -337,7 +338,7 @@ class RewardConfig:
     requests."""
     timeout_s: Annotated[float, above(0, unbounded=True)] = 10.0
     """Seconds after which a sample scores reward.on_error and its process group is killed."""
-    on_error: Annotated[float, finite()] = 0.0
+    on_error: Annotated[float, at_least(-LARGEST, at_most=LARGEST)] = 0.0
     """Score of a sample whose reward function failed."""
     memory_limit_gb: Annotated[float, at_least(0, unbounded=True)] = 8.0
     """Maximum memory growth of a child process in GiB, beyond which it is killed; 0: no limit."""

@@ -76,9 +76,8 @@ class EnvHost:
             self._envs[call.key] = _Slot()
         self._threads.submit(self._run, call)
 
-    def send(self, reply: EnvReply) -> None:
-        """Send a reply. A lock prevents threads from mixing their replies."""
-        data = frame(reply)
+    def send(self, data: bytearray) -> None:
+        """Send the frame of a reply. A lock prevents threads from mixing their replies."""
         with self._lock:
             self._channel.send(data)
 
@@ -90,10 +89,11 @@ class EnvHost:
                     place.close()
                 return
             reply = self._do(call)
-        except BaseException as error:  # environments may raise anything
+            data = frame(msgspec.structs.replace(reply, seconds=time.monotonic() - begin))
+        except BaseException as error:  # environments may raise anything and return anything
             traceback.print_exc()
-            reply = EnvReply(number=call.number, error=sentence(error))
-        self.send(msgspec.structs.replace(reply, seconds=time.monotonic() - begin))
+            data = frame(EnvReply(number=call.number, error=sentence(error)))
+        self.send(data)
 
     def _do(self, call: EnvCall) -> EnvReply:
         if call.what == "reset":
@@ -144,7 +144,7 @@ def _start(start: EnvStart, channel: Channel) -> EnvHost:
         traceback.print_exc()
         channel.send(frame(EnvReply(number=READY, error=sentence(error))))
         sys.exit(1)
-    host.send(EnvReply(number=READY))
+    host.send(frame(EnvReply(number=READY)))
     return host
 
 

@@ -6,11 +6,11 @@ and `step` return the next observation, as text or as token ids. The environment
 process (child.py). If it blocks, raises, crashes or loops there, only its episode fails.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from rlcore.config.schema import EnvConfig
+from rlcore.utils.scores import LARGEST, number, plain_name
 
 Seen = str | Sequence[int]
 """Observation: text, or token ids that are used unchanged."""
@@ -68,14 +68,12 @@ def checked(seen: Any, reward: Any, info: Any) -> tuple[str | list[int], float, 
                 "ids"
             )
         seen = [int(i) for i in seen]
-    value = float(reward)
-    if not math.isfinite(value):
-        raise ValueError(f"the reward is {value}; return a finite number")
+    value = number("the reward", reward)
     if not isinstance(info, Mapping):
         raise TypeError(f"info is a {type(info).__name__}; return a dict")
     numbers = {
-        str(k).replace("/", "_")[:_NAME_CHARS]: float(v)
+        plain_name(k, _NAME_CHARS): float(v)
         for k, v in info.items()
-        if isinstance(v, int | float) and math.isfinite(v)
+        if isinstance(v, int | float) and abs(v) <= LARGEST
     }
     return seen, value, dict(list(numbers.items())[:_MOST_NUMBERS])

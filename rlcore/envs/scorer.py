@@ -10,6 +10,8 @@ from msgspec import structs
 from rlcore.envs.engine import EpisodeOutcome
 from rlcore.protocols import Scorer
 from rlcore.records import Prompt, RequestId, RewardResult, Sample
+from rlcore.utils.children import sentence
+from rlcore.utils.scores import number
 
 
 class Service(Scorer, Protocol):
@@ -43,8 +45,8 @@ class EnvScorer:
         text of the last turn is scored."""
         outcome = self._outcomes.pop(id)
         if outcome.error or self._service is None:
-            result = RewardResult(score=outcome.score, details=outcome.details, error=outcome.error)
-            self._done.append((id, result))
+            result = RewardResult(score=0.0, error=outcome.error)
+            self._done.append((id, _added(result, outcome)))
             return
         self._open[id] = outcome
         self._service.submit(id, sample, prompt, outcome.text)
@@ -56,17 +58,7 @@ class EnvScorer:
         if self._service is None:
             return out
         for id, result in self._service.poll(0.0 if out else timeout_s):
-            outcome = self._open.pop(id)
-            out.append(
-                (
-                    id,
-                    structs.replace(
-                        result,
-                        score=result.score + outcome.score,
-                        details=outcome.details | result.details,
-                    ),
-                )
-            )
+            out.append((id, _added(result, self._open.pop(id))))
         return out
 
     def cancel(self, ids: Collection[RequestId]) -> None:
@@ -88,3 +80,14 @@ class EnvScorer:
         """Close the reward service."""
         if self._service is not None:
             self._service.close()
+
+
+def _added(result: RewardResult, outcome: EpisodeOutcome) -> RewardResult:
+    """Add an episode's own score and details to a result. If the sum is too large, the result
+    scores 0, with an error."""
+    details = outcome.details | result.details
+    try:
+        score = number("the episode's score", result.score + outcome.score)
+    except ValueError as error:
+        return structs.replace(result, score=0.0, details=details, error=sentence(error))
+    return structs.replace(result, score=score, details=details)

@@ -25,8 +25,9 @@ from rlcore.config.schema import EnvConfig
 from rlcore.envs.kind import EnvKind
 from rlcore.utils.bounds import above, at_least
 
-_BLOCK = re.compile(r"```(?:bash|sh)[^\n]*\n(.*?)```", re.DOTALL)
-_SUBMIT = re.compile(r"^\s*submit\s*$", re.MULTILINE | re.IGNORECASE)
+# Possessive quantifiers prevent backtracking, which takes quadratic time and blocks the process.
+_BLOCK = re.compile(r"```(?:bash|sh)[^\n`]*+\n(.*?)```", re.DOTALL)
+_SUBMIT = re.compile(r"^[^\S\n]*+submit[^\S\n]*+$", re.MULTILINE | re.IGNORECASE)
 _TIMED_OUT = 124  # exit status of the command `timeout`
 _GRACE_S = 10.0
 

@@ -211,8 +211,9 @@ def _decimal(text: str) -> Fraction | None:
 
 
 def same_number(gold: Number, answer: Number, decimals: int) -> bool:
-    """Return whether two numbers are equal. 28 % equals 28 and .28; a number with a decimal point
-    may be rounded to `decimals` places."""
+    """Return whether two numbers are equal. 28 % equals 28 and .28. A number with a decimal point
+    may be rounded to `decimals` places, or large numbers to as many digits; but if the gold answer
+    is an integer, 1234568.0 does not equal 1234567."""
     a, b = gold.value, answer.value
     if gold.is_percent != answer.is_percent:
         part, whole = (a, b) if gold.is_percent else (b, a)
@@ -222,7 +223,9 @@ def same_number(gold: Number, answer: Number, decimals: int) -> bool:
     if not (gold.is_decimal or answer.is_decimal):
         return False
     difference, size = abs(a - b), max(abs(a), abs(b))
-    return difference * 10**decimals <= max(size, 1) and difference * _DIGITS_THAT_COUNT <= size
+    is_integer = a.denominator == 1 and not gold.is_decimal
+    room = 1 if is_integer else max(size, 1)
+    return difference * 10**decimals <= room and difference * _DIGITS_THAT_COUNT <= size
 
 
 def compare(gold: str, answer: str, decimals: int = 6) -> bool | None:

@@ -25,13 +25,14 @@ class ExactReward:
 
     def score(self, sample: Any, prompt: Prompt, text: str) -> float:
         """Return 1 if the response, or its part after the marker, equals the answer; else 0. White
-        space at both ends is ignored."""
+        space at both ends is ignored. A row without an answer scores 0."""
         if self._after:
             cut = text.partition if self._first else text.rpartition
             _, marker, text = cut(self._after)
             if not marker:
                 return 0.0
-        return float(text.strip() == prompt.answer.strip())
+        gold = prompt.answer.strip()
+        return float(bool(gold) and text.strip() == gold)
 
 
 def reference(config: ExactRewardConfig, prompt: Prompt) -> str:

@@ -7,7 +7,8 @@
 are in flight at a time. Transient failures (a missing or broken connection, status 408, 425, 429 or
 5xx) are retried with growing pauses. `timeout_s` is the wall-clock time limit of a sample,
 including all retries and pauses. A server that sends one byte per second does not extend this
-limit.
+limit. An answer has at most 1 MiB and no content-encoding, because a few compressed bytes may
+decode to gigabytes. Redirects are not followed, and cookies are not kept.
 """
 
 import asyncio
@@ -18,19 +19,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import Annotated, Any, Protocol
 
 import httpx
 import msgspec
 
 from rlcore.config.schema import RewardConfig
 from rlcore.records import RequestId, RewardResult
-from rlcore.rewards.kind import RewardKind, RunnerHost, number, to_result
+from rlcore.rewards.kind import RewardKind, RunnerHost, to_result
 from rlcore.rewards.wire import ScoreJob
 from rlcore.utils.bounds import at_least
 from rlcore.utils.children import sentence
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
+from rlcore.utils.scores import number
 
 _AGAIN = frozenset((408, 425, 429))
 _CLOSE_S = 10.0
@@ -93,7 +96,8 @@ class HttpReward:
         """
         self._url, self._config, self._host = url, config, host
         self._write, self._read = write or _request, read or _result
-        self._headers = {"content-type": "application/json", **(headers or {})}
+        own = {"content-type": "application/json", "accept-encoding": "identity"}
+        self._headers = {**own, **(headers or {})}
         self._random = random.Random(host.seed)
         # `_queue` and `_tasks` are used by the event loop's thread only
         self._queue: deque[tuple[ScoreJob, bytes]] = deque()
@@ -142,8 +146,9 @@ class HttpReward:
 
     async def _serve(self) -> None:
         most = httpx.Limits(max_connections=self._config.workers)
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
         # `_score` limits the whole time of a sample, so httpx needs no time-out
-        async with httpx.AsyncClient(timeout=None, limits=most) as client:
+        async with httpx.AsyncClient(timeout=None, limits=most, cookies=no_cookies) as client:
             self._client = client
             self._start()
             await self._stop.wait()
@@ -214,18 +219,24 @@ class HttpReward:
 
     async def _post(self, client: httpx.AsyncClient, body: bytes) -> RewardResult:
         async with client.stream("POST", self._url, content=body, headers=self._headers) as answer:
-            text = b""
-            async for piece in answer.aiter_bytes():
-                text += piece
-                if len(text) > _LARGEST:
+            if coding := answer.headers.get("content-encoding", "").replace("identity", ""):
+                raise _Refused(
+                    f"the answer has content-encoding {coding[:_SHOWN_CHARS]!r}; send it without",
+                    None,
+                )
+            found = bytearray()
+            async for piece in answer.aiter_raw():
+                found += piece
+                if len(found) > _LARGEST:
                     raise _Refused(f"the answer has more than {_LARGEST} bytes", None)
+        text = bytes(found)
         if answer.status_code != 200:
             may_pass = answer.status_code >= 500 or answer.status_code in _AGAIN
             wait = answer.headers.get("retry-after", "")
             shown = text[:_SHOWN_CHARS].decode("utf-8", "replace")
             raise _Refused(
                 f"status {answer.status_code}: {shown}".strip(": "),
-                (float(wait) if wait.isdigit() else 0.0) if may_pass else None,
+                (float(wait) if wait.isascii() and wait.isdigit() else 0.0) if may_pass else None,
             )
         try:
             return self._read(text)
@@ -252,15 +263,24 @@ def _request(job: ScoreJob) -> bytes:
 def _result(text: bytes) -> RewardResult:
     """Decode the score in an answer. Raises ValueError if the answer is invalid."""
     try:
-        found = json.loads(text)
+        # reading an integer of 1 MiB as float takes milliseconds, and as int seconds
+        found = json.loads(text, parse_int=float, object_pairs_hook=_unique)
         if not isinstance(found, dict):
-            return RewardResult(score=number("score", found))
-        numbers = {k: float(v) for k, v in found.items() if isinstance(v, int | float)}
+            return to_result(found)
+        numbers = {k: v for k, v in found.items() if isinstance(v, int | float)}
         score = number("score", found.get("score"))
         numbers.pop("score", None)
         return to_result(RewardResult(score=score, details=numbers))
-    except (TypeError, OverflowError, RecursionError) as error:
+    except (TypeError, RecursionError) as error:
         raise ValueError(sentence(error)) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of the keys and values of a JSON object. Raises ValueError if a key repeats."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key of the JSON object repeats; send each key once")
+    return found
 
 
 def kind(url: str) -> RewardKind:

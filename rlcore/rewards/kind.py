@@ -12,7 +12,6 @@ has one of two functions:
     process, or on another machine. The runner enforces deadlines.
 """
 
-import math
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +20,7 @@ from rlcore.config.schema import RewardConfig
 from rlcore.records import Prompt, RequestId, RewardResult
 from rlcore.rewards.wire import ScoreJob
 from rlcore.utils.children import ERROR_CHARS
+from rlcore.utils.scores import number, plain_name
 
 _MOST_DETAILS, _NAME_CHARS = 32, 60
 
@@ -83,22 +83,11 @@ def to_result(value: Any) -> RewardResult:
     """Check the return value of a reward and convert it. Raises TypeError or ValueError if the
     value is not a valid score."""
     if not isinstance(value, RewardResult):
-        return RewardResult(score=number("score", value))
+        return RewardResult(score=number("score", value, "a number or a RewardResult"))
     if len(value.details) > _MOST_DETAILS:
         raise ValueError(f"{len(value.details)} details: too many; return at most {_MOST_DETAILS}")
     details = {
-        str(k).replace("/", "_")[:_NAME_CHARS]: number(f"details[{k!r}]", v)
-        for k, v in value.details.items()
+        plain_name(k, _NAME_CHARS): number(f"details[{k!r}]", v) for k, v in value.details.items()
     }
     score = number("score", value.score)
     return RewardResult(score=score, details=details, error=str(value.error)[:ERROR_CHARS])
-
-
-def number(what: str, value: Any) -> float:
-    """Convert `value` to a finite number. Raises TypeError or ValueError if this is impossible."""
-    if not hasattr(value, "__float__"):
-        raise TypeError(f"{what} is a {type(value).__name__}; return a number or a RewardResult")
-    found = float(value)
-    if not math.isfinite(found):
-        raise ValueError(f"{what} is {found}; return a finite number")
-    return found

@@ -60,7 +60,7 @@ class MathReward:
         self._boxed_only = (math_verify.LatexExtractionConfig(boxed_match_priority=0),)
         self._gold = lru_cache(4096)(self._read_gold)
         self._parse_gold = lru_cache(4096)(self._parse_gold_text)
-        self._same = lru_cache(1 << 14)(self._compare)
+        self._cached = lru_cache(1 << 14)(self._compare)
 
     def score(self, sample: Any, prompt: Prompt, text: str) -> float:
         """Return 1 if the final answer equals `prompt.answer`, else 0."""
@@ -74,9 +74,10 @@ class MathReward:
             return float(found)  # text after the mark may contain the answer among other words
         return float(not self._require and self._search(gold, text))
 
+    def _same(self, gold: str, answer: str) -> bool:
+        return len(answer) <= _LONGEST_ANSWER and self._cached(gold, answer)
+
     def _compare(self, gold: str, answer: str) -> bool:
-        if len(answer) > _LONGEST_ANSWER:
-            return False
         ours, theirs = self._gold(gold), answers.normalise(answer)
         if "=" not in ours and (value := answers.without_name(theirs)) != theirs:
             theirs, answer = value, answer.rpartition("=")[2].strip(" $")

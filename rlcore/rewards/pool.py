@@ -11,6 +11,7 @@ Own code instead of `concurrent.futures`, where the failure of one child breaks 
 
 import contextlib
 import dataclasses
+import math
 import os
 import selectors
 import sys
@@ -210,6 +211,8 @@ class RewardPool:
         entry = worker.inflight[0]
         if entry.job.key != reply.key:
             raise ValueError(f"reply for sample {reply.key} instead of {entry.job.key}")
+        if not 0 <= reply.result.latency_s < math.inf:
+            raise ValueError(f"reply after {reply.result.latency_s} s")
         worker.end_first()
         self._failed_starts = 0
         self._latency_s += 0.1 * (reply.result.latency_s - self._latency_s)

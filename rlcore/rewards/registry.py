@@ -24,6 +24,7 @@ from rlcore.config import dotted
 from rlcore.config.schema import RewardConfig, RewardSum
 from rlcore.rewards.kind import RewardKind
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.scores import LARGEST
 
 REWARDS: dict[str, str] = {
     "code": "rlcore.rewards.code",
@@ -63,8 +64,10 @@ def parts_of(selector: str) -> tuple[RewardTerm, ...]:
     parts: list[RewardTerm] = []
     for term in selector.split(","):
         name, weight = _weight_of(term.strip())
-        if not math.isfinite(weight) or not weight:
-            raise ConfigError(f"--reward {term}: the weight must be a number other than 0")
+        if not 0 < abs(weight) <= LARGEST:
+            raise ConfigError(
+                f"--reward {term}: the weight must be a number other than 0, at most {LARGEST:g}"
+            )
         label = "http" if name.startswith(SCHEMES) else name.removesuffix(".score")
         label = label.rpartition(".")[2]
         same = sum(re.fullmatch(rf"{re.escape(label)}[0-9]*", p.label) is not None for p in parts)

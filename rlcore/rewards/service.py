@@ -24,9 +24,10 @@ from rlcore.rewards.pool import RewardPool
 from rlcore.rewards.registry import RewardTerm, parts_of, resolve
 from rlcore.rewards.wire import SampleInfo, ScoreJob
 from rlcore.sched.reward_timeout import AdaptiveTimeout, key_of
-from rlcore.utils.children import last_lines
+from rlcore.utils.children import last_lines, sentence
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
+from rlcore.utils.scores import LARGEST, number
 
 _FULL_ERRORS = 5
 
@@ -204,7 +205,7 @@ class RewardService:
                 latency_s = result.latency_s
                 result = msgspec.structs.replace(checked, latency_s=latency_s)
             except (TypeError, ValueError) as error:
-                result = msgspec.structs.replace(result, error=f"{type(error).__name__}: {error}")
+                result = msgspec.structs.replace(result, error=sentence(error))
         if result.error:
             result = RewardResult(
                 score=self._configs[part].on_error, error=result.error, latency_s=result.latency_s
@@ -258,8 +259,16 @@ class RewardService:
             for part, r in zip(self._parts, results, strict=True)
             if r.error
         ]
+        total = sum(p.weight * r.score for p, r in zip(self._parts, results, strict=True))
+        try:
+            score = number("the weighted sum", total)
+        except ValueError as error:
+            failed = zip(self._parts, self._configs, strict=True)
+            score = sum(p.weight * c.on_error for p, c in failed)
+            score = min(max(score, -LARGEST), LARGEST)
+            errors.append(sentence(error))
         return RewardResult(
-            score=sum(p.weight * r.score for p, r in zip(self._parts, results, strict=True)),
+            score=score,
             details=details,
             error="; ".join(errors),
             latency_s=latency,

@@ -5,19 +5,29 @@ program defines are proxies here: `f(2)` sends 2 to the program's process and re
 (values.py). Expected values never leave this process, and no object of the program enters this
 process. The verdict is written to a descriptor that the program does not have.
 
+Python's own protocols may swallow an exception: `all(map(f, rows))` ends without an error if `f`
+raises StopIteration. An exception of the program that would end an iteration, or that no test can
+expect, therefore becomes a RuntimeError.
+
 This module runs inside the sandbox and imports only the standard library.
 """
 
 import ast
 import builtins
+import contextlib
 import importlib
 import sys
+import threading
+import warnings
 from typing import Any, BinaryIO
 
 from rlcore.sandbox import values
 
 PASSED, FAILED = b"+", b"-"
 """Byte for the verdict of a test. Verdicts are written in order, each right after its test."""
+
+
+_ENDS_ITERATION = (StopIteration, StopAsyncIteration)
 
 
 class ProgramEnded(BaseException):
@@ -59,19 +69,20 @@ class Link:
     """Connection to the program, over which one question (such as a call) is sent at a time."""
 
     def __init__(self, channel: values.Stream) -> None:
+        """Wait until the program's source has run."""
         self._channel = channel
         self._remotes: dict[int, Remote] = {}
-
-    def is_ready(self) -> bool:
-        """Return whether the program's source ran without error, so that tests can call it."""
-        try:
-            return values.receive(self._channel).get("ready") is True
-        except (EOFError, ValueError, AttributeError):
-            return False
+        self._lock = threading.Lock()  # a test may call the program from several threads
+        self.is_open = False
+        """Whether the source ran without error and the program still answers."""
+        with contextlib.suppress(EOFError, ValueError, AttributeError, RecursionError):
+            self.is_open = values.receive(channel).get("ready") is True
 
     def ask(self, do: str, on: Any, args: tuple = (), by_name: dict[str, Any] | None = None) -> Any:
         """Send a question and return the program's answer. If the program raised an exception,
-        raise an exception of the same type."""
+        raise an exception of the same type (see `_exception`)."""
+        if not self.is_open:
+            raise ProgramEnded
         question = {
             "do": do,
             "on": on,
@@ -79,9 +90,11 @@ class Link:
             "by_name": {k: values.encode(v, self._number) for k, v in (by_name or {}).items()},
         }
         try:
-            values.send(self._channel, question)
-            answer = values.receive(self._channel)
+            with self._lock:
+                values.send(self._channel, question)
+                answer = values.receive(self._channel)
         except (EOFError, OSError) as error:
+            self.is_open = False
             raise ProgramEnded from error
         if "raised" in answer:
             raise _exception(str(answer["raised"]), str(answer.get("text", "")))
@@ -97,28 +110,28 @@ class Link:
 
 
 def _exception(name: str, text: str) -> Exception:
+    """Make the exception that a test sees: the built-in type of this name, else a RuntimeError."""
     found = getattr(builtins, name, None)
     if isinstance(found, type) and issubclass(found, Exception):
-        try:
-            return found(text)
-        except TypeError:  # UnicodeDecodeError and some other types need more arguments
-            pass
+        with contextlib.suppress(TypeError):  # UnicodeDecodeError and others need more arguments
+            if not issubclass(found, _ENDS_ITERATION):
+                return found(text)
     return RuntimeError(f"{name}: {text}")
 
 
 def judge(tests: list[str], channel: values.Stream, verdicts: BinaryIO) -> None:
     """Run the tests in order, and write a verdict for each."""
+    sys.set_int_max_str_digits(0)  # as in the program's process
     link = Link(channel)
-    alive = link.is_ready()
-    for test in tests:
-        passed = False
-        if alive:
-            try:
-                passed = _passes(test, link)
-            except ProgramEnded:
-                alive = False
-        verdicts.write(PASSED if passed else FAILED)
-        verdicts.flush()
+    # `assert f(2).__eq__(3)` must not pass because a value of another type is not comparable
+    warnings.filterwarnings("error", "NotImplemented should not be used in a boolean context")
+    # stdout has the verdicts, and a test may print the program's values
+    with contextlib.redirect_stdout(sys.stderr):
+        for test in tests:
+            # a test may swallow ProgramEnded with a bare `except`
+            passed = _passes(test, link) and link.is_open
+            verdicts.write(PASSED if passed else FAILED)
+            verdicts.flush()
 
 
 def _passes(test: str, link: Link) -> bool:
@@ -131,11 +144,20 @@ def _passes(test: str, link: Link) -> bool:
         for name in modules(tree):
             names[name] = importlib.import_module(name)
         exec(compile(tree, "<test>", "exec"), names)
-    except Exception:  # AssertionError, or any other error in the test or the program
-        return False
-    except SystemExit:
+    except BaseException:  # an error in the test or the program; the next test still counts
         return False
     return True
+
+
+_DEFINE = (
+    ast.FunctionDef
+    | ast.AsyncFunctionDef
+    | ast.ClassDef
+    | ast.ExceptHandler
+    | ast.MatchAs
+    | ast.MatchStar
+)
+"""Nodes of the syntax tree whose `name` is a name that they define."""
 
 
 def free_names(tree: ast.AST) -> list[str]:
@@ -152,12 +174,10 @@ def free_names(tree: ast.AST) -> list[str]:
                 used[node.id] = None
             else:
                 made.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+        elif isinstance(node, _DEFINE) and node.name:
             made.add(node.name)
         elif isinstance(node, ast.arg):
             made.add(node.arg)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            made.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             made.update((a.asname or a.name).partition(".")[0] for a in node.names)
     free = [name for name in used if name not in made and name not in modules(tree)]

@@ -31,6 +31,7 @@ def _execute(name: str, source: str) -> int:
     module = ModuleType(name)
     vars(module)["__builtins__"] = builtins
     sys.modules[name] = module
+    sys.set_int_max_str_digits(0)  # programs may print long integers; the deadline limits them
     try:
         exec(compile(source, f"<{name}>", "exec"), vars(module))
     except SystemExit as error:

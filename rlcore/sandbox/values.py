@@ -7,7 +7,6 @@ values to compare from JSON, so a program can answer only with numbers, texts an
 
 import json
 import operator
-import sys
 from collections import deque
 from collections.abc import Callable
 from decimal import Decimal
@@ -19,8 +18,6 @@ Stream = BinaryIO | BufferedRWPair
 """Stream of lines: a binary file, or a pair of reader and writer of a socket."""
 LARGEST = 16 << 20
 """Maximum length of a line in bytes."""
-
-sys.set_int_max_str_digits(0)  # digits need no limit: integers are sent in base 16, in linear time
 
 
 def encode(value: Any, refer: Callable[[Any], int]) -> Any:

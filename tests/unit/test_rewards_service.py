@@ -221,7 +221,7 @@ def test_what_a_function_raises_or_wrongly_returns_is_named_and_scores_on_error(
         "ValueError: score is nan; return a finite number",
         "TypeError: score is a NoneType; return a number or a RewardResult",
         "TypeError: score is a str; return a number or a RewardResult",
-        "TypeError: details['a'] is a str; return a number or a RewardResult",
+        "TypeError: details['a'] is a str; return a number",
         "",
         "",
     ]

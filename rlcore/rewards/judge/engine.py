@@ -10,6 +10,7 @@ Own code instead of the package openai, so that requests share retries and deadl
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -23,6 +24,10 @@ from rlcore.rewards.kind import RunnerHost
 from rlcore.rewards.wire import ScoreJob
 from rlcore.utils.errors import ConfigError
 
+_MARKS = re.compile(r"<(?=[|\uff5c]|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad)>)|\[(?=/?INST\])")
+"""Beginnings of the special tokens of well-known chat templates. The tokenizer of the server is not
+known here, so others are not found."""
+_ROUNDING = 0.01
 _TOP = 20
 """Number of likeliest tokens whose log-probs are requested: the maximum of OpenAI's interface."""
 
@@ -78,7 +83,10 @@ class EngineBackend:
     def _body(self, job: ScoreJob) -> bytes:
         """Encode the body of a request. Raises ValueError if the rubric cannot be rendered."""
         cfg, prompt = self._cfg, job.prompt
-        text = self._rubric.render(prompt.text, prompt.answer, job.text, prompt.fields)
+        task, answer, response = (
+            _MARKS.sub(r"\g<0> ", text) for text in (prompt.text, prompt.answer, job.text)
+        )
+        text = self._rubric.render(task, answer, response, prompt.fields)
         body: dict[str, Any] = {
             "model": cfg.model,
             "messages": [{"role": "user", "content": text}],
@@ -119,5 +127,7 @@ class EngineBackend:
         for entry in top:
             word = entry["token"].strip()
             if word in self._cfg.good or word in self._cfg.bad:
+                if not entry["logprob"] <= _ROUNDING:
+                    raise ValueError(f"log-prob {entry['logprob']}: must be at most 0")
                 shares[word in self._cfg.good] += math.exp(entry["logprob"])
         return shares[True], shares[False]

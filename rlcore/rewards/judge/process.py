@@ -196,7 +196,8 @@ class JudgeServer:
         return ids, True
 
     def _render(self, prompt: str, ask: GradeRequest, response: str) -> list[int]:
-        text = self._rubric.render(prompt, ask.answer, response, ask.fields)
+        answer = self._tokenizer.defused(ask.answer)
+        text = self._rubric.render(prompt, answer, response, ask.fields)
         if self._is_chat:
             text = self._tokenizer.render_chat([{"role": "user", "content": text}])
         return self._tokenizer.encode(text)

@@ -1,5 +1,7 @@
 """Rubric: renders the judge's prompt and converts the judge's answer to a score."""
 
+import hashlib
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,11 +12,15 @@ from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import read_text
 
 RUBRIC = Path(__file__).with_name("rubric.jinja")
+_LONGEST = 20_000
+"""Number of last characters of the judge's text that are searched for a verdict; `pattern` may take
+quadratic time."""
 
 
 class Rubric:
     """Jinja template of the judge's prompt, with the variables `prompt`, `answer`, `response`,
-    `fields`, `method`, `good` and `bad`."""
+    `fields`, `method`, `good`, `bad` and `mark`. `mark` is a hash of the task and the response. A
+    response cannot contain its own hash, so it cannot write the line that ends the response."""
 
     def __init__(self, cfg: JudgeRewardConfig) -> None:
         """Load the template. Raises ValueError if the file cannot be read or is not a valid
@@ -48,6 +54,7 @@ class Rubric:
         """Render the judge's prompt. Raises ValueError if the template uses an undefined name or
         fails on the row's fields."""
         cfg = self._cfg
+        shown = "\0".join((prompt, answer, response)).encode("utf-8", "replace")
         try:
             return self._template.render(
                 prompt=prompt,
@@ -57,13 +64,14 @@ class Rubric:
                 method=cfg.method,
                 good=cfg.good,
                 bad=cfg.bad,
+                mark=hashlib.blake2b(shown, digest_size=6).hexdigest(),
             )
         except Exception as error:  # the template's use of a row's fields may raise anything
             raise ValueError(f"--reward.rubric: {type(error).__name__}: {error}") from error
 
     def read(self, text: str) -> float:
         """Extract the score from the judge's text. Raises ValueError if there is no verdict."""
-        found = self._pattern.findall(text)
+        found = self._pattern.findall(text[-_LONGEST:])
         if not found:
             raise ValueError(f"no verdict in {text[-80:]!r}")
         return self.of_word(found[-1])
@@ -76,13 +84,15 @@ class Rubric:
         try:
             points = float(bare.partition("/")[0])
         except ValueError:
-            raise ValueError(f"the verdict {word!r} is neither good, bad nor a number") from None
+            points = math.nan
+        if not math.isfinite(points):
+            raise ValueError(f"the verdict {word[:80]!r} is neither good, bad nor a number")
         return min(max(points / cfg.max_points, 0.0), 1.0)
 
 
 def of_probabilities(good: float, bad: float) -> float:
     """Compute the score P(good) / (P(good) + P(bad)). Raises ValueError if both are 0."""
-    if not good + bad > 0:
+    if not 0 < good + bad < math.inf:
         raise ValueError("the judge gives none of the verdict tokens a probability")
     return good / (good + bad)
 
