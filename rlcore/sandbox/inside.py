@@ -37,7 +37,6 @@ _FILES = 64
 _TICKS = os.sysconf("SC_CLK_TCK")
 _CPUS, _SPARE_CPU_S = 4, 2.0
 """A program may use this many CPUs until its deadline, plus a reserve in seconds."""
-_COUNTED = (b"VmRSS:", b"VmSwap:", b"VmPTE:")
 _BUFFER_BYTES = 208 << 10
 """Linux's default of what a socket buffers (net.core.wmem_default), more than a pipe's 64 KB."""
 _RESERVE_BYTES = 2 << 30
@@ -193,32 +192,34 @@ class Zygote:
         """Measure each program's memory and CPU time over all its processes, and kill programs
         above a limit. Rlimits bound each process, but not the sum."""
         tree = self._processes()
-        inherited = self._memory(os.getpid())  # bytes that a fork shares with this process
+        inherited, _ = self._memory(os.getpid())  # bytes that a fork shares with this process
         judges = [job.pid for job in self._jobs.values() if job.order.what == "tests"]
         judging = {pid for judge in judges for pid in _family(judge, tree)}
         others = _family(os.getpid(), tree) - judging - {os.getpid()}  # with orphans of the program
         is_full = self._has_oom() or self._is_machine_full()
         for number, job in list(self._jobs.items()):
             family = judging if job.pid in judges else others
-            used = sum(max(0, self._memory(pid) - inherited) for pid in family)
+            sizes = map(self._memory, family)
+            used = sum(max(0, pages - inherited) + kernel for pages, kernel in sizes)
             job.tasks["peak"] = max(job.tasks["peak"], used)
             if used > job.order.memory or (is_full and job.pid not in judges):
                 self._kill(number, "memory")
             elif sum(tree[pid][1] for pid in family) > _CPUS * job.order.seconds + _SPARE_CPU_S:
                 self._kill(number, "cpu")
 
-    def _memory(self, pid: int) -> int:
-        """Return the bytes of a process: resident and swapped memory, page tables, and the most
-        that the kernel may buffer for its descriptors. 0 for a process that has exited."""
+    def _memory(self, pid: int) -> tuple[int, int]:
+        """Return the bytes of a process, resident and swapped; and of the kernel for it: page
+        tables, and the most that its descriptors may buffer. 0, 0 if the process has exited."""
         try:
             for path in self._threads(pid):
-                lines = self._read(f"{path}/status").splitlines()
-                sizes = [int(line.split()[1]) for line in lines if line.startswith(_COUNTED)]
+                lines = map(bytes.split, self._read(f"{path}/status").splitlines())
+                sizes = {line[0]: int(line[1]) << 10 for line in lines if line[2:] == [b"kB"]}
                 if sizes:
-                    return (sum(sizes) << 10) + self._descriptors(path) * _BUFFER_BYTES
+                    pages = sizes[b"VmRSS:"] + sizes.get(b"VmSwap:", 0)
+                    return pages, sizes[b"VmPTE:"] + self._descriptors(path) * _BUFFER_BYTES
         except OSError:
-            return 0
-        return 0
+            return 0, 0
+        return 0, 0
 
     def _threads(self, pid: int) -> Iterator[str]:
         """Yield the path of a process, then of its threads. The kernel reports no memory for a
