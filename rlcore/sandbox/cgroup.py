@@ -30,7 +30,7 @@ class Cgroup:
         self._folders: dict[str, Path] = {}
         self._limits = (0, 0)
         try:
-            for controller, parent in _parents().items():
+            for controller, parent in parents().items():
                 folder = parent / (PREFIX + name)
                 if folder not in self._folders.values():
                     remove_stale(parent)
@@ -51,6 +51,12 @@ class Cgroup:
             p for p in (memory / "memory.events", memory / "memory.oom_control") if p.exists()
         )
         return entries, os.open(events, os.O_RDONLY | os.O_CLOEXEC)
+
+    def give_to(self, user: int) -> None:
+        """Let a normal user make cgroups in this cgroup, as far as v1 allows it."""
+        for folder in dict.fromkeys(self._folders.values()):
+            for path in (folder, folder / "cgroup.procs"):
+                os.chown(path, user, user)
 
     def limit(self, memory: int, processes: int) -> None:
         """Set the limits in bytes and processes, without swap. Raises OSError if the cgroup holds
@@ -124,12 +130,13 @@ def _end(folder: Path) -> None:
             time.sleep(0.001)
 
 
-def _parents() -> dict[str, Path]:
+def parents() -> dict[str, Path]:
     """Return the folder for new cgroups of each controller. Raises RuntimeError if there is none
     that this user may write to."""
     found = {}
+    texts = [Path(f"/proc/self/{name}").read_text() for name in ("cgroup", "mountinfo")]
     for controller in _CONTROLLERS:
-        own = _own(controller)
+        own = own_folder(controller, *texts)
         if own is None:
             raise RuntimeError(f"no cgroup hierarchy with the controller {controller} is mounted")
         places = [own]
@@ -143,14 +150,15 @@ def _parents() -> dict[str, Path]:
     return found
 
 
-def _own(controller: str) -> Path | None:
-    """Return the folder of this process's cgroup in the hierarchy with the controller."""
+def own_folder(controller: str, memberships: str, mounts: str) -> Path | None:
+    """Return the folder of a process's cgroup in the hierarchy with the controller. `memberships`
+    and `mounts`: texts of the files cgroup and mountinfo of the process in /proc."""
     groups = {}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in memberships.splitlines():
         _, names, path = line.split(":", 2)
         groups.update(dict.fromkeys(names.split(","), path))
     kind = controller if controller in groups else ""  # "": cgroup v2
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in mounts.splitlines():
         here, _, there = line.partition(" - ")
         root, point = here.split()[3:5]
         system, _, options = there.split()[:3]

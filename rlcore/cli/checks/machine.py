@@ -198,12 +198,13 @@ def sandbox(cfg: Config) -> CheckResult:
         if hasattr(section, "require_isolation")
     ]
     try:
-        grade = isolation.grade(any(wanted))
+        required = max(wanted, key=isolation.GRADES.index, default="fallback")
+        grade = isolation.grade(required)
     except (RuntimeError, TimeoutError) as error:
         return CheckResult("sandbox", "FAIL" if wanted else "SKIP", str(error))
     if not wanted:
         return CheckResult("sandbox", "SKIP", f"the run uses none; here: {grade.sentence}")
-    if not grade.isolated:
+    if grade.name == "fallback":
         remedy = "install bubblewrap and allow user namespaces (rlcore/sandbox/README.md)"
         return CheckResult("sandbox", "WARN", f"{grade.sentence}; {remedy}")
     return CheckResult("sandbox", "PASS", grade.sentence)
