@@ -1,4 +1,4 @@
-"""Run a hostile program (tests/hostile.py, tests/hostile_kernel.py) and look at what it has done."""
+"""Run a hostile program of tests/hostile*.py, and see what it has done."""
 
 import os
 import time

@@ -207,7 +207,7 @@ class Sandbox:
             "file_bytes": limits.file_mb << 20,
         }
         try:
-            self._walls.limit(order["memory"], order["processes"])
+            self._walls.limit(limits.memory_mb << 20, limits.processes)
             socket.send_fds(self._walls.control, [json.dumps(order).encode()], fds)
         except OSError as error:
             raise self._broken("does not accept programs") from error

@@ -53,8 +53,8 @@ _SHARED_CALLS = {
     "memfd_secret": 447,
 }
 # Numbers of denied calls on (x86_64, aarch64): sockets, other processes, mounts, namespaces.
-# Also denied: kernel memory that belongs to no process (System V, memfd, pages in pipes, descriptors
-# in flight), quotas of the whole machine (aio, inotify), kernel keys, clocks, modules, bpf.
+# Also denied: kernel memory of no process (System V, memfd, pages in pipes, descriptors in flight),
+# quotas of the whole machine (aio, inotify), kernel keys, clocks, modules, bpf.
 _CALLS = {
     "socket": (41, 198),
     "connect": (42, 203),
@@ -130,7 +130,7 @@ _CLONE, _CLONE3 = (56, 220), 435
 _CLONE_THREAD, _CLONE_FILES = 0x10000, 0x400
 _MMAP, _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = (9, 222), 0x1, 0x20, 0x40000
 # Calls with one argument that must be in a list: numbers, index of the argument, allowed values.
-# fcntl: descriptors, flags, F_GETLK, F_GETPIPE_SZ; locks, leases and F_SETPIPE_SZ take kernel memory.
+# fcntl: descriptors, flags, F_GETLK, F_GETPIPE_SZ. Locks, leases, F_SETPIPE_SZ take kernel memory.
 # prctl: names, and questions about the process. prlimit64: the limits of this process.
 _LISTED = (
     ((72, 25), 1, (0, 1, 2, 3, 4, 5, 1030, 1032)),

@@ -285,8 +285,8 @@ class Zygote:
         return bool(set(map(int, children.split())) - {j.pid for j in self._jobs.values()})
 
     def _processes(self) -> dict[int, tuple[int, float]]:
-        """Return the parent's id and the CPU seconds (with those of ended children) of every visible
-        process, by process id."""
+        """Return the parent's id and the CPU seconds, with those of ended children, of every
+        visible process, by process id."""
         found = {}
         for name in self._list("."):
             if name.isdigit():

@@ -92,7 +92,8 @@ class SandboxProcess:
             self._make_folder()
             fds = (control.fileno(), self._lock)
             return _start_plain(fds, self.tmp, packages, self._errors, self._mark)
-        entries, ooms = [], -1
+        entries: list[int] = []
+        ooms = -1
         try:
             if grade == "cgroup":
                 self._cgroup = Cgroup(self._mark)

@@ -249,7 +249,9 @@ def test_the_grade_of_the_sandbox_is_compared_with_what_the_run_needs(
     for keys in (("--reward", "code"), ("--reward", "exact:1,code:1"), ("--env", "tools")):
         found = machine.sandbox(settings.parse(keys))
         assert found.state == "WARN" and "install bubblewrap" in found.text
-    monkeypatch.setattr(isolation, "grade", lambda required: weak if required == "fallback" else refuse("none")())
+    monkeypatch.setattr(
+        isolation, "grade", lambda required: weak if required == "fallback" else refuse("none")()
+    )
     required = settings.parse(("--reward", "code", "--reward.require_isolation", "cgroup"))
     assert machine.sandbox(required) == CheckResult("sandbox", "FAIL", "none")
     monkeypatch.setattr(isolation, "grade", lambda required: isolation.Grade("cgroup", "all"))

@@ -230,12 +230,19 @@ def test_programs_end_with_a_killed_rank(name, grade):
     until(lambda: pids_of(seconds) == [])
 
 
+@pytest.fixture
+def shared_tmp(monkeypatch):
+    """A folder for temporary files that `nobody` can enter, too."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        os.chmod(folder, 0o711)
+        yield Path(folder)
+
+
 def test_the_next_sandbox_removes_what_a_rank_and_its_sandbox_left_when_both_were_killed(
-    monkeypatch, tmp_path
+    monkeypatch, shared_tmp
 ):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    tmp_path.chmod(0o711)
     seconds = f"{300 + os.getpid() % 1000}.75"
     owner = start_owner("fallback", seconds)
     inside = int(Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()[0])
@@ -243,8 +250,8 @@ def test_the_next_sandbox_removes_what_a_rank_and_its_sandbox_left_when_both_wer
         os.kill(pid, signal.SIGKILL)
     owner.wait()
     with Sandbox("fallback"):
-        assert len(list(tmp_path.iterdir())) == 2, "a new folder must not be removed"
-    (left,) = tmp_path.iterdir()
+        assert len(list(shared_tmp.iterdir())) == 2, "a new folder must not be removed"
+    (left,) = shared_tmp.iterdir()
     assert pids_of(seconds), "nothing was left behind, so this test shows nothing"
     monkeypatch.setattr(cgroup, "_NEW_S", 0.0)
     with Sandbox("fallback") as one, Sandbox("fallback") as two:
@@ -322,7 +329,7 @@ def test_the_cgroup_of_a_process_is_found(controller, memberships, mounts, folde
 
 
 def test_in_cgroup_v2_the_parent_takes_the_group_if_the_own_cannot(monkeypatch, tmp_path):
-    """A group with processes cannot have limited groups; its parent has them if it limits memory."""
+    """A group with processes cannot have limited groups; its parent can."""
     own = tmp_path / "slice" / "run.scope"
     own.mkdir(parents=True)
     for folder, controllers in ((own, ""), (own.parent, "cpu memory pids")):
@@ -454,12 +461,11 @@ def test_a_hostile_program_gets_nothing_in_the_other_grades(name, script, checkp
 
 
 HONEST = {
-    "threads": "import threading\nts = [threading.Thread(target=print, args=(i,)) for i in range(8)]\n"
+    "threads": "from threading import Thread\nts = [Thread(target=print) for i in range(8)]\n"
     "[t.start() for t in ts]; [t.join() for t in ts]",
     "thread pool": "from concurrent.futures import ThreadPoolExecutor as P\n"
     "with P(4) as p: print(sum(p.map(abs, range(9))))",
-    "asyncio": "import asyncio\nasync def f():\n    await asyncio.gather(*[asyncio.sleep(0.01)] * 1)\n"
-    "asyncio.run(f())",
+    "asyncio": "import asyncio\nasync def f():\n    await asyncio.sleep(0.01)\nasyncio.run(f())",
     "processes with pipes": "import multiprocessing as m\na, b = m.Pipe()\n"
     "p = m.Process(target=lambda: b.send(4)); p.start(); assert a.recv() == 4; p.join()",
     "shared memory in a file": "import mmap\nf = open('f', 'w+b'); f.truncate(1 << 20)\n"
@@ -473,11 +479,11 @@ HONEST = {
     "growing bytes": "x = bytearray()\nfor _ in range(200): x += bytes(1 << 20)\nprint(len(x))",
     "regular expressions": "import re\nprint(len(re.findall(r'(a+)(b?)', 'aab' * 10000)))",
     "temporary files": "import tempfile\nwith tempfile.TemporaryFile() as f: f.write(b'x' * 9)",
-    "database in memory": "import sqlite3\nprint(sqlite3.connect(':memory:').execute('select 1').fetchall())",
+    "database in memory": "import sqlite3\nsqlite3.connect(':memory:').execute('select 1')",
     "timer signal": "import signal\nsignal.signal(signal.SIGALRM, lambda *a: print(1))\n"
     "signal.setitimer(signal.ITIMER_REAL, 0.01); signal.pause()",
     "recursion": "import sys\nsys.setrecursionlimit(50000)\nf = lambda n: n and f(n - 1)\nf(9000)",
-    "limits of its own": "import resource\nresource.setrlimit(resource.RLIMIT_STACK, (1 << 20, 1 << 20))",
+    "limits of its own": "import resource as r\nr.setrlimit(r.RLIMIT_STACK, (1 << 20, 1 << 20))",
     "epoll, timers and events": "import select, os\ne = select.epoll(); r, w = os.pipe()\n"
     "e.register(r); os.write(w, b'x'); print(e.poll(1))",
 }
@@ -492,9 +498,9 @@ def test_an_honest_program_works(box, name):
 def test_a_row_of_numpy_works_where_packages_are_allowed(grade):
     numpy = pytest.importorskip("numpy")
     folder = str(Path(numpy.__file__).parents[1])
-    source = "import numpy as np\na = np.random.rand(400, 400)\nprint((a @ a).shape, np.ones(20_000_000).sum())"
+    source = "import numpy as np\na = np.ones((400, 400))\nprint((a @ a).sum(), np.ones(2 * 10**7).sum())"
     with Sandbox(grade.name, (folder,)) as sandbox:
-        assert sandbox.run(source, within(LONG_S)).stdout == b"(400, 400) 20000000.0\n"
+        assert sandbox.run(source, within(LONG_S)).stdout == b"64000000.0 9.0\n"
 
 
 def test_a_listener_on_the_host_is_out_of_reach(grade):

@@ -192,14 +192,13 @@ def _major() -> str:
 
 def sandbox(cfg: Config) -> CheckResult:
     """Find the grade of isolation, and compare it with what rewards and environment require."""
-    wanted = [
+    wanted: list[isolation.IsolationGrade] = [
         section.require_isolation
         for section in (*reward_sections(cfg.reward).values(), cfg.env)
         if hasattr(section, "require_isolation")
     ]
     try:
-        required = max(wanted, key=isolation.GRADES.index, default="fallback")
-        grade = isolation.grade(required)
+        grade = isolation.grade(max(wanted, key=isolation.GRADES.index, default="fallback"))
     except (RuntimeError, TimeoutError) as error:
         return CheckResult("sandbox", "FAIL" if wanted else "SKIP", str(error))
     if not wanted:
