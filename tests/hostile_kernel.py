@@ -453,6 +453,7 @@ SCRIPTS = [
         """
         import threading
         def hold():
+            time.sleep(0.3)  # until the first thread has exited
             kept = bytearray(300 << 20)
             kept[::4096] = b"x" * len(kept[::4096])
             time.sleep(60)
