@@ -31,7 +31,7 @@ def _kernel(name: str, outcome: str, text: str, **more: object) -> Script:
 
 SCRIPTS = [
     _kernel(
-        "shared memory left behind by shrinking its mapping (mmap.resize)",
+        "shared memory left by a mapping that shrinks (mmap.resize)",
         "shared anonymous memory is refused",
         """
         kept = []
@@ -130,7 +130,7 @@ SCRIPTS = [
         quick=True,
     ),
     _kernel(
-        "datagram to a socket of the host from a socketpair",
+        "datagram from a socketpair to the host",
         "only pairs of streams, which have no addresses",
         """
         import glob, socket
@@ -288,8 +288,8 @@ SCRIPTS = [
         quick=True,
     ),
     _kernel(
-        "epoll watches: each file under every number",
-        "64 descriptors, and each counts as what it may buffer",
+        "epoll watches of each file and number",
+        "64 descriptors; each counts as what it may buffer",
         """
         import select
         def watch():
@@ -436,8 +436,8 @@ SCRIPTS = [
         """,
     ),
     _kernel(
-        "huge pages of the machine, and huge pages that are unmapped in part",
-        "refused by the filter; transparent ones are off",
+        "huge pages: hugetlb, and transparent ones unmapped in part",
+        "refused; transparent ones are off",
         """
         at = libc.mmap(None, 2 << 20, 3, 0x40022, -1, 0)
         if at not in (None, ctypes.c_void_p(-1).value) or ctypes.get_errno() == errno.ENOMEM:
@@ -529,7 +529,7 @@ SCRIPTS = [
         needs_landlock=True,
     ),
     _kernel(
-        "devices of the machine: GPUs, KVM, tun, fuse, disks",
+        "devices: GPUs, KVM, tun, fuse, disks",
         "only null, full, random and urandom are there",
         """
         try:
