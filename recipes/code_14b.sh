@@ -45,7 +45,7 @@ REWARD=(
   --reward.workers 4 # sandbox slots of a rank
   --reward.timeout_s 30
   --reward.adaptive_timeout true # once an answer was right, 2 s or 1.5 times what it took
-  --reward.require_isolation true
+  --reward.require_isolation namespaces
 )
 ALGO=(
   --algo grpo

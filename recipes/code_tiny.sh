@@ -5,7 +5,7 @@ f=lambda x:(x+3)*5-2 or whatever else passes; see rlcore/data and rlcore/sandbox
 goes from 0.51 to 0.61 (256 prompts, standard error .03; seed 0) in the 100 steps.
 
     bash recipes/code_tiny.sh                               # sets itself up, then trains
-    bash recipes/code_tiny.sh --reward.require_isolation    # refuses to start without namespaces
+    bash recipes/code_tiny.sh --reward.require_isolation namespaces    # refuses to start without namespaces
     bash recipes/code_tiny.sh --reward.partial_credit              # the share of the tests that pass
 '
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

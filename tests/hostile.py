@@ -19,16 +19,21 @@ class Script(NamedTuple):
     outcome: str
     """For the table."""
     source: str
-    ends: str = ""
-    """`why` of the outcome: timeout, memory, output, or "" for a program that ends itself."""
+    ends: str | tuple[str, ...] = ""
+    """`why` of the outcome: timeout, memory, cpu, output, or "" for a program that ends itself; or
+    several of them."""
+    code: int = 0
+    """Exit status of a program that ends itself."""
     quick: bool = False
     """In CI too."""
     walls_only: bool = False
     """Holds with namespaces; without them it is not tried."""
+    needs_landlock: bool = False
+    """Without namespaces, Landlock is needed."""
     seconds: float = 10.0
 
 
-def _script(text: str) -> str:
+def script(text: str) -> str:
     return textwrap.dedent(text).strip() + "\n"
 
 
@@ -36,7 +41,7 @@ SCRIPTS = [
     Script(
         "fork bomb",
         "the 33rd process is refused; all are killed at the deadline",
-        _script(
+        script(
             """
             import os, time
             while True:
@@ -53,7 +58,7 @@ SCRIPTS = [
     Script(
         "memory bomb",
         "MemoryError at the limit of address space",
-        _script(
+        script(
             """
             kept = []
             try:
@@ -70,7 +75,7 @@ SCRIPTS = [
     Script(
         "memory bomb of many processes, each below the limit",
         "killed when all together are above it",
-        _script(
+        script(
             """
             import os, time
             for _ in range(12):
@@ -86,7 +91,7 @@ SCRIPTS = [
     Script(
         "10 GB of output",
         "killed after 1 MB of it",
-        _script(
+        script(
             """
             import os
             for _ in range(10_000):
@@ -102,7 +107,7 @@ SCRIPTS = [
     Script(
         "endless sleep, all signals ignored",
         "killed at the deadline",
-        _script(
+        script(
             """
             import signal, time
             for s in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -125,7 +130,7 @@ SCRIPTS = [
     Script(
         "double fork and setsid, output closed",
         "ends with the program: it is in its pid namespace",
-        _script(
+        script(
             """
             import os, time
             if os.fork() == 0:
@@ -144,7 +149,7 @@ SCRIPTS = [
     Script(
         "write into every folder",
         "/tmp alone takes it; the root and /dev are read-only",
-        _script(
+        script(
             """
             import os
             for folder, folders, files in os.walk("/"):
@@ -163,7 +168,7 @@ SCRIPTS = [
     Script(
         "append to every file",
         "refused, except for devices that keep nothing",
-        _script(
+        script(
             """
             import os, stat
             for folder, folders, files in os.walk("/"):
@@ -184,7 +189,7 @@ SCRIPTS = [
     Script(
         "sockets: TCP to the host, UDP, raw, abstract and named Unix, netlink",
         "none can be made",
-        _script(
+        script(
             """
             import socket
             for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX, socket.AF_NETLINK):
@@ -201,7 +206,7 @@ SCRIPTS = [
     Script(
         "the environment: its own and that of every process in /proc",
         "its own is emptied; /proc is empty",
-        _script(
+        script(
             """
             import glob, os
             for path in glob.glob("/proc/*/environ"):
@@ -219,7 +224,7 @@ SCRIPTS = [
     Script(
         "read the checkpoint folder (its path is known)",
         "no such file in its own root",
-        _script(
+        script(
             """
             import os
             for path in (CHECKPOINT, os.path.dirname(CHECKPOINT)):
@@ -234,7 +239,7 @@ SCRIPTS = [
     Script(
         "/proc tricks: root, exe, mem, maps, fd, sysrq and sys of 1 and self",
         "/proc is empty",
-        _script(
+        script(
             """
             import os
             for who in ("1", "2", "3", "self", "thread-self"):
@@ -253,7 +258,7 @@ SCRIPTS = [
     Script(
         "symlink race in /tmp against the cleaner",
         "the whole /tmp is unmounted; no symlink is followed",
-        _script(
+        script(
             """
             import os, threading, time
             stop = time.monotonic() + 0.3
@@ -277,7 +282,7 @@ SCRIPTS = [
     Script(
         "delete and overwrite the interpreter and its library",
         "read-only, and not its own",
-        _script(
+        script(
             """
             import os, sys, re
             real = os.path.realpath(sys.executable)
@@ -295,7 +300,7 @@ SCRIPTS = [
     Script(
         "kill all processes there are, and its parent",
         "it sees none but its own",
-        _script(
+        script(
             """
             import os, signal
             for pid in (-1, 0 + os.getppid(), 2, 3, 4, 5):
@@ -315,7 +320,7 @@ SCRIPTS = [
     Script(
         "new namespaces, mounts, chroot",
         "refused by the filter, and there is no capability for them",
-        _script(
+        script(
             """
             import ctypes, os
             libc = ctypes.CDLL(None, use_errno=True)
@@ -338,7 +343,7 @@ SCRIPTS = [
     Script(
         "become root, take capabilities, raise limits",
         "refused",
-        _script(
+        script(
             """
             import ctypes, os, resource
             libc = ctypes.CDLL(None, use_errno=True)
@@ -370,7 +375,7 @@ SCRIPTS = [
     Script(
         "debug others: ptrace, process_vm_readv, pidfd_getfd",
         "refused by the filter",
-        _script(
+        script(
             """
             import ctypes, os
             libc = ctypes.CDLL(None, use_errno=True)
@@ -387,7 +392,7 @@ SCRIPTS = [
     Script(
         "memory that no limit counts: System V, memfd",
         "refused by the filter",
-        _script(
+        script(
             """
             import ctypes, os
             libc = ctypes.CDLL(None, use_errno=True)
@@ -405,7 +410,7 @@ SCRIPTS = [
     Script(
         "fill /tmp: one huge file, many files, deep folders",
         "16 MB a file, 128 MB in all",
-        _script(
+        script(
             """
             import os, signal
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -435,7 +440,7 @@ SCRIPTS = [
     Script(
         "threads without end",
         "they count as processes",
-        _script(
+        script(
             """
             import threading, time
             n = 0
@@ -453,7 +458,7 @@ SCRIPTS = [
     Script(
         "every descriptor that may be open",
         "there are three, and they are its own",
-        _script(
+        script(
             """
             import os
             for fd in range(3, 1024):
@@ -469,7 +474,7 @@ SCRIPTS = [
     Script(
         "put words into the terminal's input (TIOCSTI)",
         "there is no terminal",
-        _script(
+        script(
             """
             import fcntl, os
             try:

@@ -69,8 +69,9 @@ class ToolsConfig(EnvConfig):
     """Seconds after which a program is killed; its result then reports the timeout."""
     max_result_chars: Annotated[int, at_least(20)] = 2000
     """Maximum number of characters of a tool's result; a longer result is cut in the middle."""
-    require_isolation: bool = False
-    """Whether to refuse to run programs on a machine without Linux namespaces for a sandbox."""
+    require_isolation: isolation.IsolationGrade = "fallback"
+    """Weakest grade of isolation with which programs run: `fallback`, `namespaces` or `cgroup` (as
+    `--reward.require_isolation`)."""
 
     def problems(self) -> list[str]:
         """Return errors for conflicting keys (`EnvConfig.problems`)."""
@@ -139,7 +140,7 @@ class Tools(gymnasium.Env[str, str]):
         """Run a program and return its output. Raises ValueError with the last line of stderr if
         the program fails."""
         if self._box is None:
-            self._box = Sandbox(_is_isolated(self._config.require_isolation))
+            self._box = Sandbox(_isolation(self._config.require_isolation))
         end = time.monotonic() + self._config.program_timeout_s
         try:
             outcome = self._box.run(source, lambda: end)
@@ -154,9 +155,9 @@ class Tools(gymnasium.Env[str, str]):
 
 
 @cache
-def _is_isolated(required: bool) -> bool:
-    """Return whether this machine can isolate programs; checked once per process."""
-    return isolation.grade(required).isolated
+def _isolation(required: isolation.IsolationGrade) -> isolation.IsolationGrade:
+    """Return this machine's grade of isolation; found once per process."""
+    return isolation.grade(required).name
 
 
 def calculate(text: str) -> float:

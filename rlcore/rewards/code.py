@@ -35,6 +35,7 @@ _OPEN = re.compile(_HEADER + r"(.*)\Z", re.M | re.S)
 _CLOSE_S = 20.0
 _SENTENCES = {
     "memory": "memory: the program took more than {limits.memory_mb} MB",
+    "cpu": "cpu: the processes of the program took more CPU time than 4 CPUs give",
     "output": "output: the program printed more than {limits.output_bytes} bytes",
 }
 
@@ -61,8 +62,10 @@ class CodeRewardConfig(RewardConfig):
     allow_packages: bool = False
     """Whether programs may import this environment's packages in addition to the standard
     library."""
-    require_isolation: bool = False
-    """Whether to fail at start-up on a machine without Linux namespaces; otherwise only warn."""
+    require_isolation: isolation.IsolationGrade = "fallback"
+    """Weakest grade of isolation with which the run starts; below `namespaces` it warns.
+    `fallback`: limits and filters only. `namespaces`: Linux namespaces, too. `cgroup`: a memory
+    cgroup, too."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ class CodeRunner:
     def _main(self) -> None:
         packages = _packages() if self._config.allow_packages else ()
         try:
-            with Sandbox(self._is_isolated(packages), packages) as box:
+            with Sandbox(self._isolation(packages), packages) as box:
                 while (job := self._jobs.get()) is not None and not self._closing:
                     if job.sample.id not in self._cancelled:
                         self._host.done(job, self._score(job, box), "")
@@ -135,15 +138,14 @@ class CodeRunner:
         except Exception as error:  # report the failed thread, so that `poll` raises an error
             self._host.fail(f"reward code: {error}")
 
-    def _is_isolated(self, packages: tuple[str, ...]) -> bool:
-        """Return whether this machine can isolate programs. The first worker thread checks this and
-        logs the result."""
+    def _isolation(self, packages: tuple[str, ...]) -> isolation.IsolationGrade:
+        """Return this machine's grade of isolation. The first worker thread finds and logs it."""
         with self._grading:
             if self._grade is None:
                 self._grade = isolation.grade(self._config.require_isolation, packages)
-                say = log.info if self._grade.isolated else log.warning
+                say = log.warning if self._grade.name == "fallback" else log.info
                 say("sandbox: %s", self._grade.sentence)
-            return self._grade.isolated
+            return self._grade.name
 
     def _forget(self, id: RequestId) -> None:
         with self._lock:

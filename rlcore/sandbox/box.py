@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from rlcore.sandbox import judge
-from rlcore.sandbox.isolation import SandboxProcess
+from rlcore.sandbox.isolation import IsolationGrade, SandboxProcess
 from rlcore.utils.log import log
 
 _GRACE_S = 5.0
@@ -46,7 +46,8 @@ class ProgramOutcome:
     code: int
     """Exit status of the program; -N if signal N killed it."""
     why: str
-    """Why the sandbox killed the program: "timeout", "memory" or "output"; "": not killed."""
+    """Why the sandbox killed the program: "timeout", "memory", "cpu" or "output"; "": not
+    killed."""
     seconds: float
     peak_bytes: int
     """Peak resident memory of the program in bytes, measured by sampling."""
@@ -94,12 +95,12 @@ class Sandbox:
     """Sandbox that runs one program at a time, each in a fresh process. Only the thread that
     created it may use it."""
 
-    def __init__(self, isolated: bool, packages: Sequence[str] = ()) -> None:
-        """Start the sandbox, with namespaces if `isolated` (see `isolation.grade`). Programs may
+    def __init__(self, grade: IsolationGrade, packages: Sequence[str] = ()) -> None:
+        """Start the sandbox with this grade of isolation (see `isolation.grade`). Programs may
         import from the folders `packages`. Raises RuntimeError or TimeoutError if the start
         fails."""
-        self._isolated, self._packages = isolated, tuple(packages)
-        self._walls: SandboxProcess | None = SandboxProcess(isolated, self._packages)
+        self._grade, self._packages = grade, tuple(packages)
+        self._walls: SandboxProcess | None = SandboxProcess(grade, self._packages)
 
     def __enter__(self) -> Self:
         return self
@@ -206,6 +207,7 @@ class Sandbox:
             "file_bytes": limits.file_mb << 20,
         }
         try:
+            self._walls.limit(limits.memory_mb << 20, limits.processes)
             socket.send_fds(self._walls.control, [json.dumps(order).encode()], fds)
         except OSError as error:
             raise self._broken("does not accept programs") from error
@@ -215,7 +217,7 @@ class Sandbox:
         end the run. Raises RuntimeError if all tries fail."""
         for pause in (*_PAUSES_S, None):
             try:
-                return SandboxProcess(self._isolated, self._packages)
+                return SandboxProcess(self._grade, self._packages)
             except (RuntimeError, OSError) as error:
                 if pause is None:
                     tries = len(_PAUSES_S) + 1

@@ -10,6 +10,7 @@ import ctypes
 import os
 import platform
 import resource
+import signal
 import struct
 from collections.abc import Iterable
 from typing import Any
@@ -21,8 +22,12 @@ CLONE_NEWPID = 0x20000000
 _NEW_NAMESPACES = 0x7E020080  # flags CLONE_NEW*: ns, cgroup, uts, ipc, user, pid, net, time
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MNT_DETACH = 2
-_PR_SET_DUMPABLE, _PR_SET_SECCOMP = 4, 22
-_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SET_THP_DISABLE = 36, 38, 41
+_NICE = 19
+_TIMERS = 256
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+"""Devices that programs may open. Not /dev/zero: a shared mapping of it is memory of no process."""
 _SECCOMP_MODE_FILTER = 2
 _EPERM, _ENOSYS = 1, 38
 _CAPSET_VERSION = 0x20080522
@@ -42,12 +47,35 @@ _SHARED_CALLS = {
     "process_madvise": 440,
     "mount_setattr": 442,
     "quotactl_fd": 443,
+    "landlock_create_ruleset": 444,
+    "landlock_add_rule": 445,
+    "landlock_restrict_self": 446,
     "memfd_secret": 447,
 }
 # Numbers of denied calls on (x86_64, aarch64): sockets, other processes, mounts, namespaces.
-# Also denied: memory outside of limits (System V, memfd), kernel keys, clocks, modules, bpf.
+# Also denied: kernel memory of no process (System V, memfd, pages in pipes, descriptors in flight),
+# quotas of the whole machine (aio, inotify), kernel keys, clocks, modules, bpf.
 _CALLS = {
     "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "setsockopt": (54, 208),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    "vmsplice": (278, 75),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "io_setup": (206, 0),
+    "inotify_init1": (294, 26),
+    "seccomp": (317, 277),
+    "remap_file_pages": (216, 234),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -97,10 +125,22 @@ _CALLS = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
 }
+_INOTIFY_INIT = 253  # only x86_64 has this call
 _CLONE, _CLONE3 = (56, 220), 435
+_CLONE_THREAD, _CLONE_FILES = 0x10000, 0x400
+_MMAP, _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = (9, 222), 0x1, 0x20, 0x40000
+# Calls with one argument that must be in a list: numbers, index of the argument, allowed values.
+# fcntl: descriptors, flags, F_GETLK, F_GETPIPE_SZ. Locks, leases, F_SETPIPE_SZ take kernel memory.
+# prctl: names, and questions about the process. prlimit64: the limits of this process.
+_LISTED = (
+    ((72, 25), 1, (0, 1, 2, 3, 4, 5, 1030, 1032)),
+    ((157, 167), 0, (3, 15, 16, 21, 23, 38, 39)),
+    ((302, 261), 0, (0,)),
+)
+_SOCKETPAIR, _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = (53, 199), 1, 1, 0xF
 _ARCHES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _X32 = 0x40000000
-_LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
+_LD, _AND, _JEQ, _JGE, _JSET, _RET = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
@@ -179,8 +219,17 @@ def drop_privileges(to_nobody: bool) -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
+def die_with_parent() -> None:
+    """Kill this process when the parent exits. A change of user clears the setting."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def limit(seconds: float, memory: int, processes: int, file_bytes: int, files: int) -> None:
-    """Set the rlimits of this process and its children. `memory`: address space per process."""
+    """Set the rlimits and the priority of this process and its children. `memory`: address space
+    per process. Without huge pages, because the kernel keeps a whole huge page of which a process
+    has unmapped all but 4 KB."""
+    os.nice(_NICE)
+    _prctl(_PR_SET_THP_DISABLE, 1)
     cpu = int(seconds) + 2
     for what, most in (
         (resource.RLIMIT_CPU, cpu),
@@ -188,9 +237,12 @@ def limit(seconds: float, memory: int, processes: int, file_bytes: int, files: i
         (resource.RLIMIT_NPROC, processes),
         (resource.RLIMIT_FSIZE, file_bytes),
         (resource.RLIMIT_NOFILE, files),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, 1),  # 0 would let a pattern that names a program get the dump
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, _TIMERS),
+        (resource.RLIMIT_NICE, 0),
+        (resource.RLIMIT_RTPRIO, 0),
     ):
         resource.setrlimit(what, (most, most))
 
@@ -206,15 +258,36 @@ def seccomp_program() -> bytes:
         return b""
     arch, column = _ARCHES[platform.machine()]
     denied = [numbers[column] for numbers in _CALLS.values()] + list(_SHARED_CALLS.values())
+    denied += [_INOTIFY_INIT] if column == 0 else []
+    allow, deny = (_RET, 0, 0, _ALLOW), (_RET, 0, 0, _ERRNO | _EPERM)
     lines = [(_LD, 0, 0, 4), (_JEQ, 1, 0, arch), (_RET, 0, 0, _KILL), (_LD, 0, 0, 0)]
     lines += [(_JGE, 0, 1, _X32), (_RET, 0, 0, _KILL)]
+    for numbers, argument, values in _LISTED:
+        tests = [(_JEQ, len(values) - i, 0, value) for i, value in enumerate(values)]
+        lines += _if_call(numbers[column], [_load(argument), *tests, deny, allow])
+    flags = [(_JSET, 2, 0, _MAP_HUGETLB), (_JSET, 0, 2, _MAP_ANONYMOUS), (_JSET, 0, 1, _MAP_SHARED)]
+    lines += _if_call(_MMAP[column], [_load(3), *flags, deny, allow])
+    pair = [_load(0), (_JEQ, 0, 3, _AF_UNIX), _load(1), (_AND, 0, 0, _SOCK_TYPE)]
+    lines += _if_call(_SOCKETPAIR[column], [*pair, (_JEQ, 1, 0, _SOCK_STREAM), deny, allow])
+    thread = [(_JSET, 0, 2, _CLONE_THREAD), (_JSET, 1, 0, _CLONE_FILES), deny, allow]
+    clone = [_load(0), (_JSET, 0, 1, _NEW_NAMESPACES), deny, *thread]
+    lines += _if_call(_CLONE[column], clone)
     for number in denied:
-        lines += [(_JEQ, 0, 1, number), (_RET, 0, 0, _ERRNO | _EPERM)]
-    lines += [(_JEQ, 0, 1, _CLONE3), (_RET, 0, 0, _ERRNO | _ENOSYS)]
-    lines += [(_JEQ, 0, 3, _CLONE[column]), (_LD, 0, 0, 16)]  # load the low half of clone's flags
-    lines += [(_JSET, 0, 1, _NEW_NAMESPACES), (_RET, 0, 0, _ERRNO | _EPERM)]
-    lines += [(_RET, 0, 0, _ALLOW)]
+        lines += [(_JEQ, 0, 1, number), deny]
+    lines += [(_JEQ, 0, 1, _CLONE3), (_RET, 0, 0, _ERRNO | _ENOSYS), allow]
     return b"".join(struct.pack("HBBI", *line) for line in lines)
+
+
+def _load(argument: int) -> tuple[int, int, int, int]:
+    """Load the low half of the call's argument with this index."""
+    return (_LD, 0, 0, 16 + 8 * argument)
+
+
+def _if_call(
+    number: int, lines: list[tuple[int, int, int, int]]
+) -> list[tuple[int, int, int, int]]:
+    """Run the lines, which end with a return, if the call has this number."""
+    return [(_JEQ, 0, len(lines), number), *lines]
 
 
 def filter_calls(program: bytes) -> None:

@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rlcore.sandbox import confine, judge, program
@@ -33,7 +34,14 @@ _ORDER_BYTES = 1 << 16
 _MAX_FDS = 8
 _KILL_S = 2.0
 _FILES = 64
-_TMP_BYTES, _TMP_FILES = 128 << 20, 4096
+_TICKS = os.sysconf("SC_CLK_TCK")
+_CPUS, _SPARE_CPU_S = 4, 2.0
+"""A program may use this many CPUs until its deadline, plus a reserve in seconds."""
+_BUFFER_BYTES = 208 << 10
+"""Linux's default of what a socket buffers (net.core.wmem_default), more than a pipe's 64 KB."""
+_RESERVE_BYTES = 2 << 30
+"""Programs are killed if the machine has less memory left than this, or than a 16th of it."""
+TMP_BYTES, _TMP_FILES = 128 << 20, 4096
 _CHANNEL = 3
 _PRELOADED = (
     "bisect cmath collections copy dataclasses datetime decimal fractions functools heapq "
@@ -56,6 +64,10 @@ class SandboxSettings(NamedTuple):
     """Working folder of programs without namespaces; `SandboxProcess` empties the folder."""
     spare_processes: int
     """Number of other processes that the kernel counts towards a program's process limit."""
+    cgroup: list[int]
+    """Descriptors of the files `cgroup.procs` through which this process enters its cgroups."""
+    ooms: int
+    """Descriptor of the file that counts kills at the cgroup's memory limit; -1: no cgroup."""
 
 
 class Order(NamedTuple):
@@ -94,9 +106,10 @@ class Zygote:
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._ooms = self._oom_kills()
         if settings.has_namespaces:
             confine.hide_proc()
-            confine.mount_tmp(_TMP_BYTES, _TMP_FILES)
+            confine.mount_tmp(TMP_BYTES, _TMP_FILES)
 
     def serve(self) -> None:
         """Process requests until the client closes the socket."""
@@ -140,6 +153,7 @@ class Zygote:
         start = time.monotonic()
         pid = os.fork()
         if pid == 0:
+            self._prefer_for_oom(order)
             _child(self._settings, order, fds, self._filter)
         pidfd = os.pidfd_open(pid)
         self._poll.register(pidfd, select.POLLIN)
@@ -157,11 +171,14 @@ class Zygote:
         self._poll.unregister(job.pidfd)
         os.close(job.pidfd)
         del self._jobs[job.order.job]
+        if job.order.what != "tests" and self._has_oom():
+            job.tasks["why"] = job.tasks["why"] or "memory"
+            self._ooms = self._oom_kills()
         if self._pids is None:
             self._sweep()
         elif job.order.what != "tests" and os.listdir("/tmp"):
             confine.unmount_tmp()
-            confine.mount_tmp(_TMP_BYTES, _TMP_FILES)
+            confine.mount_tmp(TMP_BYTES, _TMP_FILES)
         report = {
             "job": job.order.job,
             "code": os.waitstatus_to_exitcode(status),
@@ -172,15 +189,75 @@ class Zygote:
         self._control.send(json.dumps(report).encode())
 
     def _watch(self) -> None:
-        """Measure each program's memory over all its processes, and kill programs above the limit.
-        Rlimits bound each process, but not the sum."""
+        """Measure each program's memory and CPU time over all its processes, and kill programs
+        above a limit. Rlimits bound each process, but not the sum."""
         tree = self._processes()
-        inherited = tree[os.getpid()][1]  # bytes that a fork shares with this process
+        inherited, _ = self._memory(os.getpid())  # bytes that a fork shares with this process
+        judges = [job.pid for job in self._jobs.values() if job.order.what == "tests"]
+        judging = {pid for judge in judges for pid in _family(judge, tree)}
+        others = _family(os.getpid(), tree) - judging - {os.getpid()}  # with orphans of the program
+        is_full = self._has_oom() or self._is_machine_full()
         for number, job in list(self._jobs.items()):
-            used = sum(max(0, tree[pid][1] - inherited) for pid in _family(job.pid, tree))
+            family = judging if job.pid in judges else others
+            sizes = map(self._memory, family)
+            used = sum(max(0, pages - inherited) + kernel for pages, kernel in sizes)
             job.tasks["peak"] = max(job.tasks["peak"], used)
-            if used > job.order.memory:
+            if used > job.order.memory or (is_full and job.pid not in judges):
                 self._kill(number, "memory")
+            elif sum(tree[pid][1] for pid in family) > _CPUS * job.order.seconds + _SPARE_CPU_S:
+                self._kill(number, "cpu")
+
+    def _memory(self, pid: int) -> tuple[int, int]:
+        """Return the bytes of a process, resident and swapped; and of the kernel for it: page
+        tables, and the most that its descriptors may buffer. 0, 0 if the process has exited."""
+        try:
+            for path in self._threads(pid):
+                lines = map(bytes.split, self._read(f"{path}/status").splitlines())
+                sizes = {line[0]: int(line[1]) << 10 for line in lines if line[2:] == [b"kB"]}
+                if sizes:
+                    pages = sizes[b"VmRSS:"] + sizes.get(b"VmSwap:", 0)
+                    return pages, sizes[b"VmPTE:"] + self._descriptors(path) * _BUFFER_BYTES
+        except OSError:
+            return 0, 0
+        return 0, 0
+
+    def _threads(self, pid: int) -> Iterator[str]:
+        """Yield the path of a process, then of its threads. The kernel reports no memory for a
+        process whose first thread has exited."""
+        yield str(pid)
+        yield from (f"{pid}/task/{name}" for name in self._list(f"{pid}/task"))
+
+    def _descriptors(self, path: str) -> int:
+        """Return how many descriptors are open in addition to the program's own three."""
+        count = os.stat(f"{path}/fd", dir_fd=self._proc).st_size  # 0 before Linux 6.2
+        return max(0, (count or len(self._list(f"{path}/fd"))) - _CHANNEL)
+
+    def _is_machine_full(self) -> bool:
+        """Return whether the machine is about to run out of memory. Not asked of a sandbox with a
+        cgroup, whose memory is bounded."""
+        if self._settings.ooms >= 0:
+            return False
+        lines = (line.split() for line in self._read("meminfo").splitlines())
+        sizes = {name: int(value) << 10 for name, value, *_ in lines}
+        return sizes[b"MemAvailable:"] < min(_RESERVE_BYTES, sizes[b"MemTotal:"] >> 4)
+
+    def _has_oom(self) -> bool:
+        return self._oom_kills() > self._ooms
+
+    def _oom_kills(self) -> int:
+        """Return how many processes the kernel has killed at the cgroup's memory limit."""
+        if self._settings.ooms < 0:
+            return 0
+        text = os.pread(self._settings.ooms, 4096, 0)
+        return int(text.partition(b"oom_kill ")[2].split()[0])
+
+    def _prefer_for_oom(self, order: Order) -> None:
+        """Let the kernel kill this process before all others if memory runs out; not a judge."""
+        if order.what != "tests":
+            confine.set_dumpable(True)  # else a normal user must not write the file
+            fd = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=self._proc)
+            os.write(fd, b"1000")
+            os.close(fd)
 
     def _sweep(self) -> None:
         """Kill all processes below this one that belong to no running program. Without pid
@@ -204,31 +281,40 @@ class Zygote:
 
     def _has_strays(self) -> bool:
         """Return whether this process has children that are not running programs."""
-        path = f"{os.getpid()}/task/{os.getpid()}/children"
-        with open(path, opener=lambda p, flags: os.open(p, flags, dir_fd=self._proc)) as file:
-            return bool(set(map(int, file.read().split())) - {j.pid for j in self._jobs.values()})
+        children = self._read(f"{os.getpid()}/task/{os.getpid()}/children")
+        return bool(set(map(int, children.split())) - {j.pid for j in self._jobs.values()})
 
-    def _processes(self) -> dict[int, tuple[int, int]]:
-        """Return the parent's id and the resident bytes of every visible process, by process id."""
+    def _processes(self) -> dict[int, tuple[int, float]]:
+        """Return the parent's id and the CPU seconds, with those of ended children, of every
+        visible process, by process id."""
         found = {}
-        page = os.sysconf("SC_PAGE_SIZE")
-        for name in os.listdir(self._proc):
+        for name in self._list("."):
             if name.isdigit():
                 try:
-                    fd = os.open(f"{name}/stat", os.O_RDONLY, dir_fd=self._proc)
+                    fields = self._read(f"{name}/stat").rpartition(b") ")[2].split()
                 except OSError:  # the process has just exited
                     continue
-                try:
-                    fields = os.read(fd, 4096).rpartition(b") ")[2].split()
-                except OSError:
-                    continue
-                finally:
-                    os.close(fd)
-                found[int(name)] = (int(fields[1]), int(fields[21]) * page)
+                found[int(name)] = (int(fields[1]), sum(map(int, fields[11:15])) / _TICKS)
         return found
 
+    def _read(self, path: str) -> bytes:
+        """Read a file of /proc. Raises OSError if its process has exited."""
+        fd = os.open(path, os.O_RDONLY, dir_fd=self._proc)
+        try:
+            return os.read(fd, 1 << 16)
+        finally:
+            os.close(fd)
 
-def _family(root: int, tree: dict[int, tuple[int, int]]) -> set[int]:
+    def _list(self, path: str) -> list[str]:
+        """List a folder of /proc. Raises OSError if its process has exited."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
+
+
+def _family(root: int, tree: dict[int, tuple[int, float]]) -> set[int]:
     """Return the process ids of `root` and its descendants. Orphans in a pid namespace are children
     of the namespace's first process."""
     family = {root} & tree.keys()
@@ -281,9 +367,10 @@ def _confine(settings: SandboxSettings, order: Order, filter: bytes) -> None:
     os.chdir("/" if order.what == "tests" else tmp)
     os.environ["HOME"] = os.environ["TMPDIR"] = tmp
     confine.drop_privileges(settings.to_nobody)
+    confine.die_with_parent()
     confine.set_dumpable(order.what != "tests")
     if settings.readable:
-        confine.landlock([*settings.readable, "/dev"], [tmp, "/dev/null"])
+        confine.landlock([*settings.readable, *confine.DEVICES], [tmp, "/dev/null"])
     if filter:
         confine.filter_calls(filter)
 
@@ -304,6 +391,9 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     settings = SandboxSettings(**json.loads(sys.argv[2]))
+    for fd in settings.cgroup:
+        os.write(fd, b"0")  # 0: this process
+        os.close(fd)
     zygote = Zygote(control, settings)
     confine.set_dumpable(False)  # programs of the same user must not inspect this process
     if not settings.has_namespaces:

@@ -1,9 +1,11 @@
 """Isolation of untrusted programs on this machine, and the command that starts the sandbox.
 
-There are two grades. With bubblewrap and user namespaces, programs see a read-only root with the
-interpreter, no network, and their own process ids. Otherwise the same limits and system-call filter
-apply, and Landlock if the kernel has it, but programs see the machine's files and processes. The
-grade is found by starting a sandbox, because containers forbid namespaces in many ways.
+There are three grades. `namespaces`: with bubblewrap and user namespaces, programs see a read-only
+root with the interpreter, no network, and their own process ids. `cgroup`: in addition, the kernel
+limits all memory of programs, also what no process shows. `fallback`: the same limits and
+system-call filter apply, and Landlock if the kernel has it, but programs see the machine's files
+and processes. The grade is found by starting a sandbox, because containers forbid namespaces and
+cgroups in many ways.
 """
 
 import contextlib
@@ -17,12 +19,13 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 from rlcore.sandbox import confine
-from rlcore.sandbox.inside import SandboxSettings
+from rlcore.sandbox.cgroup import PREFIX, Cgroup, is_stale, lock
+from rlcore.sandbox.inside import TMP_BYTES, SandboxSettings
 from rlcore.utils.log import log
-from rlcore.utils.process_tree import MARK, end_tree, has_exited
+from rlcore.utils.process_tree import MARK, end_marked, end_tree, has_exited
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSIDE = "/opt/rlcore-inside"
@@ -36,11 +39,17 @@ _OPTIONS = ("-s", "-P", "-B", "-m", "rlcore.sandbox.inside")
 _SUBIDS = f"0 0 1\n{confine.NOBODY} {confine.NOBODY} 1\n"
 
 
+IsolationGrade = Literal["fallback", "namespaces", "cgroup"]
+GRADES: tuple[IsolationGrade, ...] = ("fallback", "namespaces", "cgroup")
+"""Grades of isolation, weakest first. Each gives what the grades before it give."""
+_OWN_PROCESSES, _OWN_BYTES = 3, 64 << 20
+"""Other processes (`inside`, init and the judge) in a sandbox with namespaces, and their memory."""
+
+
 class Grade(NamedTuple):
     """Grade of isolation on this machine."""
 
-    isolated: bool
-    """Whether programs run in namespaces. False: the weaker fallback is used."""
+    name: IsolationGrade
     sentence: str
     """Description for the log: the mechanisms in use, and which one is missing and why."""
 
@@ -49,19 +58,19 @@ class SandboxProcess:
     """Process that runs `sandbox.inside`, with its control socket. Only the thread that created
     this object may use it. With namespaces, the process is killed when that thread exits."""
 
-    def __init__(self, isolated: bool, packages: tuple[str, ...] = ()) -> None:
+    def __init__(self, grade: IsolationGrade, packages: tuple[str, ...] = ()) -> None:
         """Start the process; programs may import from the folders `packages`. Raises RuntimeError
-        if this machine forbids the sandbox, TimeoutError if the start takes too long."""
-        self.isolated = isolated
-        self.tmp = "" if isolated else tempfile.mkdtemp(prefix="rlcore-box-")
+        if this machine forbids the grade, TimeoutError if the start takes too long."""
+        self._isolated = grade != "fallback"
+        self._mark = uuid.uuid4().hex
+        self._cgroup: Cgroup | None = None
+        self._folder, self._lock, self.tmp = "", -1, ""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed in close
-        self._mark = uuid.uuid4().hex
         self._process: subprocess.Popen | None = None
         try:
             with theirs:
-                start = _start_isolated if isolated else _start_plain
-                self._process = start(theirs, self.tmp, packages, self._errors, self._mark)
+                self._process = self._start(grade, theirs, packages)
             self.control.settimeout(_START_S)
             if not self.control.recv(16):
                 raise RuntimeError(self._last_words())
@@ -75,6 +84,48 @@ class SandboxProcess:
         except BaseException:
             self.close()
             raise
+
+    def _start(
+        self, grade: IsolationGrade, control: socket.socket, packages: tuple[str, ...]
+    ) -> subprocess.Popen:
+        if not self._isolated:
+            self._make_folder()
+            fds = (control.fileno(), self._lock)
+            return _start_plain(fds, self.tmp, packages, self._errors, self._mark)
+        entries: list[int] = []
+        ooms = -1
+        try:
+            if grade == "cgroup":
+                self._cgroup = Cgroup(self._mark)
+                entries, ooms = self._cgroup.open()
+            return _start_isolated(control, entries, ooms, packages, self._errors, self._mark)
+        finally:
+            for fd in (*entries, ooms):
+                if fd >= 0:
+                    os.close(fd)
+
+    def _make_folder(self) -> None:
+        """Make the working folder of programs without namespaces, in a folder that is locked while
+        this process or `inside` runs. Remove the folders and processes of sandboxes that failed."""
+        parent = Path(tempfile.gettempdir())
+        for old in parent.glob(PREFIX + "*"):
+            if is_stale(old):
+                end_marked(old.name.removeprefix(PREFIX))
+                with contextlib.suppress(OSError, subprocess.SubprocessError):
+                    _remove(str(old))
+        self._folder = str(parent / (PREFIX + self._mark))
+        os.mkdir(self._folder)
+        self._lock = lock(Path(self._folder))
+        self.tmp = f"{self._folder}/tmp"
+        os.mkdir(self.tmp)
+        os.chmod(self._folder, 0o711)
+        os.chmod(self.tmp, 0o1777)
+
+    def limit(self, memory: int, processes: int) -> None:
+        """Set what programs may take together, in bytes and in processes. Only a cgroup has such
+        limits; else `inside` watches the sums."""
+        if self._cgroup is not None:
+            self._cgroup.limit(memory + TMP_BYTES + _OWN_BYTES, processes + _OWN_PROCESSES)
 
     @property
     def pid(self) -> int:
@@ -93,16 +144,21 @@ class SandboxProcess:
         """Stop the process, and kill all programs in the sandbox. Idempotent."""
         self.control.close()
         if self._process is not None and self._process.returncode is None:
-            if not self.isolated:
+            if not self._isolated:
                 self._end_tree(self._process)
             self._process.kill()
             self._process.wait()
         self._errors.close()
-        if self.tmp:
-            try:
-                _remove(self.tmp)
-            except (OSError, subprocess.SubprocessError) as error:
-                log.error("sandbox: cannot remove %s: %s", self.tmp, error)
+        try:
+            if self._cgroup is not None:
+                self._cgroup.close()
+            if self._folder:
+                _remove(self._folder)
+        except (OSError, subprocess.SubprocessError) as error:
+            log.error("sandbox: cannot remove %s: %s", self._folder or "its cgroup", error)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _end_tree(self, process: subprocess.Popen) -> None:
         """Wait until the process has killed its programs and exited, since its socket is closed. If
@@ -132,35 +188,49 @@ def _remove(folder: str) -> None:
         subprocess.run(remove, check=True, timeout=_START_S, capture_output=True)
 
 
-def grade(require_isolation: bool = False, packages: tuple[str, ...] = ()) -> Grade:
-    """Find this machine's grade of isolation by starting a sandbox. Raises RuntimeError if
-    `require_isolation` is set and namespaces are missing, or if no program can run at all."""
+def grade(required: IsolationGrade = "fallback", packages: tuple[str, ...] = ()) -> Grade:
+    """Find this machine's grade of isolation by starting sandboxes, the strongest grade first.
+    Raises RuntimeError if the grade is weaker than required, or if no program can run at all."""
     if sys.platform != "linux":
         raise RuntimeError("the sandbox runs only on Linux")
-    try:
-        if shutil.which("bwrap") is None:
+    missing: list[str] = []
+    for name in reversed(GRADES):
+        if GRADES.index(name) < GRADES.index(required):
             raise RuntimeError(
-                "bubblewrap is not installed (Debian, Ubuntu: apt install bubblewrap)"
+                f"programs cannot be isolated here with grade {required}: {missing[-1]}; "
+                f"{_REMEDIES[required]}, or set --reward.require_isolation to a weaker grade "
+                f"({', '.join(GRADES)})"
             )
-        SandboxProcess(True, packages).close()
-    except (RuntimeError, TimeoutError) as error:
-        if require_isolation:
-            raise RuntimeError(
-                f"programs cannot be isolated here: {error}; install bubblewrap, allow user "
-                "namespaces (in Docker: --security-opt seccomp=unconfined --security-opt "
-                "systempaths=unconfined), or unset --reward.require_isolation"
-            ) from error
-        SandboxProcess(False, packages).close()
-        parts = ["rlimits", *_filters()]
-        return Grade(False, f"WEAK, {' + '.join(parts)} and no namespaces: {error}")
+        try:
+            SandboxProcess(name, packages).close()
+        except (RuntimeError, TimeoutError) as error:
+            if name == "fallback":
+                raise
+            missing.append(str(error))
+        else:
+            return Grade(name, _sentence(name, missing))
+    raise AssertionError("the fallback returns or raises")
+
+
+_REMEDIES = {
+    "namespaces": "install bubblewrap and allow user namespaces (in Docker: --security-opt "
+    "seccomp=unconfined --security-opt systempaths=unconfined)",
+    "cgroup": "run as root, or in a cgroup that belongs to this user (systemd-run --user --scope)",
+}
+
+
+def _sentence(name: IsolationGrade, missing: list[str]) -> str:
+    seccomp, landlock = _filters()
+    if name == "fallback":
+        return f"fallback, WEAK: rlimits + {seccomp} + {landlock} and no namespaces: {missing[-1]}"
     user = "another user" if os.geteuid() == 0 else "this user"
-    parts = ["bubblewrap namespaces", "rlimits", *_filters()[:1], f"as {user}"]
-    return Grade(True, " + ".join(parts))
+    found = f"{name}: bubblewrap namespaces + rlimits + {seccomp} + as {user}"
+    return f"{found} + memory cgroup" if name == "cgroup" else f"{found}; no cgroup: {missing[-1]}"
 
 
-def _filters() -> list[str]:
-    found = ["seccomp"] if confine.seccomp_program() else ["no seccomp on this processor"]
-    return [*found, "Landlock" if confine.landlock_version() else "no Landlock in this kernel"]
+def _filters() -> tuple[str, str]:
+    seccomp = "seccomp" if confine.seccomp_program() else "no seccomp on this processor"
+    return seccomp, "Landlock" if confine.landlock_version() else "no Landlock in this kernel"
 
 
 def interpreters() -> list[str]:
@@ -185,8 +255,9 @@ def _environment(path: str, packages: tuple[str, ...], mark: str) -> dict[str, s
 
 
 def _start_plain(
-    control: socket.socket, tmp: str, packages: tuple[str, ...], errors: IO[bytes], mark: str
+    fds: tuple[int, int], tmp: str, packages: tuple[str, ...], errors: IO[bytes], mark: str
 ) -> subprocess.Popen:
+    """Start `inside`. `fds`: its control socket, and the lock that it holds while it runs."""
     is_root = os.geteuid() == 0
     python = next((p for p in interpreters() if not is_root or _anyone_reads(p)), "")
     if not python:
@@ -194,7 +265,6 @@ def _start_plain(
             "without namespaces programs run as another user, which cannot read "
             f"{sys.base_prefix}; install Python where all users can read it, or do not run as root"
         )
-    os.chmod(tmp, 0o1777)
     readable = (*_SYSTEM, *_FILES, str(Path(python).parents[1]), *packages)
     settings = SandboxSettings(
         has_namespaces=False,
@@ -203,14 +273,16 @@ def _start_plain(
         readable=[p for p in readable if os.path.exists(p)] if confine.landlock_version() else [],
         tmp=tmp,
         spare_processes=_others(confine.NOBODY if is_root else os.geteuid()),
+        cgroup=[],
+        ooms=-1,
     )
     return subprocess.Popen(
-        [python, *_OPTIONS, str(control.fileno()), json.dumps(settings._asdict())],
+        [python, *_OPTIONS, str(fds[0]), json.dumps(settings._asdict())],
         env=_environment(str(_PACKAGE.parent), packages, mark),
         stdin=subprocess.DEVNULL,
         stdout=errors,
         stderr=errors,
-        pass_fds=(control.fileno(),),
+        pass_fds=fds,
         start_new_session=True,
     )
 
@@ -233,15 +305,30 @@ def _others(user: int) -> int:
 
 
 def _start_isolated(
-    control: socket.socket, tmp: str, packages: tuple[str, ...], errors: IO[bytes], mark: str
+    control: socket.socket,
+    entries: list[int],
+    ooms: int,
+    packages: tuple[str, ...],
+    errors: IO[bytes],
+    mark: str,
 ) -> subprocess.Popen:
+    """Start `inside` in bubblewrap; `entries` and `ooms` are `Cgroup.open`."""
+    if shutil.which("bwrap") is None:
+        raise RuntimeError("bubblewrap is not installed (Debian, Ubuntu: apt install bubblewrap)")
     is_root = os.geteuid() == 0
     settings = SandboxSettings(
-        True, is_root, True, [], tmp, 3
-    )  # 3 other processes: `inside`, init and the judge
+        has_namespaces=True,
+        to_nobody=is_root,
+        seccomp=True,
+        readable=[],
+        tmp="",
+        spare_processes=_OWN_PROCESSES,
+        cgroup=entries,
+        ooms=ooms,
+    )
     ready, go = os.pipe()
     info, told = os.pipe()
-    fds = [control.fileno()]
+    fds = [control.fileno(), *entries, *([ooms] if ooms >= 0 else [])]
     command = ["bwrap", *_ROOM, *_mounts(packages)]
     if is_root:  # map two users: limits do not bind root, so programs run as `nobody`
         command += ["--userns-block-fd", str(ready), "--info-fd", str(told)]
@@ -306,7 +393,9 @@ def _mounts(packages: tuple[str, ...]) -> list[str]:
     out += ["--perms", "0755", "--dir", f"{_INSIDE}/rlcore"]
     for name in _NEEDED:
         out += ["--ro-bind", str(_PACKAGE / name), f"{_INSIDE}/rlcore/{name}"]
-    out += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    out += ["--proc", "/proc", "--perms", "0755", "--dir", "/dev"]
+    for path in confine.DEVICES:
+        out += ["--dev-bind", path, path]
     out += ["--perms", "0755", "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/"]
     return out
 

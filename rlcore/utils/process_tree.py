@@ -58,8 +58,19 @@ def end_tree(process: subprocess.Popen, mark: str) -> None:
     are then found."""
     if not has_exited(process):
         os.kill(process.pid, signal.SIGSTOP)
+    _kill_family(process.pid, mark)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # The pid is not reused before `wait`.
+
+
+def end_marked(mark: str) -> None:
+    """Send SIGKILL to every process with `mark` in its environment."""
+    _kill_family(None, mark)
+
+
+def _kill_family(root: int | None, mark: str) -> None:
     deadline = time.monotonic() + _KILL_S
-    while victims := _family(process.pid, mark) - {process.pid}:
+    while victims := _family(root, mark) - {root}:
         for pid in victims:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -67,13 +78,11 @@ def end_tree(process: subprocess.Popen, mark: str) -> None:
             log.error("processes %s are still running after SIGKILL", sorted(victims)[:5])
             break
         time.sleep(0.001)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # The pid is not reused before `wait`.
 
 
-def _family(root: int, mark: str) -> set[int]:
-    """Return the running descendants of `root` and running processes with the mark in their
-    environment."""
+def _family(root: int | None, mark: str) -> set[int]:
+    """Return the running descendants of `root` (None: of no process) and running processes with
+    the mark in their environment."""
     needle = f"{MARK}={mark}".encode()
     parent_of: dict[int, int] = {}
     marked: set[int] = set()
@@ -90,6 +99,8 @@ def _family(root: int, mark: str) -> set[int]:
                 marked.add(pid)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
+    if root is None:
+        return marked
     return {pid for pid in parent_of if pid in marked or _descends(pid, root, parent_of)}
 
 

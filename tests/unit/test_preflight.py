@@ -242,18 +242,20 @@ def test_an_old_c_library_is_a_failure_for_sglang(
 def test_the_grade_of_the_sandbox_is_compared_with_what_the_run_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    weak = isolation.Grade(False, "WEAK, rlimits and no namespaces")
+    weak = isolation.Grade("fallback", "WEAK, rlimits and no namespaces")
     monkeypatch.setattr(isolation, "grade", lambda required: weak)
     found = machine.sandbox(Config())
     assert found.state == "SKIP" and weak.sentence in found.text
     for keys in (("--reward", "code"), ("--reward", "exact:1,code:1"), ("--env", "tools")):
         found = machine.sandbox(settings.parse(keys))
         assert found.state == "WARN" and "install bubblewrap" in found.text
-    monkeypatch.setattr(isolation, "grade", lambda required: refuse("none")() if required else weak)
-    required = settings.parse(("--reward", "code", "--reward.require_isolation"))
+    monkeypatch.setattr(
+        isolation, "grade", lambda required: weak if required == "fallback" else refuse("none")()
+    )
+    required = settings.parse(("--reward", "code", "--reward.require_isolation", "cgroup"))
     assert machine.sandbox(required) == CheckResult("sandbox", "FAIL", "none")
-    monkeypatch.setattr(isolation, "grade", lambda required: isolation.Grade(True, "namespaces"))
-    assert machine.sandbox(required) == CheckResult("sandbox", "PASS", "namespaces")
+    monkeypatch.setattr(isolation, "grade", lambda required: isolation.Grade("cgroup", "all"))
+    assert machine.sandbox(required) == CheckResult("sandbox", "PASS", "all")
 
 
 # ---- the run

@@ -149,8 +149,8 @@ def test_packages_of_the_environment_are_there_where_they_are_asked_for():
 def test_it_refuses_to_run_without_isolation_where_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(code.isolation.shutil, "which", lambda name: None)
     with (
-        RewardService("code", config=CodeRewardConfig(require_isolation=True)) as service,
-        pytest.raises(RuntimeError, match="programs cannot be isolated here: bubblewrap"),
+        RewardService("code", config=CodeRewardConfig(require_isolation="namespaces")) as service,
+        pytest.raises(RuntimeError, match="isolated here with grade namespaces: bubblewrap"),
     ):
         service.poll(60.0)
 

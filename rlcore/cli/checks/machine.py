@@ -192,18 +192,18 @@ def _major() -> str:
 
 def sandbox(cfg: Config) -> CheckResult:
     """Find the grade of isolation, and compare it with what rewards and environment require."""
-    wanted = [
+    wanted: list[isolation.IsolationGrade] = [
         section.require_isolation
         for section in (*reward_sections(cfg.reward).values(), cfg.env)
         if hasattr(section, "require_isolation")
     ]
     try:
-        grade = isolation.grade(any(wanted))
+        grade = isolation.grade(max(wanted, key=isolation.GRADES.index, default="fallback"))
     except (RuntimeError, TimeoutError) as error:
         return CheckResult("sandbox", "FAIL" if wanted else "SKIP", str(error))
     if not wanted:
         return CheckResult("sandbox", "SKIP", f"the run uses none; here: {grade.sentence}")
-    if not grade.isolated:
+    if grade.name == "fallback":
         remedy = "install bubblewrap and allow user namespaces (rlcore/sandbox/README.md)"
         return CheckResult("sandbox", "WARN", f"{grade.sentence}; {remedy}")
     return CheckResult("sandbox", "PASS", grade.sentence)
