@@ -43,9 +43,9 @@ class Attempt(NamedTuple):
 class Lab:
     """What attempts need, made at first use and closed at the end."""
 
-    def __init__(self, isolated: bool | None = None) -> None:
+    def __init__(self, grade: isolation.IsolationGrade | None = None) -> None:
         self._made: dict[Any, Any] = {}
-        self._isolated = isolation.grade().isolated if isolated is None else isolated
+        self._grade = grade or isolation.grade().name
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Lab":
@@ -61,7 +61,7 @@ class Lab:
 
     def program(self, source: str, tests: list[str]) -> float:
         """Number of tests that a program passes."""
-        box = self.get("box", lambda: self._stack.enter_context(Sandbox(self._isolated)))
+        box = self.get("box", lambda: self._stack.enter_context(Sandbox(self._grade)))
         end = time.monotonic() + WAIT_S
         return float(sum(box.test(source, tests, lambda: end).passed))
 
