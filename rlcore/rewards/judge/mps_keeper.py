@@ -27,6 +27,7 @@ def main() -> int:
     """Run the daemon until the last rank exits, or until SIGINT. Return the daemon's status if the
     daemon exits earlier."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm also sends it to ranks, which still run
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under `nohup ... &`
     clients, timeout_s = os.open(sys.argv[1], os.O_RDWR), float(sys.argv[2])
     libc = ctypes.CDLL(None)
 
