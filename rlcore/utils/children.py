@@ -3,8 +3,8 @@
 Every child has one `Channel` to its parent: a socket pair with the frames of `utils/net.py`. In the
 parent, `Child` represents a child that runs rlcore's own code (an engine). `GuardedChild` runs
 users' code, which may hang, crash or loop: rewards, judges, environments. The child process first
-calls `open_channel` or `open_guarded_channel`, which tie it to its parent: no child outlives the
-thread that started it, even if the child hangs or is stopped by a signal.
+calls `open_channel` or `open_guarded_channel`, which tie it to its parent: no child outlives its
+parent, even if the child hangs or is stopped by a signal.
 
 Some processes do not use this module. SGLang starts its schedulers itself, and ties them likewise.
 Programs in the sandbox need their stdin and stdout (`sandbox/isolation.py`). CUDA MPS is NVIDIA's
@@ -18,15 +18,18 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import queue
 import select
 import selectors
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -126,10 +129,44 @@ class Channel:
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
+class _Starter:
+    """Starts the children of this process in a thread that never exits: the kernel kills a tied
+    child when the *thread* that started it exits, and a child may serve several threads."""
+
+    def __init__(self) -> None:
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._lock, self._started = threading.Lock(), False
+        self._calls: queue.SimpleQueue[tuple[Future, Callable[[], Any]]] = queue.SimpleQueue()
+
+    def run(self, start: Callable[[], subprocess.Popen]) -> subprocess.Popen:
+        """Return `start()`, or raise what it raises."""
+        with self._lock:
+            if not self._started:
+                threading.Thread(target=self._serve, name="children", daemon=True).start()
+                self._started = True
+        found: Future[subprocess.Popen] = Future()
+        self._calls.put((found, start))
+        return found.result()
+
+    def _serve(self) -> None:
+        while True:
+            found, start = self._calls.get()
+            try:
+                found.set_result(start())
+            except BaseException as error:
+                found.set_exception(error)
+            del found, start  # The next call may be hours away.
+
+
+_starter = _Starter()
+
+
 class Child:
-    """A child process and its channel. The child shares its parent's stdout and stderr. It is
-    killed when the thread that started it exits, so start it from a thread that lives as long as
-    the child. Only one thread may use this object."""
+    """A child process and its channel. The child shares its parent's stdout and stderr. Only one
+    thread at a time may use this object."""
 
     exit_s = 5.0
     """Seconds to wait for the child's exit."""
@@ -158,13 +195,9 @@ class Child:
         env |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = self._popen(
-                [*_PYTHON, module, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=env,
-                **options,
-            )
+            command = [*_PYTHON, module, str(theirs.fileno()), str(os.getpid())]
+            options |= {"stdin": subprocess.DEVNULL, "pass_fds": (theirs.fileno(),), "env": env}
+            self.process = _starter.run(lambda: self._popen(command, **options))
         self.channel = Channel(ours, largest)
 
     def _popen(self, command: list[str], **options: Any) -> subprocess.Popen:
@@ -374,8 +407,9 @@ def open_guarded_channel(name: str, *, all_threads: bool = True) -> Channel:
 
 
 def tie(parent: int) -> None:
-    """Make the kernel kill this process when the thread of `parent` that started it exits. SIGKILL
-    also ends a process that hangs or is stopped by a signal. If `parent` has already exited, exit.
+    """Make the kernel kill this process when the thread of `parent` that started it exits (a child
+    of this module: with `parent`). SIGKILL also ends a process that hangs or is stopped by a
+    signal. If `parent` has already exited, exit.
 
     Raises:
         OSError: the kernel refuses.

@@ -127,6 +127,7 @@ TIED = {
     "reward": "rlcore.rewards.child",
     "env": "rlcore.envs.child",
     "judge": "rlcore.rewards.judge.process",
+    "template": "rlcore.hf.template",
 }
 PARENT = """
 import sys, time
@@ -180,6 +181,35 @@ def test_no_child_that_is_stopped_outlives_its_parent():
         for pid in pids:
             if status(pid) == "T":
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_a_child_outlives_the_thread_that_asked_for_it():
+    """The kernel ties a child to a thread. A chat template's child serves whoever asks next."""
+    found = []
+
+    def ask():
+        found.append(children.Child(TIED["template"]))
+        wait(lambda: is_tied(found[0].process.pid))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    (child,) = found
+    try:
+        time.sleep(0.2)
+        assert child.process.poll() is None
+    finally:
+        assert child.end() == -signal.SIGKILL
+
+
+def test_a_fork_starts_its_own_children_and_what_fails_to_start_is_raised():
+    children.Child(TIED["template"]).end()
+    fork = os.fork()
+    if not fork:
+        os._exit(children.Child(TIED["template"]).end() != -signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
+    with pytest.raises(FileNotFoundError, match="no/folder"):
+        children.Child(TIED["template"], cwd="no/folder")
 
 
 def is_tied(pid):

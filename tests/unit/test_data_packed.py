@@ -69,8 +69,11 @@ class Words:
     def encode(self, text: str) -> list[int]:
         return [hash(text[i : i + 4]) % 150_000 for i in range(0, len(text), 4)]
 
-    def render_chat(self, messages: list[dict[str, str]]) -> str:
-        return "".join(m["content"] for m in messages)
+    def min_tokens(self, text: str) -> int:
+        return 0
+
+    def render_chats(self, chats: list[list[dict[str, str]]]) -> list[str]:
+        return ["".join(m["content"] for m in messages) for messages in chats]
 
 
 def _write(path: Path, num: int) -> str:

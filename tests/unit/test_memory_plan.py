@@ -196,7 +196,7 @@ def test_checkpoint_files_are_twice_in_host_memory() -> None:
         found = memory.make(cfg, small(), layout_of(cfg.train, 1, 0), **GPUS)
         count, _ = memory.parameters(small(), layout_of(cfg.train, 1, 0))
         assert {i.part: i.num_bytes for i in found.host}["checkpoint files"] == 2 * 12 * count
-    large = plan(vocab_size=80_000_000, hidden_size=16)
+    large = plan(vocab_size=16_000_000, hidden_size=80)
     assert {i.part: i.num_bytes for i in large.host}["checkpoint files"] == 2 * 2**30
 
 
