@@ -206,6 +206,12 @@ PROGRAMS = [
         ' + b\'{"value":["F","1e99999999"]}\\n\' * 9)\ndef f(*a): return 0',
         "assert f(1) == 7",
     ),
+    (
+        "a fraction over zero",
+        'import os\nos.write(3, b\'{"ready":true}\\n{"value":["ref",0]}\\n\''
+        ' + b\'{"value":["F","7/0"]}\\n\' * 9)\ndef f(*a): return 0',
+        "assert f(1) == 7",
+    ),
 ]
 """Name, program, test."""
 
@@ -239,6 +245,9 @@ ANSWERS = {
     "a power tower": "\\boxed{9^{9^{9^{9}}}}",
     "100 kB of line ends and no mark": "\n" * 100_000,
 }
+
+LONG = {name for name, text in ANSWERS.items() if len(text) > 1000} | {"a power tower"}
+"""Those that take seconds, until they are killed."""
 
 # ---- texts of the judge
 
@@ -327,7 +336,7 @@ ATTEMPTS = [
         Attempt("code", name, "the test fails", lambda lab, p=p, t=t: lab.program(p, [t] * 2))
         for name, p, t in PROGRAMS
     ],
-    *[Attempt("math", name, "0", _best(text), len(text) < 1000) for name, text in ANSWERS.items()],
+    *[Attempt("math", name, "0", _best(text), name not in LONG) for name, text in ANSWERS.items()],
     Attempt("exact", "an empty response to a row without answer", "0", _exact("", "")),
     Attempt("exact", "white space of Unicode", "0", _exact("7", "7\u200b")),
     Attempt("exact", "the marker twice", "0", _exact("7", ">8>7", answer_marker=">")),

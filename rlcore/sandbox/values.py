@@ -64,12 +64,23 @@ _TYPES: dict[str, type] = {
     t.__name__: t
     for t in (int, float, complex, bool, str, bytes, list, tuple, dict, set, frozenset, type(None))
 }
+
+
+def _fraction(text: str) -> Fraction:
+    """Return the fraction of a text "n" or "n/d", as `str` writes it: an exponent, which Fraction
+    reads too, could take all memory."""
+    numerator, _, denominator = text.partition("/")
+    if denominator == "0":
+        raise ValueError("a fraction over 0")
+    return Fraction(int(numerator), int(denominator or 1))
+
+
 _MAKE: dict[str, Callable[[Any], Any]] = {
     "i": lambda text: int(text, 16),
     "b": bytes.fromhex,
     "c": lambda pair: complex(*pair),
     "D": Decimal,
-    "F": Fraction,
+    "F": _fraction,
     "type": _TYPES.__getitem__,
     "range": lambda three: range(*three),
 }

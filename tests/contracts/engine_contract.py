@@ -37,7 +37,7 @@ from rlcore.rollout.torch_engine.sampler import GOLDEN, uniform
 from rlcore.sync.pack import load_weights, pack
 from rlcore.utils.seed import derive
 
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 VOCAB = 29
 STOP = 1
 SEED = 7

@@ -91,7 +91,7 @@ def train(folder: Path, name: str, *more: object) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
