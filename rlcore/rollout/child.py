@@ -274,11 +274,12 @@ class ChildEngine:
         while number not in self._replies:
             self._check(method)
             left = end - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(
-                    f"{method}: {self._name}{self._state} has not answered for {deadline_s:g} s"
-                )
-            self._pump(min(left, _LOOK_S))
+            if left > 0:
+                self._pump(min(left, _LOOK_S))
+            elif is_stopped(self.pid):
+                self._die(f"was stopped by a signal for {deadline_s:g} s, and is killed")
+            else:
+                raise TimeoutError(f"{method}: {self._name} has not answered for {deadline_s:g} s")
         reply = self._replies.pop(number)
         if reply.error:
             kind = _ERRORS.get(reply.error)
@@ -297,11 +298,6 @@ class ChildEngine:
     def _name(self) -> str:
         pid = self._child.process.pid if self._child is not None else 0
         return f"engine process {pid} of rank {self._rank}"
-
-    @property
-    def _state(self) -> str:
-        is_frozen = self._child is not None and is_stopped(self._child.process.pid)
-        return ", which is stopped by a signal," if is_frozen else ""
 
     def _pump(self, timeout_s: float) -> None:
         """Receive the child's messages. Wait up to `timeout_s` for the first message."""

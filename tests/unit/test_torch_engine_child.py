@@ -208,6 +208,12 @@ def test_a_child_that_stays_stopped_is_named_killed_and_down(monkeypatch):
         os.kill(engine.pid, signal.SIGSTOP)
         with pytest.raises(EngineFailedError, match="was stopped by a signal"):
             engine.resume()  # in a call as well
+        engine.restart()
+        engine.submit(endless(1, "t"))
+        engine._deadline_s = 0.3  # shorter than the monitor's
+        os.kill(engine.pid, signal.SIGSTOP)
+        with pytest.raises(EngineFailedError, match=r"was stopped by a signal for 0\.3 s"):
+            engine.resume()
     finally:
         engine.close()
 
