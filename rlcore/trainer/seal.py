@@ -21,8 +21,8 @@ class Manifest(msgspec.Struct):
 
     files: dict[str, tuple[int, int]]
     """Size and CRC-32 of each file, by its path in the checkpoint."""
-    checksum: int
-    """CRC-32 of `files`, so that a lost or changed entry is detected."""
+    checksum: int = -1
+    """CRC-32 of `files`, so that a lost or changed entry is detected; -1 in earlier versions."""
 
 
 def write(folder: Path, group: collective.Group) -> str:
@@ -61,6 +61,8 @@ def look(folder: Path) -> tuple[str, dict[str, tuple[int, int]]]:
         found = msgspec.json.decode(files.read_text(folder / MANIFEST), type=Manifest)
     except (ConfigError, msgspec.MsgspecError, RecursionError) as e:
         return f"cannot read its {MANIFEST} ({e})", {}
+    if found.checksum < 0:
+        return f"its {MANIFEST} has no checksum: an earlier version of rlcore wrote it", {}
     if not found.files or found.checksum != _checksum_of(found.files):
         return f"its {MANIFEST} has lost or changed entries", {}
     try:

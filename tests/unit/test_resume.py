@@ -124,6 +124,7 @@ DAMAGES = {
     "(maximum recursion depth": manifest('{"x": ' + "[" * 100_000),
     "has lost or changed entries": lose_an_entry,
     "its manifest.json has lost or changed": manifest('{"files": {}, "checksum": 0}'),
+    "an earlier version of rlcore": manifest('{"files": {"state.json": [1, 1]}}'),
     "which is outside of the checkpoint": name_a_file_outside,
     "is a named pipe, not a file": make_a_pipe,
 }
