@@ -17,8 +17,9 @@ done.
     named, clean    seconds from the fault to that line, and from the end to no process of the run
     state      learner after the last step against a run without faults: `exact`; `near` (largest
                difference below NEAR); `1 on_error`: a sample whose reward was hurt scored
-               --reward.on_error, and the run reported it; `whole` where timing decides what is
-               trained: every sample is trained once
+               --reward.on_error, and the run reported it; `1 again`: an episode whose
+               environment was hurt was played again, and the run reported it; `whole` where timing
+               decides what is trained: every sample is trained once
     left       processes and files that are still there
 
 A row is explained if its outcome is one of these, within DEADLINE_S, nothing is left, and the
@@ -334,7 +335,9 @@ class Bench:
         row.is_explained = (
             not row.left
             and (
-                row.state in good or (is_hurt and row.state.endswith(("near", "on_error"))) or lost
+                row.state in good
+                or (is_hurt and row.state.endswith(("near", "on_error", "again")))
+                or lost
             )
             and not pending
         )
@@ -409,8 +412,11 @@ class Bench:
                 apart = max(apart, float((ours[key].double() - value.double()).abs().max()))
         if apart < NEAR:
             return "near" if apart else "exact"
-        errors = sum(found.get("reward/errors", 0.0) for found in runs.rows(folder).values())
-        return f"{errors:g} on_error" if errors else f"differs by {apart:.1e}"
+        rows = runs.rows(folder).values()
+        if errors := sum(row.get("reward/errors", 0.0) for row in rows):
+            return f"{errors:g} on_error"
+        again = sum(v for row in rows for k, v in row.items() if k.startswith("env/failures/"))
+        return f"{again:g} again" if again else f"differs by {apart:.1e}"
 
 
 def _forks() -> dict[int, str]:

@@ -38,6 +38,8 @@ from rlcore.utils.log import log
 from rlcore.utils.writes import reason
 
 FORMAT = 3
+PARTIAL = ".partial"
+"""Ending of the folder of a checkpoint that is being written."""
 RESTARTS = "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"
 HISTORIES = "histories.npz"
 """File of earlier responses in a checkpoint, if these are used as draft source."""
@@ -119,14 +121,21 @@ def _wrong_state(path: Path, why: str) -> ConfigError:
 
 def move_aside(folder: Path) -> Path | None:
     """Rename the folder of an older run to the first free `<name>.old<k>` and return the new path.
-    Nothing is deleted. Return None if there is no older run."""
+    Only checkpoints that were never completed are deleted. Return None if there is no older run."""
     if not any(folder.glob("*.jsonl")) and not folder_of(folder).exists():
         return None
+    _remove_partial(folder)
     k = 1
     while folder.with_name(f"{folder.name}.old{k}").exists():
         k += 1
     target = folder.with_name(f"{folder.name}.old{k}")
     return folder.rename(target)
+
+
+def _remove_partial(run_folder: Path) -> None:
+    """Delete the checkpoints in whose writing a start of the run was killed."""
+    for path in folder_of(run_folder).glob(f"*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +208,7 @@ class Checkpoints:
         step = progress.step
         progress.begin_save()
         final = folder_of(self.folder) / f"step_{step:06d}"
-        aside = final.with_suffix(".partial")
+        aside = final.with_suffix(PARTIAL)
         what = f"checkpoint of step {step} could not be written to {final.parent}"
         error = self._write(step, aside, accuracy)
         if not error:
@@ -227,7 +236,7 @@ class Checkpoints:
         error = ""
         try:
             if self.ranks.rank == 0:
-                shutil.rmtree(aside, ignore_errors=True)
+                _remove_partial(self.folder)
                 aside.mkdir(parents=True)
                 if self.async_rollout is not None:
                     (aside / ASYNC_ROLLOUT).mkdir()

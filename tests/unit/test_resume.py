@@ -182,6 +182,18 @@ def test_going_back_to_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: P
     assert "step_000003" in names(tmp_path)
 
 
+def test_what_a_killed_save_left_goes_with_the_next_save_or_start(tmp_path: Path) -> None:
+    """A save at SIGTERM has a step of its own, which no later save may have again."""
+    run = replace(run_with(tmp_path, [2]), learner=None)
+    left = tmp_path / "checkpoints" / "step_000005.partial"
+    (left / "learner").mkdir(parents=True)
+    with pytest.raises(AssertionError):  # the run has no data, which comes last
+        run._write(6, left.with_name("step_000006.partial"), None)
+    assert names(tmp_path) == ["step_000002", "step_000006.partial"]
+    aside = resume.move_aside(tmp_path)
+    assert aside is not None and names(aside) == ["step_000002"]
+
+
 def test_sizes_of_engines_go_on_and_a_checkpoint_without_them_changes_none(tmp_path: Path) -> None:
     run, path = run_with(tmp_path, [2]), tmp_path / "checkpoints" / "step_000002"
     policy = TPPlanner(1, 4)
