@@ -126,8 +126,11 @@ def test_mutated_data_files_are_read_or_refused_in_one_sentence(tmp_path):
         def encode(self, text: str) -> list[int]:
             return list(text.encode())
 
-        def render_chat(self, messages) -> str:
-            return str(messages)
+        def min_tokens(self, text: str) -> int:
+            return 0
+
+        def render_chats(self, chats) -> list[str]:
+            return [str(messages) for messages in chats]
 
     dice = random.Random(2)
     row = b'{"question": "What is 2+3?", "answer": "5", "more": [1, {"a": null}]}\n'
