@@ -11,6 +11,8 @@ from hypothesis import settings
 
 from tests import forks
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # test_hub.py asks a stub
+
 # The same examples in every run, so that a red run is red again; --long draws new ones.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("new", deadline=None)

@@ -28,7 +28,7 @@ def show(cfg: Config, every: bool = False) -> int:
     """Print batch arithmetic, layout, memory plan, settings (if not `every`, only changed ones) and
     the checks that are not possible on this machine. Return 2 if the run is refused."""
     from rlcore.cli import inputs
-    from rlcore.cli.builders.model import with_layers, with_room
+    from rlcore.cli.builders.model import with_downloads, with_layers, with_room
     from rlcore.mcore.layout import layout_of
     from rlcore.trainer import memory
 
@@ -44,6 +44,9 @@ def show(cfg: Config, every: bool = False) -> int:
     has_arithmetic = not rules.of_batch(cfg)
     layout = hf = None
     found = inputs.Findings(elsewhere=is_elsewhere(cfg))
+    if not found.elsewhere:
+        with found.check("--model.path"):
+            cfg = with_downloads(cfg, weights=False)
     roomy = cfg
     try:
         if not bounds.broken(cfg.train, "train"):  # a parallel size of 0 divides by zero

@@ -26,6 +26,7 @@ from rlcore.cli.builders.sizes import make_elastic, size_policy
 from rlcore.cli.builders.weights import check_allocator
 from rlcore.config.schema import Config
 from rlcore.data import prompts
+from rlcore.hf import hub
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import HEAD, expected
 from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
@@ -243,6 +244,8 @@ def weights(cfg: Config, hf: HFConfig, found: Findings) -> None:
     for key, folder in folders.items():
         if f"{key} {folder}" in found.unchecked:
             continue
+        if hub.is_download(folder) and not any(Path(folder).glob("*.safetensors")):
+            continue  # The run downloads them.
         wanted = {n: s for n, s in expected(hf).items() if key == "--model.path" or n != HEAD}
         with found.check(f"{key} {folder}", may_lack=found.may_lack(folder)):
             WeightReader(folder).check(wanted)

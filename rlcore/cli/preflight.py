@@ -72,12 +72,14 @@ def _main(argv: Sequence[str]) -> int:
 def of_rank(cfg: "Config", place: "Place") -> Report:
     """Make the checks that need no other rank. The first rank of a node checks its machine, and
     rank 0 the run."""
+    from rlcore.cli.builders.model import with_downloads
     from rlcore.cli.checks import machine, task
     from rlcore.cli.explain import world_size
 
     report = Report(place.rank, place.node, socket.gethostname(), [], [])
     try:
         report.machine.extend([machine.driver(), machine.gpus()])
+        cfg = with_downloads(cfg, weights=False)
         if place.local_rank == 0:
             report.machine.extend(machine.check(cfg))
         if place.rank == 0:

@@ -103,12 +103,13 @@ def run(a: argparse.Namespace, rest: Sequence[str]) -> int:
         )
     import torch
 
-    from rlcore.cli.builders.model import model_config
+    from rlcore.cli.builders.model import model_config, with_downloads
     from rlcore.cli.world import World
     from rlcore.config import rules
     from rlcore.metrics.jsonl import write_atomic
     from rlcore.trainer import memory
 
+    cfg = with_downloads(cfg, weights=False)
     hf = model_config(cfg)
     longest = memory.longest(cfg, hf)
     contexts = sorted(set(a.context or [max(longest // 8, 1), max(longest // 2, 1)]))

@@ -45,11 +45,12 @@ def _check_early(cfg: "Config") -> None:
         ConfigError: a value is out of range, or the model folder cannot be read.
     """
     from rlcore.config import rules
+    from rlcore.hf import hub
     from rlcore.hf.config import HFConfig
 
     if found := rules.ranges(cfg):
         raise ConfigError("\n".join(found))
-    if cfg.model.path:
+    if cfg.model.path and not hub.is_name(cfg.model.path):
         HFConfig.from_folder(cfg.model.path)
 
 
@@ -57,6 +58,7 @@ def run(cfg: "Config") -> int:
     """Join the other ranks, build the run, train, and disconnect. Return the exit code."""
     from rlcore.cli import world
     from rlcore.cli.builders.folder import run_folder
+    from rlcore.cli.builders.model import with_downloads
     from rlcore.cli.checks import start
     from rlcore.rewards.judge import mps
     from rlcore.utils import log
@@ -68,6 +70,7 @@ def run(cfg: "Config") -> int:
     refusal = ""
     try:
         world.pin(c.rollout_ranks, c.rollout_cores, c.train_cores)
+        cfg = with_downloads(cfg)
         warnings = start.check(cfg)
     except ConfigError as e:  # `join` raises it on every rank, so that none waits for this one
         refusal = str(e)

@@ -66,9 +66,10 @@ class ModelConfig:
     """Model, tokenizer and precision."""
 
     path: str = ""
-    """Hugging Face folder of the model (config.json, safetensors, tokenizer)."""
+    """Hugging Face folder of the model (config.json, safetensors, tokenizer), or its name on the
+    hub: ORG/NAME or ORG/NAME@REVISION."""
     tokenizer: str = ""
-    """Folder of the tokenizer; empty: model.path."""
+    """Folder of the tokenizer, or its name on the hub; empty: model.path."""
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Data type of the parameters in training; with bfloat16 the optimizer keeps fp32 main
     parameters."""
@@ -312,7 +313,8 @@ class CriticConfig:
     `train`'s layout."""
 
     path: str = ""
-    """Hugging Face folder of the critic's initial weights; empty: model.path."""
+    """Hugging Face folder of the critic's initial weights, or its name on the hub; empty:
+    model.path."""
     lr: Annotated[float, above(0)] = 1e-5
     """Learning rate of the critic."""
     lr_warmup_updates: Annotated[int, at_least(0)] = 0

@@ -140,7 +140,7 @@ class HFConfig:
         if why := folder_fault(path):
             raise ConfigError(
                 f"{key} {path}: {why}; give the folder of a Hugging Face model"
-                " (config.json, *.safetensors, tokenizer); names on the hub are not downloaded"
+                " (config.json, *.safetensors, tokenizer), or its name on the hub (ORG/NAME)"
             )
         file = path / "config.json"
         if why := fault(file):

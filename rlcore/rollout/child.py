@@ -251,9 +251,9 @@ class ChildEngine:
         try:
             self._child.channel.send(frame(call), self._deadline_s)
         except TimeoutError as error:
-            raise TimeoutError(
-                f"{method}: {self._name}{self._state} does not read its calls"
-            ) from error
+            if not is_stopped(self.pid):
+                raise TimeoutError(f"{method}: {self._name} does not read its calls") from error
+            self._die(f"was stopped by a signal for {self._deadline_s:g} s, and is killed")
         except OSError:
             self._pump(0.0)
             if not self._down:

@@ -214,6 +214,16 @@ def test_a_child_that_stays_stopped_is_named_killed_and_down(monkeypatch):
         os.kill(engine.pid, signal.SIGSTOP)
         with pytest.raises(EngineFailedError, match=r"was stopped by a signal for 0\.3 s"):
             engine.resume()
+        engine.restart()
+        engine.poll(0.0)
+        engine._deadline_s = 60.0
+        engine.resume()
+        engine._deadline_s = 0.3
+        os.kill(engine.pid, signal.SIGSTOP)
+        long = Request(id="long.0", prompt=np.zeros(1 << 20, np.int32), sampling=Sampling())
+        engine.submit([long])  # more than the channel holds
+        (down,) = engine.poll(0.0)
+        assert "was stopped by a signal for 0.3 s" in down.reason and down.lost == ("long.0",)
     finally:
         engine.close()
 

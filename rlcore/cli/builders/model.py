@@ -1,13 +1,50 @@
 """Architecture, sampling parameters and maximum lengths of the model in training."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
-from rlcore.config.schema import Config
+from rlcore.config.schema import Config, RewardSum
+from rlcore.hf import hub
 from rlcore.hf.config import HFConfig
 from rlcore.hf.tokenizer import Tokenizer
 from rlcore.records import Sampling
+from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce
+
+
+def with_downloads(cfg: Config, *, weights: bool = True) -> Config:
+    """Download the models that are named as on the hub (`hub.folder_of`), and put their folders in
+    the place of their names.
+
+    Args:
+        weights: whether to download weights, or only settings and tokenizers.
+
+    Raises:
+        ConfigError: a model cannot be downloaded.
+    """
+    m, c = cfg.model, cfg.critic
+    tokenizer = hub.folder_of(m.tokenizer, "--model.tokenizer", weights=False)
+    path = hub.folder_of(m.path, "--model.path", weights=weights and not m.random_init)
+    critic = hub.folder_of(c.path, "--critic.path", weights=weights)
+    return replace(
+        cfg,
+        model=replace(m, path=path, tokenizer=tokenizer),
+        critic=replace(c, path=critic),
+        reward=_with_judges(cfg.reward, "reward", weights),
+    )
+
+
+def _with_judges(reward: Any, key: str, weights: bool) -> Any:
+    """Put folders in the place of the names of judges that run on the run's own devices."""
+    if isinstance(reward, RewardSum):
+        parts = {f.name: getattr(reward, f.name) for f in fields(reward)}
+        return replace(
+            reward, **{n: _with_judges(part, f"{key}.{n}", weights) for n, part in parts.items()}
+        )
+    if isinstance(reward, JudgeRewardConfig) and not reward.url:
+        return replace(reward, model=hub.folder_of(reward.model, f"--{key}.model", weights=weights))
+    return reward
 
 
 def model_config(cfg: Config) -> HFConfig:

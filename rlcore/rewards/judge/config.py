@@ -15,7 +15,8 @@ class JudgeRewardConfig(RewardConfig):
     """Seconds after which a batch of the judge fails: its samples score reward.on_error, and the
     judge restarts. With reward.url, seconds per request."""
     model: str = ""
-    """Hugging Face folder of the judge; with reward.url the model's name at that server."""
+    """Hugging Face folder of the judge, or its name on the hub; with reward.url the model's name at
+    that server."""
     url: str = ""
     """OpenAI-compatible server of the judge, such as http://judge0:8000/v1; empty: a model on the
     run's own devices. With a server, reward.workers is the number of concurrent requests."""
