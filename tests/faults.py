@@ -164,6 +164,41 @@ def on_nodes(*spaces: str) -> Iterator[None]:
 
 
 def leftovers(folder: Path, temporary: Path) -> Sequence[str]:
-    """Temporary files of a run that has ended: `folder` has runs, `temporary` was its TMPDIR."""
+    """Temporary files of a run that has ended: `folder` has runs, `temporary` was its TMPDIR. Not
+    torch's cache of compiled code, which all runs of a user share."""
     parts = [*folder.rglob("*.part*"), *folder.glob(".*.secret"), *folder.rglob(".*.json.*")]
-    return sorted(str(p.name) for p in [*parts, *temporary.iterdir()])
+    names = {p.name for p in [*parts, *temporary.iterdir()]}
+    return sorted(n for n in names if not n.startswith("torchinductor_"))
+
+
+# ---- clocks
+
+
+_SLEEP = """
+#include <errno.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_nanosleep(clockid_t clock, int flags, const struct timespec *t, struct timespec *left) {
+  return syscall(SYS_clock_nanosleep, clock, flags, t, left) ? errno : 0;
+}
+"""
+"""libfaketime 0.9.10 fails in sleeps until a time of the monotonic clock, as Python's are."""
+
+
+def clock(file: Path) -> dict[str, str] | None:
+    """Variables of a program whose time of day is apart by what `file` says, such as `+2d`; None
+    without libfaketime. Its monotonic clock is the machine's."""
+    library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+    if library is None:
+        return None
+    file.write_text("+0")
+    sleep = file.with_suffix(".so")
+    compiler = ["c++", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(sleep)]
+    subprocess.run(compiler, input=_SLEEP, text=True, check=True)
+    return {
+        "LD_PRELOAD": f"{sleep} {library}",
+        "FAKETIME_TIMESTAMP_FILE": str(file),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }

@@ -5,11 +5,11 @@
     python tools/freeze_matrix.py --random 200 --seed 0          # schedules of one to three faults
     python tools/freeze_matrix.py --list
 
-A row is a run of two ranks, in which a process of a kind gets a signal, or a disk or a network
-fails, after some step. Ranks are forks that have imported everything; engines are programs in rows
-that hurt one, and everything is in those of torchrun (`agent`). If a rank fails, the others get
-SIGTERM and, END_S later, SIGKILL, as from torchrun. The same command starts again until the run is
-done.
+A row is a run of two ranks, in which a process of a kind gets a signal, a disk or a network
+fails, or the time of day jumps by two days (libfaketime), after some step. Ranks are forks that
+have imported everything; engines are programs in rows that hurt one, and everything is in those of
+torchrun (`agent`, `clock`). If a rank fails, the others get SIGTERM and, END_S later, SIGKILL, as
+from torchrun. The same command starts again until the run is done.
 
     outcome    `finished`: the run ended as if nothing had happened. `named`: a start failed, and a
                line of its output names the process. `saved in order`: a start ended with code 0
@@ -94,6 +94,7 @@ NAMED = {
     "env": r"crash|no answer to|failed before",
     "disk": r"cannot write .*(disk is full|Read-only|deleted|No such file)|could not be written",
     "network": r"no heartbeat|has exited|timed? ?out|Connection|rank \d.*(waits|silent)",
+    "clock": r"(?!)",  # nothing fails
     "agent": r"agent|torchrun|store .*(does not answer|not answer)|SIGTERM|signal",
 }
 """Lines that name a process of a kind."""
@@ -284,13 +285,20 @@ class Bench:
             more = ["--cluster.interface", "rl0"]
         argv = self.argv(row.mode, runs_dir, *more)
         signals = [f for f in todo if f.kind != "disk"]
-        by_agent = any(f.kind == "agent" for f in todo)
+        by_agent = any(f.kind in ("agent", "clock") for f in todo)
+        clock = where / "clock"
+        extra = faults.clock(clock) if any(f.kind == "clock" for f in todo) else {}
+        if extra is None:
+            row.outcome, row.is_explained = "SKIP: libfaketime is not installed", True
+            return
         programs = any(f.kind == "engine" for f in todo)
         pending, hurt = list(signals), list[tuple[Fault, int, float]]()
         for at in range(STARTS):
             row.starts += 1
             folder = where / f"gang{at}"
-            start = Launched(argv, folder) if by_agent else Forks(argv, folder, within, programs)
+            start = (
+                Launched(argv, folder, extra) if by_agent else Forks(argv, folder, within, programs)
+            )
             stack.callback(start.kill)
             struck = time.monotonic() if disk is not None and not at else 0.0
             seen = hurt if at == 0 else []
@@ -356,6 +364,10 @@ class Bench:
         time.sleep(fault.delay_s)
         if fault.kind == "network":
             faults.link(spaces[1], "down")
+            hurt.append((fault, 0, time.monotonic()))
+            return True
+        if fault.kind == "clock":
+            (runs_dir.parent / "clock").write_text({"back": "-2d", "forward": "+2d"}[fault.how])
             hurt.append((fault, 0, time.monotonic()))
             return True
         pids = start.pids(fault)
@@ -446,6 +458,9 @@ def rows() -> dict[str, tuple[str, list[Fault]]]:
                 found[f"{mode} {fault.name}"] = mode, [fault]
     for how in SIGNALS:
         found[f"sync agent {how}"] = "sync", [Fault("agent", how)]
+    for mode in ("sync", "tail", "async"):
+        for how in ("back", "forward"):
+            found[f"{mode} clock {how}"] = mode, [Fault("clock", how)]
     for how in ("full", "readonly", "removed"):
         for on_error in ("stop", "continue"):
             for phase in range(3):
