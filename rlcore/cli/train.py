@@ -62,6 +62,7 @@ def run(cfg: "Config") -> int:
     from rlcore.cli.checks import start
     from rlcore.rewards.judge import mps
     from rlcore.utils import log
+    from rlcore.utils.waits import waiting
 
     log.setup(int(os.environ.get("RANK", 0)))
     mps.of_run(cfg.reward)  # CUDA looks for this MPS daemon at its start
@@ -75,7 +76,8 @@ def run(cfg: "Config") -> int:
     except ConfigError as e:  # `join` raises it on every rank, so that none waits for this one
         refusal = str(e)
     try:
-        here = world.join(c.timeout_s, c.rollout_ranks, folder, c.interface, refusal)
+        with waiting(f"waiting for all {os.environ.get('WORLD_SIZE', '1')} ranks to join"):
+            here = world.join(c.timeout_s, c.rollout_ranks, folder, c.interface, refusal)
     except ConfigError as e:
         if rank == "0":
             print(e, file=sys.stderr)

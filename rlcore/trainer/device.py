@@ -33,6 +33,7 @@ from rlcore.trainer.sizes import EngineSizes
 from rlcore.utils import collective
 from rlcore.utils.log import log
 from rlcore.utils.spans import Spans
+from rlcore.utils.waits import waiting
 
 State = Literal["build", "update_weights", "gen", "train", "save_checkpoint", "away"]
 NEXT: dict[State, tuple[State, ...]] = {
@@ -183,6 +184,10 @@ class Device:
     def _wait_for_starts(self, engines: str) -> None:
         """Wait until every engine has started or one has failed. Collective over all ranks,
         including ranks without an engine."""
+        with waiting(f"waiting for {engines} to start"):
+            self._until_started(engines)
+
+    def _until_started(self, engines: str) -> None:
         p = self.parts
         end = time.monotonic() + p.timeout_s
         while True:

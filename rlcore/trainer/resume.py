@@ -35,6 +35,7 @@ from rlcore.utils import collective, disk
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import read_json
 from rlcore.utils.log import log
+from rlcore.utils.waits import waiting
 from rlcore.utils.writes import reason
 
 FORMAT = 3
@@ -210,9 +211,10 @@ class Checkpoints:
         final = folder_of(self.folder) / f"step_{step:06d}"
         aside = final.with_suffix(PARTIAL)
         what = f"checkpoint of step {step} could not be written to {final.parent}"
-        error = self._write(step, aside, accuracy)
-        if not error:
-            error = seal.write(aside, self.ranks.everyone)
+        with waiting(f"writing the checkpoint of step {step}"):
+            error = self._write(step, aside, accuracy)
+            if not error:
+                error = seal.write(aside, self.ranks.everyone)
         if error:
             if self.ranks.rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -396,7 +398,8 @@ class Checkpoints:
         model, target = self.cfg.model, self.folder / "hf"
         tokenizer = model.tokenizer or model.path
         try:
-            save_folder(self.learner.export(), hf, tokenizer, target, together=True)
+            with waiting(f"writing {target}"):
+                save_folder(self.learner.export(), hf, tokenizer, target, together=True)
         except OSError as e:
             raise RuntimeError(f"--checkpoint.export_hf: {e}") from e
         if self.ranks.rank == 0:

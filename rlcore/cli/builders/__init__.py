@@ -38,6 +38,7 @@ from rlcore.trainer.run import Run
 from rlcore.trainer.shared_device import SharedDevice
 from rlcore.utils import collective
 from rlcore.utils.spans import Spans
+from rlcore.utils.waits import waiting
 from rlcore.utils.writes import LogWrites
 
 if TYPE_CHECKING:  # this import needs Redis, which is only required for shared nodes (--mux.url)
@@ -105,21 +106,24 @@ def _run(
     memory = devices.make_residency(cfg, start.hf, world)
     tail = gate.tail if gate is not None else None
     engine_sizes = sizes.make_sizes(cfg, start.hf, world, tail)
-    side = rollout.make_side(start, engine_sizes)
-    data = Data()
-    if start.is_first:
-        data = prompts.load_data(model.with_room(cfg, start.hf), side.tokenizer, eval_sets)
+    with waiting("starting engine and rewards, reading data"):
+        side = rollout.make_side(start, engine_sizes)
+        data = Data()
+        if start.is_first:
+            data = prompts.load_data(model.with_room(cfg, start.hf), side.tokenizer, eval_sets)
 
     world.phase("start: learner")
     if cfg.train.offload:  # the engine sleeps until the first weight update
         assert side.engine is not None
-        side.engine.sleep(["weights", "kv_cache"])
-        collective.barrier()  # wait until the first rank of every engine has put it to sleep
+        with waiting("waiting for the engines to start and sleep"):
+            side.engine.sleep(["weights", "kv_cache"])
+            collective.barrier()  # wait until the first rank of every engine has put it to sleep
         memory.before("build")
     async_rollout = (
         rollout.make_async_rollout(start, side, data.source) if cfg.select.mode == "async" else None
     )
-    models = learner.make_models(start)
+    with waiting("building the learner, loading its weights"):
+        models = learner.make_models(start)
     ranks = models.ranks(world)
     parts = Parts(
         ranks=ranks,
@@ -154,9 +158,11 @@ def _run(
         deadlines=side.deadlines,
         sizes=engine_sizes.policy,
     )
-    checkpoint = checkpoints.choose()
+    with waiting("checking the newest checkpoint"):
+        checkpoint = checkpoints.choose()
     if checkpoint is not None:
-        checkpoints.load(checkpoint, progress)
+        with waiting(f"loading {checkpoint}"):
+            checkpoints.load(checkpoint, progress)
     seen = Observers()
     if start.is_first:
         goes_on = checkpoint is not None and checkpoint.is_relative_to(start.folder)
