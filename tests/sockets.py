@@ -34,6 +34,14 @@ def of_page(process: str, *when: str) -> dict[str, str]:
     }
 
 
+def _is_copy(pid: int) -> bool:
+    """A fork of this process before its exec, which has this process's sockets for a moment."""
+    try:
+        return psutil.Process(pid).cmdline() == psutil.Process().cmdline()
+    except psutil.NoSuchProcess:
+        return True
+
+
 @contextmanager
 def watched(folder: str) -> Iterator[None]:
     """Of the run inside: what this rank and its children listen on goes to `<rank>.json`, as
@@ -60,8 +68,10 @@ def watched(folder: str) -> Iterator[None]:
     def look() -> None:
         while not over.wait(_LOOK_S):
             seen: Counter[tuple[str, str]] = Counter()
-            for address, port, pid in kit.listeners(me):
-                if port not in before:
+            found = list(kit.listeners(me))
+            own = {port for _, port, pid in found if pid == me}
+            for address, port, pid in found:
+                if port not in before and (pid == me or port not in own or not _is_copy(pid)):
                     where = f"rank {min(int(rank), 1)}" if pid == me else process_name(pid)
                     seen[names.get(port, "gloo"), where] += 1
                     addresses.add(address)
