@@ -107,7 +107,7 @@ class Bench:
             mean_s=law.mean_s * a.scale,
             std_s=law.std_s * a.scale,
             max_turns=law.turns,
-            max_running=1024,
+            max_running_episodes=1024,
             max_turn_tokens=1,
             timeout_s=DEADLINE_S / 2,
             workers=a.workers,

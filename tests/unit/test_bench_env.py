@@ -36,7 +36,7 @@ def test_the_bench_compares_rounds(tool, tmp_path, capsys):
     words = [
         "--groups",
         "2",
-        "--timeline",
+        "--turns",
         "2",
         "--scale",
         "0.01",

@@ -45,12 +45,15 @@ def test_no_program_forges_a_verdict_without_namespaces():
 @pytest.mark.parametrize("name, source, test", PROGRAMS, ids=[p[0] for p in PROGRAMS])
 @pytest.mark.slow
 def test_a_right_program_passes_the_tests_that_were_to_be_forged(lab, name, source, test):
-    if "raise KeyboardInterrupt" in test or "S()" in test or "os._exit" in source:
+    if (
+        "raise KeyboardInterrupt" in test
+        or "S()" in test
+        or "os._exit" in source
+        or "async for" in test
+    ):
         pytest.skip("this test cannot be passed by a value")
     want = "True" if "default" in name else "7"
-    assert lab.program(f"def f(*a): return {want}", [test]) == float("all(" not in test) or (
-        lab.program("class S(int):\n pass\ndef f(x): return 7", [test]) == 0.0
-    )
+    assert lab.program(f"def f(*a): return {want}", [test]) == 1
 
 
 def test_the_same_ways_are_open_to_a_right_answer(lab):
