@@ -12,7 +12,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import psutil
 from torch.distributed import run
@@ -38,10 +37,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, pass_on)
     try:
         listen.bind_stores(os.environ.get(INTERFACE, ""))
-        # Without this folder torchrun makes one that it never removes; ranks write no logs to it.
-        with TemporaryDirectory(prefix="rlcore-torchrun-", ignore_cleanup_errors=True) as folder:
-            own = ["--log-dir", folder, "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
-            run.main([*own, *sys.argv[1:]])
+        # Without a log folder torchrun makes one that it never removes; ranks write no logs to it.
+        own = ["--log-dir", os.devnull, "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
+        run.main([*own, *sys.argv[1:]])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode

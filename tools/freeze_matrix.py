@@ -51,6 +51,7 @@ sys.path.insert(0, str(ROOT))
 
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.utils import env  # noqa: E402
+from rlcore.utils.process_tree import is_stopped  # noqa: E402
 from tests import faults, forks, kit, runs  # noqa: E402
 
 STEPS, TIMEOUT_S, STALL_S = 5, 20, 25  # above process_tree.STOPPED_S: the engine goes first
@@ -190,6 +191,7 @@ class Launched:
         launcher += ["--local-addr", "localhost", "--nproc-per-node", "2", "-m", "rlcore", "train"]
         variables = os.environ | {"PYTHONPATH": kit.python_path(), "CUDA_VISIBLE_DEVICES": ""}
         self._file = folder / "x.txt"
+        self._ranks: set[psutil.Process] = set()
         with self._file.open("wb") as out:
             self.process = subprocess.Popen(
                 [*launcher, *argv], env=variables | (extra or {}), cwd=ROOT, stdout=out, stderr=out
@@ -198,8 +200,13 @@ class Launched:
     def pids(self, fault: Fault) -> list[int]:
         if fault.kind == "agent":
             return [self.process.pid]
-        ranks = [p.pid for p in psutil.Process(self.process.pid).children()]
-        return ranks[fault.rank : fault.rank + 1]
+        return [p.pid for p in self._children()][fault.rank : fault.rank + 1]
+
+    def _children(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children()
+        except psutil.NoSuchProcess:
+            return []
 
     def text(self) -> str:
         return self._file.read_text(errors="replace")
@@ -208,6 +215,14 @@ class Launched:
         return [self.process.poll()]
 
     def is_over(self) -> bool:
+        """Whether torchrun and its ranks have ended. A torchrun that stays stopped is ended here
+        after its ranks, as a user would."""
+        self._ranks.update(self._children())
+        if any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in self._ranks):
+            return False
+        if self._ranks and is_stopped(self.process.pid):
+            self.process.kill()
+            self.process.wait()
         return self.process.poll() is not None
 
     def kill(self) -> None:

@@ -18,7 +18,7 @@ from rlcore.config.schema import ClusterConfig
 from rlcore.rollout.transport import CHANNELS, Hub, LocalHub, ZmqHub, listening_host
 from rlcore.utils import collective, listen
 from rlcore.utils.errors import ConfigError
-from rlcore.utils.flight_recorder import FlightRecorder
+from rlcore.utils.flight_recorder import FlightRecorder, has_agent
 from rlcore.utils.health import Health, meet
 from rlcore.utils.sealed import SealedStore, share_secret
 from rlcore.utils.timed_store import TimedStore, call_within, silent_store
@@ -79,8 +79,9 @@ class World:
             return True
         try:
             return TimedStore(self.store, ANSWER_S).add("failed", 1) == 1
-        except dist.DistError:  # the rank that hosts the store exited, so that rank failed first
-            return False
+        except (ConnectionError, dist.DistError):
+            # Rank 0 exited, and so failed first. If torchrun's agent did, no rank can know.
+            return has_agent()
         except TimeoutError:  # no rank can know; a reason twice is better than none
             return True
 
@@ -225,10 +226,10 @@ def _refusals(known: Mapping[int, Mapping[str, Any]]) -> str:
 
 def _wait_for_readers(store: Any, rank: int, size: int) -> None:
     """If rank 0 hosts the store, keep it alive until all ranks have read why no rank starts."""
-    if _has_agent():
+    if has_agent():
         return
     end = time.monotonic() + READ_S
-    with suppress(TimeoutError):  # the reason matters more than a silent store
+    with suppress(TimeoutError, ConnectionError):  # the reason matters more than the store
         store.add("refused", 1)
         while rank == 0 and store.add("refused", 0) < size and time.monotonic() < end:
             time.sleep(0.02)
@@ -256,15 +257,10 @@ def _health(flight: FlightRecorder, timeout_s: float) -> Health:
     return Health(flight, None, silence_s=timeout_s).start(signals=on_main)
 
 
-def _has_agent() -> bool:
-    """Return whether torchrun hosts the store; otherwise rank 0 does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def connect(rank: int, timeout_s: float) -> dist.TCPStore:
     """Connect to torchrun's store without waiting for other ranks; `meet` names missing ranks."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    agent = _has_agent()
+    agent = has_agent()
     problem = (
         f"start-up: rank {rank} got no answer from MASTER_ADDR {host}, port {port} within "
         f"--cluster.timeout_s {timeout_s:g}; check that torchrun runs on node 0 and that this "

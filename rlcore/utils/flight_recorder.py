@@ -49,6 +49,11 @@ PY_SPY_S = 10.0
 Record = dict[str, Any]
 
 
+def has_agent() -> bool:
+    """Whether torchrun's agent hosts the run's store; else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 class FlightRecorder:
     """Flight recorder of one rank. `phase` can be a listener of `Spans`, `see` an observer of
     `RolloutWorker`. Only the main thread calls these two; any thread may call the other methods."""
@@ -58,8 +63,7 @@ class FlightRecorder:
         self.rank, self.world_size, self.folder = rank, world_size, folder
         self._step: Callable[[], int] = lambda: 0
         self.host, self.pid, self.machine = socket.gethostname(), os.getpid(), machine()
-        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self.agent = os.getppid() if has_agent else 0
+        self.agent = os.getppid() if has_agent() else 0
         """Process id of torchrun's agent, whose first one hosts the run's store; 0 without it."""
         self._changed: Callable[[], None] = lambda: None
         self._phase, self._since = "start", time.time()

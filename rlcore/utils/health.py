@@ -38,7 +38,7 @@ from rlcore.utils.flight_recorder import (
 )
 from rlcore.utils.log import log
 from rlcore.utils.sealed import ForgedValueError
-from rlcore.utils.timed_store import TimedStore, silent_store
+from rlcore.utils.timed_store import TimedStore, lost_store, silent_store
 
 BEAT_S = 2.0
 STORE_S = 5.0
@@ -77,6 +77,8 @@ class Health:
         self._store: TimedStore | None = None
         self._silence_s = max(silence_s, SILENT_S)
         self._forged = 0
+        self._is_lost = False
+        """Whether torchrun's agent has exited with the store, which never comes back."""
         self._looked_at = self._answered_at = self._look_at = time.monotonic()
         """Times at which this thread last looked for silence and the store last answered, and from
         which it next looks for silent ranks."""
@@ -224,7 +226,7 @@ class Health:
             self._drop_forged(error)
             return
         except Exception as error:  # If the store fails, each rank reports by itself.
-            log.debug("the run's store does not answer: %s", error)
+            self._note(error)
             return
         with self._lock:
             if self._alarm is not None or alarm == self._last:
@@ -236,6 +238,13 @@ class Health:
             self._alarm = alarm
             self._answered.clear()
         self._answer(alarm)
+
+    def _note(self, error: Exception) -> None:
+        """Log that a call of the store failed. If rank 0 hosts the store, it has said why it ended;
+        if torchrun's agent does, it may have been killed."""
+        log.debug("the run's store does not answer: %s", error)
+        if isinstance(error, ConnectionError) and self.flight.agent:
+            self._is_lost = True
 
     def _drop_forged(self, error: ValueError) -> None:
         self._forged += 1
@@ -297,6 +306,8 @@ class Health:
         self._looked_at = now
         if self._store is None or self._is_done:
             return ""
+        if self._is_lost:
+            return lost_store()
         if was_stopped:  # This process itself was, so the others may have been stopped with it.
             self._answered_at = self._look_at = now
             self._seen.clear()
@@ -321,7 +332,7 @@ class Health:
     @property
     def _is_mute(self) -> bool:
         """Whether the store did not answer the last request."""
-        return self._mute_s() > 2 * self._beat_s + STORE_S
+        return self._is_lost or self._mute_s() > 2 * self._beat_s + STORE_S
 
     def _mute_store(self) -> str:
         """Return which process hosts the store, if the store does not answer; else ""."""
@@ -365,7 +376,7 @@ class Health:
         try:
             self._store.set("alarm", json.dumps(dict(alarm)))
         except Exception as error:  # The store raises errors of several types.
-            log.debug("cannot write the alarm to the run's store: %s", error)
+            self._note(error)
 
     def _answer(self, alarm: Mapping[str, Any]) -> None:
         """Write the flight record and wait for the other ranks' records. If no lower rank can
@@ -465,7 +476,7 @@ class Health:
             except ForgedValueError as error:
                 log.debug("ignored the heartbeat of rank %d: %s", r, error)
             except Exception as error:  # The store raises errors of several types.
-                log.debug("the run's store does not answer: %s", error)
+                self._note(error)
                 break
         return beats
 

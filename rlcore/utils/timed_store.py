@@ -11,6 +11,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 T = TypeVar("T")
 
 _MORE_S = 5.0
@@ -18,7 +20,8 @@ _MORE_S = 5.0
 
 
 class TimedStore:
-    """Wrapper of a store, whose methods raise TimeoutError if the store does not answer in time.
+    """Wrapper of a store, whose methods raise TimeoutError if the store does not answer in time,
+    and ConnectionError if its host has exited: torch does not connect again.
     While a call waits beyond its deadline, all further calls fail at once."""
 
     def __init__(self, store: Any, answer_s: float) -> None:
@@ -70,7 +73,10 @@ class TimedStore:
         if thread.is_alive():
             self._late = thread
             raise TimeoutError(silent_store(seconds))
-        return result()
+        try:
+            return result()
+        except dist.DistNetworkError as error:
+            raise ConnectionError(lost_store()) from error
 
 
 def call_within(seconds: float, work: Callable[[], T], missing: str) -> T:
@@ -85,11 +91,20 @@ def call_within(seconds: float, work: Callable[[], T], missing: str) -> T:
 
 def silent_store(seconds: float) -> str:
     """Return the message about a store that does not answer."""
-    host, port = (os.environ.get(f"MASTER_{name}", "unknown") for name in ("ADDR", "PORT"))
     return (
         f"the run's store has not answered for {seconds:g} s; check that torchrun runs on "
-        f"MASTER_ADDR {host}, port {port}, is not stopped, and can be reached"
+        f"{_address()}, is not stopped, and can be reached"
     )
+
+
+def lost_store() -> str:
+    """Return the message about a store whose host has exited."""
+    return f"the run's store on {_address()} has closed the connection: its process has exited"
+
+
+def _address() -> str:
+    host, port = (os.environ.get(f"MASTER_{name}", "unknown") for name in ("ADDR", "PORT"))
+    return f"MASTER_ADDR {host}, port {port}"
 
 
 def _start(work: Callable[[], T], name: str) -> tuple[Callable[[], T], threading.Thread]:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from rlcore.cli import world
@@ -155,6 +156,30 @@ def test_a_store_that_does_not_answer_ends_the_rank_and_its_host_is_named(
         assert quick[0] == 1
     finally:
         rank.close()
+
+
+def test_a_killed_torchrun_ends_the_rank_at_once_and_is_named(
+    host: Host, tmp_path: Path, quick: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    rank = Health(FlightRecorder(0, 1, tmp_path), host.client(), 0.05, silence_s=600.0)
+    rank.met({0: rank.flight.at | {"agent": host.process.pid}})
+    another = host.client()
+    host.process.kill()
+    host.process.wait()
+    rank.start(signals=False)
+    try:
+        said = report(tmp_path, quick)
+        assert f"torchrun's agent, process {host.process.pid} on" in said
+        assert "which hosts the run's store, has exited" in said
+        assert "rank 0: the run's store on MASTER_ADDR node7" in said
+        assert "has closed the connection: its process has exited" in said
+    finally:
+        rank.close()
+    for is_agent in (True, False):  # rank 0, where it hosts the store, has said why it ended
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(is_agent))
+        assert world.World(0, 2, 0, torch.device("cpu"), another).fails_first() == is_agent
 
 
 @pytest.mark.parametrize("watcher", [0, 1])
