@@ -56,6 +56,11 @@ def is_baseline(group: GroupId) -> bool:
     return group.startswith(_BASELINE)
 
 
+def is_training(group: GroupId) -> bool:
+    """Return whether `group` answers a training prompt, so that it may be trained on."""
+    return group.startswith("t")
+
+
 def without_baseline(group: GroupId) -> GroupId:
     """Return `group` without its baseline mark: `t12` for `bt12` and for `t12`."""
     return group.removeprefix(_BASELINE)
@@ -192,6 +197,8 @@ class RewardResult(Record):
     """Seconds from the sample's submission to its result, without the scoring time itself."""
     num_ahead: int = 0
     """Number of unscored samples on the same rank when this sample was submitted."""
+    is_trained: bool = True
+    """Whether the sample may be trained on; False if a callback's `keep_sample` excludes it."""
 
 
 class Work(Record):
@@ -221,6 +228,8 @@ class Group(Record):
     prompt_length: int
     observed: tuple[int, ...] = ()
     """Number of environment tokens in each response; empty without an environment."""
+    excluded: tuple[bool, ...] = ()
+    """Whether a callback excludes each response from training; empty: it excludes none."""
 
 
 class History(Record):

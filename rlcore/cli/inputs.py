@@ -43,7 +43,7 @@ from rlcore.rewards.judge.rubric import Rubric, verdict_ids
 from rlcore.rollout.replay import EventLog
 from rlcore.rollout.round_log import Log
 from rlcore.rollout.transport import listening_host
-from rlcore.trainer import resume
+from rlcore.trainer import callbacks, resume
 from rlcore.utils.errors import ConfigError
 
 
@@ -102,6 +102,8 @@ def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) ->
         with found.check(model, may_lack=True):
             HFConfig.from_folder(cfg.model.path)
     machine(cfg, world_size, found)
+    with found.check("--run.callbacks"):
+        callbacks.find(cfg.run.callbacks)
     judges(cfg, found)
     with found.check("--mux"):
         check_mux(cfg)

@@ -59,6 +59,9 @@ class RunConfig:
     """Start of the run. `auto`: from its newest checkpoint, if any. `fresh`: from step 0; an
     earlier run of this name is moved aside. A path: from that checkpoint. If Slurm or torchrun
     restarts the run, it always continues from its own newest checkpoint."""
+    callbacks: tuple[str, ...] = ()
+    """Dotted paths of callback classes (rlcore/trainer/callbacks.py), which get the metrics,
+    evaluations and checkpoints, and may exclude samples or end the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,6 +75,7 @@ METRICS = [
     *_spread("prompt_length", "tokens", "the lengths of prompts"),
     Metric("prompt_length/clip_ratio", "", "share of prompts with data.max_prompt_tokens tokens"),
     Metric("response/aborted_ratio", "", "share of started responses that were aborted"),
+    Metric("training/excluded_samples", "", "samples that callbacks exclude from training"),
     Metric("training/equal_reward_groups", "", "share of groups whose scores are all equal"),
     Metric("training/trained_rows", "samples", "samples trained in this step"),
     Metric("training/failed_saves", "checkpoints", "earlier checkpoints that failed to be written"),

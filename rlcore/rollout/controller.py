@@ -577,6 +577,7 @@ class Controller:
         results = [r.result for r in requests]
         assert all(r is not None for r in results), state.work.id
         observed = tuple(r.num_observed for r in requests)
+        excluded = tuple(not r.is_trained for r in results if r)
         return Group(
             id=state.work.id,
             prompt_index=state.work.prompt.index,
@@ -588,6 +589,7 @@ class Controller:
             errors=tuple(r.error for r in results if r),
             prompt_length=len(state.work.prompt.tokens),
             observed=observed if any(observed) else (),
+            excluded=excluded if any(excluded) else (),
         )
 
     # ---- deadlines

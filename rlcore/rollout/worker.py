@@ -156,6 +156,7 @@ class RolloutWorker:
         reward_barrier: bool = False,
         *,
         is_endless: bool = False,
+        keep_sample: Callable[[Sample, Prompt, str, RewardResult], bool] | None = None,
         observers: Sequence[Callable[[AnyCommand | AnyEvent], None]] = (),
     ) -> None:
         """
@@ -164,11 +165,13 @@ class RolloutWorker:
             timeout_s: longest wait for a sample from another rank.
             reward_barrier: if true, score samples only while this rank decodes no request.
             is_endless: keep finished samples across evaluation rounds, as `--mode async` needs.
+            keep_sample: function that returns whether to train on a scored sample; gets the
+                sample, its prompt, its text and its result. None keeps all samples.
             observers: functions called with every executed command and every sent event.
         """
         self._hub, self._engine, self._scorer, self._decode = hub, engine, scorer, decode
         self._deadline_s, self._timeout_s = deadline_s, timeout_s
-        self._reward_barrier = reward_barrier
+        self._reward_barrier, self._keep_sample = reward_barrier, keep_sample
         self.prompts: dict[str, Prompt] = {}
         """Prompts of the round to which this rank samples responses, by group."""
         self._callbacks = NO_CALLBACKS
@@ -567,10 +570,18 @@ class RolloutWorker:
     def _reward_events(self) -> list[AnyEvent]:
         self._ask_for_scores()
         wait = 0.0 if self._live else (POLL_S if self._scorer.num_pending else 0.0)
-        scores = self._scorer.poll(wait)
+        scores = [(i, self._judged(i, result)) for i, result in self._scorer.poll(wait)]
         self._unscored.difference_update(i for i, _ in scores)
         self.scores.update((i, result.score) for i, result in scores)
         return [Rewarded(id=i, result=result) for i, result in scores]
+
+    def _judged(self, id: RequestId, result: RewardResult) -> RewardResult:
+        """Return the result with the decision of the run's callbacks about the sample."""
+        sample = self.samples.get(id)
+        if self._keep_sample is None or sample is None or sample.group not in self.prompts:
+            return result
+        kept = self._keep_sample(sample, self.prompts[sample.group], self.texts[id], result)
+        return msgspec.structs.replace(result, is_trained=kept)
 
     def _ask_for_scores(self) -> None:
         """Submit samples to the reward service while it has room."""

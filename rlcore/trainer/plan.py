@@ -135,8 +135,9 @@ def make(
     """Make the plan of a step.
 
     Failed episodes are left out and rewards are shaped by length. If configured, groups of equal
-    scores and truncated responses are dropped. The remaining rows are shuffled by `seed`, cut into
-    `num_updates` parts of equal size and balanced over `num_ranks` by length.
+    scores and truncated responses are dropped. Responses that a callback excludes are dropped. The
+    remaining rows are shuffled by `seed`, cut into `num_updates` parts of equal size and balanced
+    over `num_ranks` by length.
 
     Args:
         max_tokens: maximum response length, for length shaping.
@@ -160,6 +161,9 @@ def make(
         )
         if not members:
             continue
+        excluded = {
+            ref.id for ref, is_out in zip(group.refs, group.excluded, strict=False) if is_out
+        }
         finishes = [f for f in group.finishes if f != "failed"]
         no_spread = is_equal([r.score for r in members])
         equal += no_spread
@@ -170,7 +174,7 @@ def make(
         rows += [
             r
             for r, finish in zip(members, finishes, strict=True)
-            if not (drop_cut and finish == "length")
+            if not (drop_cut and finish == "length") and r.id not in excluded
         ]
     seeds.rng(seed, "rows").shuffle(rows)
     updates = []

@@ -12,6 +12,7 @@ from rlcore.metrics.sinks import MetricsWriter
 from rlcore.records import Prompt
 from rlcore.sched.balance import Balance
 from rlcore.sched.roles import PromptSource
+from rlcore.trainer.callbacks import Callbacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,8 @@ class Progress:
         """Metrics of the current step so far."""
         self.stops = False
         """Whether this step is the last one of this process; the same on all ranks."""
+        self.is_complete = False
+        """Whether the run ends before --run.steps because a callback has asked for it."""
         self._skipped: dict[str, int] = {}
         self._save_is_due = False
         self._saved_at = time.monotonic()
@@ -81,9 +84,9 @@ class Progress:
         """Record that the engines get the weights of this version."""
         self.version = version
 
-    def stop(self) -> None:
-        """End the run after the current step."""
-        self.stops = True
+    def stop(self, *, is_complete: bool = False) -> None:
+        """End the run after the current step, which completes the run if `is_complete`."""
+        self.stops, self.is_complete = True, is_complete
 
     @property
     def save_is_due(self) -> bool:
@@ -126,6 +129,8 @@ class Observers:
     screen: Screen | None = None
     balance: Balance | None = None
     """Predictor of the best number of rollout ranks, with --mode async."""
+    callbacks: Callbacks | None = None
+    """The user's callbacks; None if there are none."""
     on_step: Sequence[Callable[[dict[str, float]], None]] = ()
     """Functions called with the metrics of every step."""
     pieces: Callable[[Sequence[int]], list[str]] | None = None

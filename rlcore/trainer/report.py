@@ -99,6 +99,11 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: StepPlan) -> dict[str, 
         ),
         "sched/response_tokens": float(sum(lengths) - observed),
         **({"env/observed_tokens": observed / max(sum(lengths), 1)} if observed else {}),
+        **(
+            {"training/excluded_samples": float(sum(sum(g.excluded) for g in groups))}
+            if cfg.run.callbacks
+            else {}
+        ),
         "sched/trained_tokens": float(cfg.train.epochs * sum(loads)),
     }
 
@@ -236,6 +241,8 @@ def evaluation(run: Run) -> None:
     metrics = pending | {f"timing_s/{k}": v for k, v in shown.items()}
     run.observers.writer.write(run.step, metrics)
     run.observers.screen.evaluation(run.step, metrics)
+    if run.observers.callbacks is not None:
+        run.observers.callbacks.on_eval(run.step, metrics)
 
 
 def started(run: Run) -> None:
@@ -271,6 +278,9 @@ def step(run: Run) -> None:
     run.observers.screen.step(run.step, metrics, note=notes(metrics))
     if any(name.startswith("val-core/") for name in metrics):
         run.observers.screen.evaluation(run.step, metrics)
+    if run.observers.callbacks is not None:
+        run.observers.callbacks.on_step(run.step, metrics)
+        run.observers.callbacks.on_eval(run.step, metrics)
 
 
 def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:

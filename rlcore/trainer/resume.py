@@ -194,9 +194,12 @@ class Checkpoints:
 
     def save(
         self, progress: Progress, writer: MetricsWriter | None, accuracy: float | None = None
-    ) -> None:
+    ) -> Path | None:
         """Write a checkpoint of the finished step. Collective over all ranks. If writing fails,
         earlier checkpoints stay, and --checkpoint.on_error decides whether the run ends.
+
+        Returns:
+            The checkpoint's folder; None if it could not be written.
 
         Args:
             writer: metrics writer on rank 0, flushed to disk before the checkpoint becomes valid.
@@ -219,7 +222,7 @@ class Checkpoints:
             if self.ranks.rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
             self._failed(progress, what, error)
-            return
+            return None
         try:
             if self.ranks.rank == 0:
                 if writer is not None:
@@ -231,6 +234,8 @@ class Checkpoints:
             error = reason(e)
         if error := self._any(error):
             self._failed(progress, what, error)
+            return None
+        return final
 
     def _write(self, step: int, aside: Path, accuracy: float | None) -> str:
         """Write all parts of a checkpoint into the folder `aside`. Return the error on every rank,

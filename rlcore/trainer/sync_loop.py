@@ -53,29 +53,35 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
         if saves(run):
             with run.device.save(WRITTEN), run.spans.phase("save_checkpoint"):
                 # Collective over all ranks.
-                run.checkpoints.save(run.progress, run.observers.writer, accuracy)
+                saved = run.checkpoints.save(run.progress, run.observers.writer, accuracy)
+            if saved is not None and run.observers.callbacks is not None:
+                run.observers.callbacks.on_save(run.step, saved)
         if cfg.debug.kill_at_step == run.step and run.ranks.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-    if run.step < cfg.run.steps:
+    if run.step < cfg.run.steps and not run.progress.is_complete:
         report.interrupted(run)
     else:
         report.end(run)
         if cfg.checkpoint.export_hf:
             with run.device.save(["weights"]):
                 run.checkpoints.export_hf(run.hf)  # collective over the train ranks
+        if run.observers.callbacks is not None:
+            run.observers.callbacks.on_end(run.step)
     run.on_done()
 
 
 def sync_stop_request(run: Run, asks: bool) -> None:
     """If `asks` is true, agree on the end of this step: end the run if any rank has received
-    SIGTERM, and save if rank 0's last checkpoint is too old. Collective over all ranks."""
+    SIGTERM or a callback on rank 0 asks for it, and save if rank 0's last checkpoint is too old.
+    Collective over all ranks."""
     if not asks or run.progress.stops:
         return
     late = run.ranks.rank == 0 and run.progress.save_is_late(run.cfg.checkpoint.every_minutes)
-    flags = [float(run.stop_requested()), float(late)]
-    stop, save = collective.reduce_floats(flags, "max", run.ranks.everyone)
-    if stop:
-        run.progress.stop()
+    ends = run.observers.callbacks is not None and run.observers.callbacks.stops
+    flags = [float(run.stop_requested()), float(ends), float(late)]
+    stop, end, save = collective.reduce_floats(flags, "max", run.ranks.everyone)
+    if stop or end:
+        run.progress.stop(is_complete=bool(end))
     if save:
         run.progress.request_save()
 

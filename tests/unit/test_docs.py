@@ -58,12 +58,13 @@ STEPS = {
     "algorithm": section("rlcore/algos/README.md", "Add an algorithm in three steps"),
     "reward": section("rlcore/rewards/README.md", "Add a reward in two steps"),
     "environment": section("rlcore/envs/README.md", "Add an environment in two steps"),
+    "callback": section("rlcore/trainer/README.md", "Add a callback in two steps"),
 }
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder on PYTHONPATH into which the three texts have a user put code."""
+    """The folder on PYTHONPATH into which the four texts have a user put code."""
     folder = tmp_path_factory.mktemp("docs")
     package = folder / "my_pkg"
     package.mkdir()
@@ -72,6 +73,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (package / "my_loss.py").write_text(head + code(STEPS["algorithm"]))
     (package / "my_reward.py").write_text(code(STEPS["reward"]))
     (package / "my_env.py").write_text(code(STEPS["environment"]))
+    (package / "my_callback.py").write_text(code(STEPS["callback"]))
     return folder
 
 
@@ -160,6 +162,13 @@ def test_the_reward_of_the_text_scores(theirs: Path, done: runs.Gang) -> None:
     row = runs.rows(theirs / "runs" / "reward")[1]
     assert row["reward/errors"] == 0
     assert row["critic/score/max"] in (pytest.approx(0.1), pytest.approx(1.1))
+
+
+def test_the_callback_of_the_text_follows_the_run(theirs: Path, done: runs.Gang) -> None:
+    done.check("callback")
+    row = runs.rows(theirs / "runs" / "callback")[1]
+    assert row["training/excluded_samples"] == 0, "no response has a hundred characters"
+    assert f"step 1: {row['critic/score/mean']:.2f}" in done.text("callback")
 
 
 def test_the_environment_of_the_text_answers(

@@ -43,6 +43,14 @@ def test_every_sample_is_trained_exactly_once():
     assert p.num_equal_groups == 2
 
 
+def test_excluded_samples_are_not_trained_and_count_in_their_group():
+    first, *rest = groups(MIXED)
+    first = structs.replace(first, excluded=(True, False, True, False))
+    p = plan.make([first, *rest], AlgoConfig(), num_updates=1, num_ranks=2, seed=1)
+    assert [r for r in rows(p, 0) if r.startswith("t0.")] == ["t0.1", "t0.3"]
+    assert len(rows(p, 0)) == 14 and [len(group) for group in p.groups] == [4, 4, 4, 4]
+
+
 @given(st.integers(1, 5), st.integers(0, 99))
 def test_the_rows_of_an_update_do_not_depend_on_the_number_of_ranks(num_ranks, seed):
     one = plan.make(groups(MIXED), AlgoConfig(), num_updates=2, num_ranks=1, seed=seed)

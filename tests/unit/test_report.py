@@ -29,6 +29,7 @@ def test_the_rate_of_training_counts_the_tokens_that_were_trained_as_often_as_th
     groups = (group("t0", (1.0, 0.0), (3, 5), 2), group("t1", (1.0, 1.0), (40, 60), 10))
     run = SimpleNamespace(
         cfg=SimpleNamespace(
+            run=SimpleNamespace(callbacks=()),
             data=SimpleNamespace(prompts_per_step=2, max_prompt_tokens=10),
             rollout=SimpleNamespace(samples_per_prompt=2),
             train=SimpleNamespace(epochs=3),

@@ -31,6 +31,7 @@ from rlcore.cli.builders.start import BuildContext
 from rlcore.cli.world import World
 from rlcore.config.schema import Config
 from rlcore.records import Prompt
+from rlcore.trainer.callbacks import Callbacks
 from rlcore.trainer.device import Parts
 from rlcore.trainer.progress import Data, Observers, Progress
 from rlcore.trainer.resume import Checkpoints
@@ -100,6 +101,7 @@ def _run(
         progress=progress,
         writes=writes,
         closing=closing,
+        callbacks=Callbacks(cfg.run.callbacks) if cfg.run.callbacks else None,
     )
     if gate is None:
         weights.check_allocator(cfg, world.device)

@@ -138,7 +138,16 @@ def make_observers(
         writes=start.writes,
     )
     start.on_close(writer.close)
-    return Observers(writer=writer, screen=screen, balance=balance, on_step=on_step, pieces=pieces)
+    if start.callbacks is not None:
+        start.callbacks.on_start(start.folder, resolve.keys(cfg))
+    return Observers(
+        writer=writer,
+        screen=screen,
+        balance=balance,
+        callbacks=start.callbacks,
+        on_step=on_step,
+        pieces=pieces,
+    )
 
 
 def signals(start: BuildContext) -> tuple[Callable[[], bool], Callable[[], None]]:

@@ -78,6 +78,7 @@ def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
         cfg.cluster.timeout_s,
         cfg.debug.reward_barrier,
         is_endless=cfg.select.mode == "async",
+        keep_sample=start.callbacks.keep_sample if start.callbacks is not None else None,
         observers=of_agent(start),
     )
     screen = Screen(cfg.run.steps, progress=cfg.log.progress) if start.is_first else None

@@ -8,6 +8,7 @@ from pathlib import Path
 from rlcore.cli.world import World
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
+from rlcore.trainer.callbacks import Callbacks
 from rlcore.trainer.progress import Progress
 from rlcore.utils.spans import Spans
 from rlcore.utils.writes import LogWrites
@@ -29,6 +30,8 @@ class BuildContext:
     """Handler of failed writes to log files."""
     closing: ExitStack
     """Functions that close the parts, called in reverse order at the end of the run."""
+    callbacks: Callbacks | None = None
+    """The user's callbacks; None if there are none."""
 
     @property
     def is_first(self) -> bool:

@@ -7,6 +7,7 @@ import torch
 from rlcore.cli.builders.model import model_config
 from rlcore.cli.checks import CheckResult, disk, machine
 from rlcore.config.schema import Config
+from rlcore.trainer import callbacks
 from rlcore.utils.errors import ConfigError
 
 
@@ -17,6 +18,7 @@ def check(cfg: Config) -> list[str]:
     Raises:
         ConfigError: the run cannot work here; one line for each reason.
     """
+    callbacks.find(cfg.run.callbacks)
     found = [machine.driver()]
     if torch.cuda.is_available():
         found += _with_gpus(cfg)
