@@ -33,6 +33,8 @@ REWARDS: dict[str, str] = {
     "math": "rlcore.rewards.math",
 }
 """Modules of the built-in rewards, imported on first use. Each defines a `KIND`."""
+INLINE: dict[str, RewardKind] = {}
+"""The function of `rlcore.train(reward=function)`, by its name; empty without one."""
 SCHEMES = ("http://", "https://")
 _WEIGHT = re.compile(r"(.+):([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)")
 
@@ -94,6 +96,8 @@ def resolve(name: str) -> RewardKind:
     """Return the kind of one reward. Raises ConfigError if no valid reward has this name."""
     if name in REWARDS:
         return importlib.import_module(REWARDS[name]).KIND
+    if name in INLINE:
+        return INLINE[name]
     if name.startswith(SCHEMES):
         return importlib.import_module("rlcore.rewards.http").kind(name)
     if "." not in name:
@@ -114,12 +118,12 @@ def resolve(name: str) -> RewardKind:
         method = getattr(found, "score", None)
         if not callable(method):
             raise ConfigError(f"--reward {name}: the class has no method score")
-        _check_signature(name, method, (None, None, None, None))
+        check_signature(name, method, (None, None, None, None))
         return RewardKind(dotted.section("--reward", name, module, RewardConfig), score=found)
     if not callable(found):
         raise ConfigError(f"--reward {name}: is a {type(found).__name__}; give a function or class")
     extra = {"config": None} if "config" in _parameters(found) else {}
-    _check_signature(name, found, (None, None, None), extra)
+    check_signature(name, found, (None, None, None), extra)
     function = found
     return RewardKind(
         dotted.section("--reward", name, module, RewardConfig),
@@ -145,9 +149,10 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
         return ()
 
 
-def _check_signature(
+def check_signature(
     name: str, function: Callable[..., Any], args: tuple, extra: dict[str, Any] | None = None
 ) -> None:
+    """Raise ConfigError if a reward function does not take these arguments."""
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"--reward {name}: is async; give a plain function")
     try:

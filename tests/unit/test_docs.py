@@ -164,6 +164,20 @@ def test_the_reward_of_the_text_scores(theirs: Path, done: runs.Gang) -> None:
     assert row["critic/score/max"] in (pytest.approx(0.1), pytest.approx(1.1))
 
 
+def test_the_eight_lines_of_the_readme_train(tmp_path: Path) -> None:
+    block = re.search(r"\n( {4}import rlcore\n(?: {4}.*\n|\n)*)", (ROOT / "README.md").read_text())
+    assert block and len(block[1].rstrip().split("\n")) == 8
+    script = re.sub(r"^ {4}", "", block[1], flags=re.M)
+    model = runs.tiny_model(tmp_path / "model")
+    short = f'"run.steps": 1, "run.dir": "{tmp_path}", "model.random_init": True'
+    for old, new in {'"run.steps": 40': short, "runs/tiny": str(model)}.items():
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"^\[0?\.\d+\] .*/run/hf$", done.stdout, re.M), done.stdout[-500:]
+
+
 def test_the_callback_of_the_text_follows_the_run(theirs: Path, done: runs.Gang) -> None:
     done.check("callback")
     row = runs.rows(theirs / "runs" / "callback")[1]
