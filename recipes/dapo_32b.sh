@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 __doc__=r'''DAPO on Qwen2.5-32B, 8 nodes of 8 GPUs of 80 GB. Batch, clips and lengths are those
-of the paper (arXiv 2503.14476); its groups without spread are left out here and not replaced.
+of the paper (arXiv 2503.14476), and groups without spread are replaced, at most 4 x 512 in a step.
 Not run at this size: no number to expect is known.
 
     torchrun --nnodes 8 ... recipes/dapo_32b.sh                    # your own torchrun

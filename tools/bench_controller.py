@@ -104,7 +104,6 @@ def source(a: argparse.Namespace) -> TailBatching:
         num_samples=a.samples,
         eta_prompts=TailConfig.eta_prompts,
         eta_samples=TailConfig.eta_samples,
-        max_factor=TailConfig.max_eta_prompts,
     )
 
 

@@ -88,9 +88,14 @@ class AlgoConfig:
     loss_agg_mode: Aggregation = "token-mean"
     """Aggregation of per-token losses by verl's modes, always over the global batch of an update
     (rlcore/algos/reduce.py)."""
-    equal_reward_groups: Literal["keep", "drop"] = "keep"
+    equal_reward_groups: Literal["keep", "drop", "replace"] = "keep"
     """Handling of groups whose scores are all equal, so that no response is preferred. `keep`:
-    train on them. `drop`: remove them from the batch and its denominators."""
+    train on them. `drop`: remove them from the batch and its denominators. `replace`: sample other
+    prompts in their place (DAPO's dynamic sampling)."""
+    max_replaced_groups: Annotated[float, above(0)] = 4.0
+    """Maximum number of groups that a step replaces, as a multiple of data.prompts_per_step, with
+    equal_reward_groups replace. At the limit the step has fewer groups; with --mode async it has
+    groups of equal scores."""
     truncated_responses: Literal["keep", "drop"] = "keep"
     """Handling of responses cut at rollout.max_tokens. `keep`: train on them. `drop`: remove them
     from the batch and its denominators, but not from their group's baseline (DAPO's overlong

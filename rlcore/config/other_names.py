@@ -5,7 +5,8 @@ tables, the text after a key of rlcore states differences between the two keys.
 """
 
 RENAMED = {
-    "async.dynamic": "async.dynamic_sampling",
+    "async.dynamic": "algo.equal_reward_groups",
+    "async.dynamic_sampling": "algo.equal_reward_groups",
     "async.update": "async.weight_update",
     "cluster.gpu_gb": "cluster.gpu_memory_gb",
     "debug.deterministic": "debug.deterministic_order",
@@ -52,8 +53,10 @@ RENAMED = {
     "stream.every": "stream.check_every",
     "stream.first": "stream.earliest",
     "stream.last": "stream.latest",
-    "tail.dynamic": "tail.dynamic_sampling",
-    "tail.max_factor": "tail.max_eta_prompts",
+    "tail.dynamic": "algo.equal_reward_groups",
+    "tail.dynamic_sampling": "algo.equal_reward_groups",
+    "tail.max_eta_prompts": "algo.max_replaced_groups",
+    "tail.max_factor": "algo.max_replaced_groups",
     "tail.quotas": "tail.dataset_quotas",
     "train.max_skipped": "train.max_skipped_updates",
     "train.spec": "train.transformer_impl",
@@ -80,7 +83,8 @@ VERL = {
     "actor.ppo_max_token_len_per_gpu": "train.tokens_per_micro_batch",
     "actor.ppo_mini_batch_size": "train.samples_per_update: samples, where verl counts prompts",
     "algorithm.adv_estimator": "algo.adv_estimator",
-    "algorithm.filter_groups.enable": "tail.dynamic_sampling, or async.dynamic_sampling",
+    "algorithm.filter_groups.enable": "algo.equal_reward_groups: replace, where verl has True",
+    "algorithm.filter_groups.max_num_gen_batches": "algo.max_replaced_groups: in prompts of a step",
     "algorithm.gamma": "algo.gamma",
     "algorithm.kl_ctrl.kl_coef": "algo.kl_reward_coef",
     "algorithm.lam": "algo.lam",

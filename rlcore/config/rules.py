@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rlcore import algos
 from rlcore.algos import fused
+from rlcore.algos.base import AlgoConfig
 from rlcore.config import sglang_args
 from rlcore.config.schema import (
     AsyncConfig,
@@ -384,6 +385,21 @@ def _algo(cfg: Config) -> list[str]:
         out.append(
             f"--algo.equal_reward_groups drop: with adv_estimator {algo.adv_estimator} groups of "
             "equal rewards have advantages other than 0; set it to keep"
+        )
+    if algo.equal_reward_groups == "replace":
+        if cfg.rollout.samples_per_prompt < 2:
+            out.append(
+                f"--algo.equal_reward_groups replace: a group of rollout.samples_per_prompt "
+                f"{cfg.rollout.samples_per_prompt} always has equal rewards; raise it, or set keep"
+            )
+        if algo.adv_estimator == "remax":
+            out.append(
+                "--algo.equal_reward_groups replace: with adv_estimator remax a prompt also has a "
+                "greedy response, which is not replaced with its group; set it to keep"
+            )
+    elif algo.max_replaced_groups != AlgoConfig.max_replaced_groups:
+        out.append(
+            "--algo.max_replaced_groups: has no effect without --algo.equal_reward_groups replace"
         )
     for key in ("equal_reward_groups", "truncated_responses"):
         if getattr(algo, key) == "drop" and algo.needs_reference:

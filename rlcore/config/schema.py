@@ -426,11 +426,6 @@ class TailConfig:
     dataset_quotas: tuple[str, ...] = ()
     """Number of prompts per dataset in a step, as `dataset=prompts`; the numbers must sum to
     data.prompts_per_step. Empty: no quotas."""
-    dynamic_sampling: bool = False
-    """Whether new prompts replace groups whose rewards are all equal (DAPO's dynamic sampling)."""
-    max_eta_prompts: Oversampling = 4.0
-    """Maximum number of prompts started in a round, as a multiple of data.prompts_per_step, with
-    tail.dynamic_sampling. At the limit the round ends with fewer groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -461,9 +456,6 @@ class AsyncConfig:
     extra_prompts: Annotated[int, at_least(0)] = 0
     """Number of additional running prompts; the slowest prompts are dropped when they exceed
     async.alpha."""
-    dynamic_sampling: bool = False
-    """Whether new prompts replace groups whose rewards are all equal (DAPO's dynamic sampling). A
-    batch draws at most four times its prompts; beyond that, such groups are trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,17 +79,17 @@ class AsyncController(Controller):
         place: Router | HistoPipe,
         deadline_s: float,
         members: Mapping[int, Sequence[int]] | None = None,
-        dynamic: bool = False,
+        max_replaced: int = 0,
     ) -> None:
         """
         Args:
             issue: function that returns the work of the next n prompts.
             place: router of requests to engines. A router of class `HistoPipe` also orders new
                 work and may move running requests to another engine.
-            dynamic: if true, start other prompts in place of groups with equal rewards.
+            max_replaced: number of groups of equal rewards per version that other prompts replace.
         """
         self._pipe = place if isinstance(place, HistoPipe) else None
-        self._refill = Refill(buffer, self._issue_by(issue), dynamic)
+        self._refill = Refill(buffer, self._issue_by(issue), max_replaced)
         super().__init__(
             ranks=ranks,
             all_ranks=[*trainers, *rollout_ranks],
@@ -220,7 +220,8 @@ class AsyncController(Controller):
     def _hold(self, event: Holding, now: float) -> list[AnyCommand]:
         """Return a `Hold` per rollout rank, which stops decoding and names the removed groups."""
         equal = [g for g, why in self._dropped.items() if why == EQUAL_REWARDS]
-        self._count("async/equal_groups", len(equal))
+        if self._refill.max_replaced:
+            self._count("training/replaced_groups", len(equal))
         self._count("async/stale_groups", len(self._dropped) - len(equal))
         for group in self._dropped:
             self._leave(group)

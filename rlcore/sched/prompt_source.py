@@ -22,6 +22,7 @@ class EpochPrompts:
         greedy_baseline: bool = False,
         num_started: int = 0,
         group_size: int = 0,
+        max_replaced: int = 0,
     ) -> None:
         """Make the source. `next_prompts(n)` returns the next n prompts of the epoch order. With
         `greedy_baseline`, every prompt also gets one greedy response, as group `b<id>`.
@@ -29,21 +30,39 @@ class EpochPrompts:
         Redundancy (ROLL Flash's `num_env_groups x group_size`): `num_started` prompts start with
         `group_size` responses each. The round uses the first `num_prompts` complete prompts and the
         first `num_samples` responses of each. Late responses are dropped. Late prompts are not
-        sampled again in this epoch."""
+        sampled again in this epoch.
+
+        `max_replaced`: number of groups of equal rewards (DAPO) in a round that the next prompts
+        replace; at the limit the round ends with fewer groups. 0: such groups count. Without
+        redundancy the groups of a round do not depend on the order of completion."""
         self._next_prompts = next_prompts
         self._num_prompts, self._num_samples = num_prompts, num_samples
         self._greedy_baseline = greedy_baseline
         self._num_started = max(num_started, num_prompts)
         self._group_size = max(group_size, num_samples)
+        self._max_replaced = self._may_replace = max_replaced
+        self._sampling: Sampling | None = None
         self.issued = 0
 
     def next_round(self, sampling: Sampling) -> Round:
-        """Return the work of one synchronous round, which waits for all groups or, with redundancy,
-        for the first groups to complete."""
+        """Return the work of one synchronous round, which waits for all groups. With redundancy or
+        replacement, it waits for the first groups that are complete and count."""
+        self._sampling, self._may_replace = sampling, self._max_replaced
         work = self.issue(self._num_started, sampling)
-        if self._num_started == self._num_prompts:
+        if self._num_started == self._num_prompts and not self._max_replaced:
             return Round(work=work, stop=StopAtAll())
-        return Round(work=work, stop=StopAtFirst({"": self._num_prompts}, {w.id: "" for w in work}))
+        more = self._more if self._max_replaced else None
+        stop = StopAtFirst({"": self._num_prompts}, {w.id: "" for w in work}, more)
+        return Round(work=work, stop=stop)
+
+    def _more(self, _: str) -> Work | None:
+        """Issue a prompt to replace a dropped group; return None if the round is at its limit."""
+        if not self._may_replace:
+            return None
+        self._may_replace -= 1
+        assert self._sampling is not None, "next_round sets it"
+        (work,) = self.issue(1, self._sampling)
+        return work
 
     def issue(self, count: int, sampling: Sampling) -> list[Work]:
         """Return the work of the next `count` prompts."""
@@ -79,8 +98,10 @@ class EpochPrompts:
         """Do nothing: late and dropped groups are not sampled again."""
 
     def metrics(self) -> dict[str, float]:
-        """Return no metrics: this source has none."""
-        return {}
+        """Return the number of groups that were replaced in the most recent round."""
+        if not self._max_replaced:
+            return {}
+        return {"training/replaced_groups": float(self._max_replaced - self._may_replace)}
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as plain JSON."""

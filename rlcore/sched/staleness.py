@@ -204,38 +204,30 @@ class SampleBuffer:
         self._has_news = True
 
 
-MOST_EQUAL = 4
-"""Maximum number of replaced groups of equal rewards, as a multiple of the batch. More such groups
-are trained on, because solved or too hard tasks would be replaced forever."""
-
-
 class Refill:
     """Stop policy of a round that never ends. It puts complete groups into the buffer and starts
     new work while the buffer has room."""
 
     def __init__(
-        self, buffer: SampleBuffer, issue: Callable[[int], list[Work]], dynamic: bool = False
+        self, buffer: SampleBuffer, issue: Callable[[int], list[Work]], max_replaced: int = 0
     ) -> None:
-        """Make the policy. `issue(n)` returns the work of the next n prompts. With `dynamic`, at
-        most `MOST_EQUAL` x batch groups of equal rewards per version are replaced by other
-        prompts."""
-        self._buffer, self._issue, self._dynamic = buffer, issue, dynamic
-        self._version, self._num_equal = buffer.version, 0
+        """Make the policy. `issue(n)` returns the work of the next n prompts. At most
+        `max_replaced` groups of equal rewards per version are replaced by other prompts. More are
+        trained on, because solved or too hard tasks would be replaced forever."""
+        self._buffer, self._issue, self.max_replaced = buffer, issue, max_replaced
+        self._version, self._num_replaced = buffer.version, 0
 
     def judge(self, groups: Mapping[GroupId, GroupState], group: GroupState) -> Verdict:
         name, dropped = group.work.id, {}
         if self._version != self._buffer.version:
-            self._version, self._num_equal = self._buffer.version, 0
-        if self._dynamic and group.has_equal_scores and self._may_replace():
+            self._version, self._num_replaced = self._buffer.version, 0
+        if group.has_equal_scores and self._num_replaced < self.max_replaced:
+            self._num_replaced += 1
             self._buffer.drop(name)
             dropped = {name: EQUAL_REWARDS}
         elif not self._buffer.finish(name):
             dropped = {name: STALE}
         return Verdict(dropped=dropped, more=self.fill())
-
-    def _may_replace(self) -> bool:
-        self._num_equal += 1
-        return self._num_equal <= MOST_EQUAL * self._buffer.batch
 
     def fill(self) -> list[Work]:
         """Start as many groups as the buffer has room for; return their work."""

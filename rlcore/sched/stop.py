@@ -28,7 +28,8 @@ class StopAtFirst:
     started groups are late.
 
     With `more`, each group of equal rewards is replaced by another prompt of the same domain. If
-    `more` returns None and no open group can fill a quota, the round ends with fewer groups."""
+    `more` returns None and no open group can fill a quota, the round ends with fewer groups, and
+    with at least one: if all were equal, the last one counts."""
 
     def __init__(
         self,
@@ -50,6 +51,8 @@ class StopAtFirst:
         self._left[domain] -= 1
         if not any(self._left.values()):
             return self._end(groups)
+        if not self._can_count(groups):  # earlier groups were dropped, and `more` was at its limit
+            return Verdict(kept=self._end(groups).kept, is_short=True)
         if self._left[domain]:
             return Verdict()
         return Verdict(closed=[g for g in self._open(groups) if self._domains[g] == domain])
@@ -65,10 +68,15 @@ class StopAtFirst:
         if work is not None:
             self._domains[work.id] = domain
             return Verdict(dropped=dropped, more=[work])
-        still = [g for g in self._open(groups) if self._left[self._domains[g]]]
-        if still:
+        if self._can_count(groups):
             return Verdict(dropped=dropped)
+        if not self._kept:
+            return Verdict(kept=[gone], is_short=True)
         return Verdict(dropped=dropped, kept=self._end(groups).kept, is_short=True)
+
+    def _can_count(self, groups: Mapping[GroupId, GroupState]) -> bool:
+        """Return whether an open group can still fill a quota."""
+        return any(self._left[self._domains[g]] for g in self._open(groups))
 
     def _open(self, groups: Mapping[GroupId, GroupState]) -> list[GroupId]:
         return [g for g in groups if g not in self._kept and g not in self._dropped]

@@ -12,8 +12,8 @@ domain has a queue. Once one queue holds its domain's quota, the other domains s
 that are in their queues and new ones. If a domain has a larger share in the data than its quota in
 a round, some of its prompts are left out in each epoch.
 
-Differences from the paper: without `dynamic`, groups of equal rewards count; otherwise a round of
-exactly P prompts could not end. Extra responses bias a group towards short responses (the paper
+Differences from the paper: without `max_replaced`, groups of equal rewards count; otherwise a round
+of exactly P prompts could not end. Extra responses bias a group towards short responses (the paper
 mentions only reordered prompts); eta_samples = 1 avoids the bias."""
 
 from collections import Counter, deque
@@ -55,8 +55,7 @@ class TailBatching:
         eta_prompts: float,
         eta_samples: float,
         quotas: Mapping[str, int] | None = None,
-        max_factor: float,
-        dynamic: bool = False,
+        max_replaced: int = 0,
     ) -> None:
         """
         Args:
@@ -64,8 +63,8 @@ class TailBatching:
             prompt_of: returns the prompt of a row; the prompt's `dataset` is its domain.
             quotas: number of prompts per domain in a round; the sum is `num_prompts`. Without
                 quotas, domains are ignored.
-            dynamic: replace groups of equal rewards (DAPO) by other prompts. After max_factor *
-                num_prompts prompts the round ends with fewer groups.
+            max_replaced: number of groups of equal rewards (DAPO) in a round that other prompts
+                replace; at the limit the round ends with fewer groups. 0: such groups count.
 
         Raises:
             ValueError: a number is out of range, or the quotas do not fit.
@@ -77,7 +76,7 @@ class TailBatching:
         self._split = quotas is not None
         self._starts = {name: int(eta_prompts * n + 1e-9) for name, n in self._quotas.items()}
         self._responses = max(num_samples, round(eta_samples * num_samples))
-        self._dynamic, self._most = dynamic, int(max_factor * num_prompts)
+        self._max_replaced = self._may_replace = max_replaced
         self._queue: dict[str, deque[Key]] = {name: deque() for name in self._quotas}
         self._ahead: dict[str, deque[Key]] = {name: deque() for name in self._quotas}
         self._round: dict[GroupId, _Issued] = {}
@@ -93,7 +92,7 @@ class TailBatching:
         """Return the work of the next round and its stop policy."""
         if self._round:
             raise RuntimeError("the previous round has not ended; end it first")
-        self._sampling = sampling
+        self._sampling, self._may_replace = sampling, self._max_replaced
         self._is_long = self.next_kind() == "long"
         samples = self._num_samples if self._is_long else self._responses
         work = []
@@ -106,7 +105,7 @@ class TailBatching:
         stop = StopAtFirst(
             self._quotas,
             {w.id: self._round[w.id].domain for w in work},
-            more=self._more if self._dynamic else None,
+            more=self._more if self._max_replaced else None,
         )
         return Round(work=work, stop=stop, kind="long" if self._is_long else "short")
 
@@ -158,6 +157,8 @@ class TailBatching:
             "sched/prompts_started": float(sum(row["started"] for row in rows)),
             "sched/prompts_trained": float(sum(row.get("trained", 0) for row in rows)),
         }
+        if self._max_replaced:
+            out["training/replaced_groups"] = float(self._max_replaced - self._may_replace)
         dropped = [n for row in rows for name, n in row.items() if name.startswith("dropped")]
         return out | {"sched/prompts_dropped": float(sum(dropped))}
 
@@ -246,8 +247,9 @@ class TailBatching:
 
     def _more(self, domain: str) -> Work | None:
         """Issue a prompt to replace a dropped group; return None if the round is at its limit."""
-        if len(self._round) >= self._most:
+        if not self._may_replace:
             return None
+        self._may_replace -= 1
         keys = self._fresh(domain, 1)
         self._count_started(keys)
         return self._issue(keys[0], self._num_samples if self._is_long else self._responses)

@@ -179,7 +179,6 @@ class SimRun:
             num_samples=plan.num_samples,
             eta_prompts=plan.eta_prompts,
             eta_samples=plan.eta_samples,
-            max_factor=TailConfig.max_eta_prompts,
         )
 
     def _make_world(self, tp: int) -> SimSettings:

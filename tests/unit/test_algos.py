@@ -124,7 +124,7 @@ def test_the_defaults_that_a_method_defines():
     mean = {"loss_agg_mode": "seq-mean-token-mean"}
     assert {k: v for k, v in changed.items() if v} == {
         "ppo": {"adv_estimator": "gae"},
-        "dapo": {"equal_reward_groups": "drop", "overlong_share": 0.2},
+        "dapo": {"equal_reward_groups": "replace", "overlong_share": 0.2},
         "dr_grpo": {"norm_adv_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm"},
         "gspo": mean,
         "gmpo": mean,

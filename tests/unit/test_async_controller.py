@@ -467,7 +467,7 @@ def complete(controller: AsyncController, commands: list[AnyCommand], score: flo
 
 
 def test_groups_of_equal_rewards_make_room_for_others() -> None:
-    controller, _ = one_sampler(alpha=0, dynamic=True)
+    controller, _ = one_sampler(alpha=0, max_replaced=4)
     controller.go(0, 0.0)
     controller.handle(Wanted(rank=0), 0.0)
     (more,) = complete(controller, controller.handle(Ready(rank=1), 0.0), 1.0)
@@ -504,7 +504,7 @@ def test_a_step_that_is_longer_than_the_deadline_makes_nobody_late() -> None:
 
 
 def test_a_task_without_unequal_groups_is_not_searched_for_ever() -> None:
-    controller, source = one_sampler(dynamic=True)
+    controller, source = one_sampler(max_replaced=4)
     controller.go(0, 0.0)
     controller.handle(Wanted(rank=0), 0.0)
     commands = controller.handle(Ready(rank=1), 0.0)
@@ -517,7 +517,7 @@ def test_a_task_without_unequal_groups_is_not_searched_for_ever() -> None:
 
 
 def test_a_group_that_was_to_leave_with_the_next_hold_leaves_after_a_resume_too() -> None:
-    controller, _ = one_sampler(dynamic=True)
+    controller, _ = one_sampler(max_replaced=4)
     controller.go(0, 0.0)
     commands = controller.handle(Ready(rank=1), 0.0)
     controller.handle(Holding(rank=0, mode="release"), 0.0)
@@ -525,7 +525,7 @@ def test_a_group_that_was_to_leave_with_the_next_hold_leaves_after_a_resume_too(
     controller.handle(Released(rank=1), 0.0)
     controller.handle(Held(rank=1), 0.0)
     saved = controller.save()
-    other, _ = one_sampler(dynamic=True)
+    other, _ = one_sampler(max_replaced=4)
     other.restore(saved, lambda rank: rank)
     other.go(1, 0.0)
     other.handle(Ready(rank=1), 0.0)

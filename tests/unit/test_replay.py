@@ -46,8 +46,8 @@ def source(dynamic: bool = False, num_prompts: int = 3, first: int = 0, **option
         return Prompt(index=row, dataset="s", tokens=np.array([row, 7], np.int32))
 
     sizes = {"num_prompts": num_prompts, "num_samples": 2, "eta_prompts": 1.5, "eta_samples": 1.5}
-    sizes["max_factor"] = 4.0
-    return TailBatching(next_rows, prompt, **(sizes | options), dynamic=dynamic)
+    most = 4 * num_prompts if dynamic else 0
+    return TailBatching(next_rows, prompt, **(sizes | options), max_replaced=most)
 
 
 def length(id: str) -> int:

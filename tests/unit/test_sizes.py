@@ -18,6 +18,7 @@ from rlcore.rollout.worker import NoScorer, RolloutWorker
 from rlcore.sched.planner import FixedSizes, TPPlanner
 from rlcore.trainer import phases, report, sync_loop
 from rlcore.trainer.device import Device, OffloadDevice
+from rlcore.trainer.progress import Observers
 from rlcore.utils.spans import Spans
 from tests import kit
 from tests.parts import Part, parts_of, sizes_of
@@ -79,6 +80,7 @@ def run_of(
         step=1,
         progress=parts.progress,
         spans=parts.spans,
+        observers=Observers(),
     )
 
 

@@ -34,7 +34,7 @@ def rows_of(num_rows: int = ROWS):
 
 def tail(num_prompts: int = 4, num_samples: int = 2, num_rows: int = ROWS, **options):
     prompt_of = options.pop("prompt_of", prompt)
-    options = {"eta_prompts": 1.25, "eta_samples": 1.25, "max_factor": 4.0} | options
+    options = {"eta_prompts": 1.25, "eta_samples": 1.25} | options
     return TailBatching(
         rows_of(num_rows), prompt_of, num_prompts=num_prompts, num_samples=num_samples, **options
     )
@@ -119,7 +119,7 @@ def test_every_prompt_of_an_epoch_is_trained_once_or_dropped_with_a_reason(
 ):
     """In rounds whose winners are drawn by lot."""
     dice = np.random.default_rng(seed)
-    source = tail(num_prompts, 1, num_rows, eta_prompts=eta, dynamic=dynamic)
+    source = tail(num_prompts, 1, num_rows, eta_prompts=eta, max_replaced=9 * dynamic)
     fate = Counter()
     for _ in range(60):
         todo = source.next_round(Sampling())
@@ -250,7 +250,7 @@ def test_without_dynamic_sampling_a_group_of_equal_rewards_counts():
 
 
 def test_with_it_another_prompt_takes_its_place():
-    source = tail(2, 2, dynamic=True)
+    source = tail(2, 2, max_replaced=8)
     todo = source.next_round(Sampling())
     ids = [w.id for w in todo.work]
     groups = states(ids) | states(ids[:1], scores=(1.0, 1.0))
@@ -273,7 +273,7 @@ def test_with_it_another_prompt_takes_its_place():
 
 
 def test_a_round_that_may_start_no_more_prompts_ends_short_and_says_so():
-    source = tail(2, 2, dynamic=True, max_factor=1.5)
+    source = tail(2, 2, max_replaced=1)
     todo = source.next_round(Sampling())
     verdicts = []
     groups: dict[str, GroupState] = {}
@@ -283,7 +283,9 @@ def test_a_round_that_may_start_no_more_prompts_ends_short_and_says_so():
         verdicts.append(todo.stop.judge(groups, groups[open_.pop(0)]))
         open_ += [w.id for w in verdicts[-1].more]
     assert len(groups) == 3
-    assert [v.kept for v in verdicts] == [None, None, []] and verdicts[-1].is_short
+    assert [v.kept for v in verdicts[:-1]] == [None, None] and verdicts[-1].is_short
+    assert verdicts[-1].kept == [list(groups)[-1]], "a batch has at least one group"
+    assert not verdicts[-1].dropped
 
 
 # ---- checkpoints

@@ -51,7 +51,8 @@ class Found:
             job("resumed", "--run.resume", saved),
             job(
                 "dynamic",
-                "--tail.dynamic_sampling",
+                "--algo.equal_reward_groups",
+                "replace",
                 "--reward",
                 "tests.scores.half",
                 "--run.steps",
@@ -155,6 +156,7 @@ def test_with_dynamic_sampling_groups_of_equal_rewards_are_replaced(found: Found
         assert row["training/equal_reward_groups"] == 0
         assert row["training/trained_rows"] == 16
     last = found.rows("dynamic")[3]
+    assert sum(row["training/replaced_groups"] for row in found.rows("dynamic").values()) > 0
     assert last["sched/prompts_dropped"] > 0 and last["sched/short_of_groups"] == 0
 
 

@@ -1,5 +1,6 @@
 """Load the prompts, their order and the validation sets, on rank 0."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -55,6 +56,13 @@ def load_data(
     return Data(order=order, source=source, eval_sets=eval_sets)
 
 
+def max_replaced(cfg: Config) -> int:
+    """Return the number of groups of equal scores that a step replaces at most; 0: none."""
+    if cfg.algo.equal_reward_groups != "replace":
+        return 0
+    return math.ceil(cfg.algo.max_replaced_groups * cfg.data.prompts_per_step)
+
+
 def make_source(
     cfg: Config, sampler: ShuffledEpochs, prompt_of: Callable[[int], Prompt]
 ) -> EpochPrompts | TailBatching:
@@ -74,6 +82,7 @@ def make_source(
             greedy_baseline=wants(cfg) == "remax",
             num_started=cfg.env.num_groups,
             group_size=cfg.env.group_size,
+            max_replaced=max_replaced(cfg),
         )
     tail, rows = cfg.tail, sampler.state()["num_rows"]
     starts = int(tail.eta_prompts * cfg.data.prompts_per_step)
@@ -89,6 +98,5 @@ def make_source(
         eta_prompts=tail.eta_prompts,
         eta_samples=tail.eta_samples,
         quotas=rules.quotas(cfg) or None,
-        dynamic=tail.dynamic_sampling,
-        max_factor=tail.max_eta_prompts,
+        max_replaced=max_replaced(cfg),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from rlcore.cli.builders.engine import make_engine, make_episodes
 from rlcore.cli.builders.model import sampling_of
 from rlcore.cli.builders.observers import of_agent, watch
-from rlcore.cli.builders.prompts import is_chat
+from rlcore.cli.builders.prompts import is_chat, max_replaced
 from rlcore.cli.builders.rewards import make_deadlines, make_scorer, own_judges
 from rlcore.cli.builders.sizes import make_pipe, make_place
 from rlcore.cli.builders.start import BuildContext
@@ -186,7 +186,7 @@ def make_async_rollout(
             if cfg.rollout.routing == "histopipe"
             else make_place(cfg),
             deadline_s=cfg.rollout.stall_timeout_s,
-            dynamic=cfg.async_.dynamic_sampling,
+            max_replaced=max_replaced(cfg),
         )
     record = None
     if cfg.debug.record and world.trains:
