@@ -138,7 +138,11 @@ def table(
     who += [f"rank {s.rank}: {s.why}" for s in found[:4]]
     if len(found) > 4:
         who.append(f"and {len(found) - 4} more ranks")
-    lines = ["stuck ranks", *(f"  {line}" for line in who or ["no rank is suspected"])]
+    if not who:
+        who = ["no rank is suspected"]
+        if size > 1 and len({(r["phase"], _now(r)) for r in records.values()}) == 1:
+            who = ["no rank is suspected: all wait at one place; check the network between nodes"]
+    lines = ["stuck ranks", *(f"  {line}" for line in who)]
     lines.append(f"  alarm raised by {reason}")
     lines.append(f"  {'rank':<6}{'phase':<18}{'for':>7}  waiting for / at")
     suspected = {s.rank for s in found}

@@ -87,6 +87,15 @@ def test_with_equal_counts_the_rank_that_does_not_wait_is_named():
     assert _named([_record(0, waits=""), _record(1, waits="")]) == []
 
 
+def test_where_all_ranks_wait_for_each_other_the_network_is_named():
+    words = "no rank is suspected: all wait at one place; check the network between nodes"
+    both = {r: _record(r) for r in (0, 1)}
+    assert verdict.table(both, {}, 2, [], "x")[1] == f"  {words}"
+    apart = both | {1: _record(1, where="x.py:1 in f")}
+    assert verdict.table(apart, {}, 2, [], "x")[1] == "  no rank is suspected"
+    assert verdict.table({0: _record(0)}, {}, 1, [], "x")[1] == "  no rank is suspected"
+
+
 def test_the_rank_that_failed_first_is_named_with_its_reason():
     records = [
         _record(0, reason="failed: connection closed", time=1002.0),
