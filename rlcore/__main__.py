@@ -9,6 +9,7 @@ COMMANDS = {
     "preflight": "check machines, network, data and reward before a run; takes the keys of train",
     "sft": "make a tiny model and warm-start it",
     "judge": "make the tiny judge of recipes/judge_tiny.sh",
+    "eval": "evaluate a model, or a run's checkpoint: rlcore eval MODEL --data.val FILE",
     "export": "write a checkpoint as a Hugging Face folder: rlcore export RUN",
     "plot": "plot the metrics of runs: rlcore plot RUN...",
     "view": "write a run's rollouts as an HTML page: rlcore view RUN",

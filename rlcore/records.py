@@ -197,6 +197,8 @@ class RewardResult(Record):
     """Seconds from the sample's submission to its result, without the scoring time itself."""
     num_ahead: int = 0
     """Number of unscored samples on the same rank when this sample was submitted."""
+    answer: str = ""
+    """Final answer of the response, for the majority vote of an evaluation; empty: none."""
     is_trained: bool = True
     """Whether the sample may be trained on; False if a callback's `keep_sample` excludes it."""
 
@@ -228,6 +230,8 @@ class Group(Record):
     prompt_length: int
     observed: tuple[int, ...] = ()
     """Number of environment tokens in each response; empty without an environment."""
+    answers: tuple[str, ...] = ()
+    """Final answer of each response (`RewardResult.answer`), in evaluations; empty: none."""
     excluded: tuple[bool, ...] = ()
     """Whether a callback excludes each response from training; empty: it excludes none."""
 

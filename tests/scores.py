@@ -57,3 +57,16 @@ def odd(sample, prompt, text):
     if k == 3 and prompt.index == 0:
         os._exit(7)
     return 1.0
+
+
+class Votes:
+    """A response that begins with a letter is right; its answer is its first character."""
+
+    def __init__(self, config):
+        """No settings."""
+
+    def score(self, sample, prompt, text):
+        return float(text[:1].isalpha())
+
+    def answer(self, text):
+        return text[:1]

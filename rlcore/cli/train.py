@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rlcore.cli import exits
@@ -12,6 +12,8 @@ from rlcore.utils.errors import ConfigError
 if TYPE_CHECKING:  # importing torch would slow down the command line
     from rlcore.cli.world import World
     from rlcore.config.schema import Config
+
+    Work = Callable[[Config, World, Sequence[str]], int]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,8 +56,12 @@ def _check_early(cfg: "Config") -> None:
         HFConfig.from_folder(cfg.model.path)
 
 
-def run(cfg: "Config") -> int:
-    """Join the other ranks, build the run, train, and disconnect. Return the exit code."""
+def run(cfg: "Config", work: "Work | None" = None) -> int:
+    """Join the other ranks, build the run, train, and disconnect. Return the exit code.
+
+    `work` replaces the training: it gets the settings, the world and warnings to log, disconnects
+    at its end, and returns the exit code.
+    """
     from rlcore.cli import world
     from rlcore.cli.builders.folder import run_folder
     from rlcore.cli.builders.model import with_downloads
@@ -87,7 +93,7 @@ def run(cfg: "Config") -> int:
             print(refusal, file=sys.stderr)
         return exits.fail(e, folder / "logs" / f"rank{rank}.log")
     try:
-        return _train(cfg, here, warnings)
+        return (work or _train)(cfg, here, warnings)
     finally:
         if here.health is not None:
             here.health.close()

@@ -210,9 +210,11 @@ def _data(cfg: Config) -> list[str]:
     out = []
     if not cfg.model.path:
         out.append("--model.path: is empty; give the Hugging Face folder of the start model")
-    if not cfg.data.train and not cfg.env.TASK:
+    if cfg.run.steps and not cfg.data.train and not cfg.env.TASK:
         out.append("--data.train: is empty; give prompt files (.jsonl, .parquet) or the task label")
-    if cfg.eval.every and not cfg.data.val and not cfg.env.TASK:
+    if not (cfg.run.steps or cfg.data.val or cfg.env.TASK):
+        out.append("--data.val: is empty; give the prompts to evaluate on")
+    elif cfg.eval.every and not cfg.data.val and not cfg.env.TASK:
         out.append("--data.val: is empty; give validation prompts, or --eval.every 0 for none")
     return out
 

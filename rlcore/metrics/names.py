@@ -180,6 +180,7 @@ METRICS = [
     # evaluation
     Metric("val-core/<set>/acc/mean@<k>", "", "mean score over prompts and k samples of each"),
     Metric("val-core/<set>/acc/pass@<k>", "", "chance that one of k samples is correct, unbiased"),
+    Metric("val-core/<set>/acc/maj@<k>", "", "score of the most frequent answer of k samples"),
     Metric("val-core/<set>/acc/best@<k>", "", "expected best score of k samples, unbiased"),
     Metric("val-core/<set>/acc/maj@<k>", "", "score of the most frequent answer among k samples"),
     Metric("val-core/<set>/acc/greedy", "", "score of the greedy response"),

@@ -115,6 +115,26 @@ def evaluation_lines(step: int, total_steps: int, metrics: Mapping[str, float]) 
     return lines
 
 
+def evaluation_table(metrics: Mapping[str, float]) -> list[str]:
+    """Format an evaluation as a table: per data set the mean score with its standard error over
+    prompts, and a row for every other score."""
+    rows = [("data set", "score", "value", "prompts")]
+    for name, points in accuracies([{"step": 0, **metrics}]).items():
+        core = f"val-core/{name}/acc/"
+        prompts = f"{metrics[f'val-aux/{name}/num_prompts']:.0f}"
+        for key, value in metrics.items():
+            if not key.startswith(core):
+                continue
+            error = points[-1][2] if "/mean@" in key else math.nan
+            shown = f"{value:.4f}{_plus_minus(error)}"
+            rows.append((name, key.removeprefix(core), shown, prompts))
+        length = metrics[f"val-aux/{name}/response_length/mean"]
+        rows.append((name, "tokens", f"{length:.1f}", prompts))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)) for row in rows]
+    return [lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])]
+
+
 def final_table(summary: Mapping[str, Any]) -> list[str]:
     """Format a finished run: accuracy before and after training by data set, time by phase, time
     before the first step, and speeds. `summary`: result of `sinks.summarise`."""

@@ -1,4 +1,4 @@
-"""Compute small statistics with numpy: summaries, standard errors, pass@k, best@k.
+"""Compute small statistics with numpy: summaries, standard errors, pass@k, best@k, maj@k.
 
 Values of several ranks must be gathered first: a mean of local means is not the global mean.
 
@@ -6,6 +6,7 @@ Own code instead of scipy: these few formulas need no further dependency.
 """
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
@@ -65,12 +66,26 @@ def best_at_k(scores: ArrayLike, k: int) -> float:
     return float(sum(w * v for w, v in zip(ways, x.tolist(), strict=True)) / math.comb(x.size, k))
 
 
+def majority(scores: Sequence[float], answers: Sequence[str]) -> float:
+    """Return the score of the most frequent answer of a prompt's samples; of several, that of the
+    earliest sample. Samples without an answer do not vote; 0.0 if none has one."""
+    votes = Counter(answer for answer in answers if answer)
+    if not votes:
+        return 0.0
+    winner = votes.most_common(1)[0][0]
+    return scores[answers.index(winner)]
+
+
 def evaluation(
-    name: str, scores: Mapping[Hashable, Sequence[float]], right: float = 0.5
+    name: str,
+    scores: Mapping[Hashable, Sequence[float]],
+    answers: Mapping[Hashable, Sequence[str]] | None = None,
+    right: float = 0.5,
 ) -> dict[str, float]:
     """Return the metrics of one data set from the scores of its prompts, k samples of each: mean@k
-    with its standard error; for k > 1 also best@k and pass@j for j = 1, 2, 4, ... k. A score passes
-    if it is at least `right`. Raise ValueError if prompts differ in their number of samples."""
+    with its standard error; for k > 1 also best@k and pass@j for j = 1, 2, 4, ... k, and with
+    `answers`, the final answers of the samples, also maj@k. A score passes if it is at least
+    `right`. Raise ValueError if prompts differ in their number of samples."""
     counts = {len(s) for s in scores.values()}
     if len(counts) != 1 or counts == {0}:
         raise ValueError(
@@ -88,6 +103,9 @@ def evaluation(
         for j in _powers(k):
             out[f"{core}/pass@{j}"] = float(np.mean([pass_at_k(k, c, j) for c in num_right]))
         out[f"{core}/best@{k}"] = float(np.mean([best_at_k(s, k) for s in scores.values()]))
+        if answers:
+            votes = [majority(s, answers.get(key, ())) for key, s in scores.items()]
+            out[f"{core}/maj@{k}"] = float(np.mean(votes))
     return out
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from rlcore.records import RewardResult
+from rlcore.records import RewardResult, is_training
 from rlcore.rewards.kind import to_result
 from rlcore.rewards.registry import resolve
 from rlcore.rewards.wire import READY, RewardStart, ScoreJob, ScoreReply
@@ -65,6 +65,8 @@ def _run(job: ScoreJob, reward: Any, run_seed: int) -> ScoreReply:
     retire, begin = False, time.monotonic()
     try:
         result = to_result(reward.score(job.sample, job.prompt, job.text))
+        if hasattr(reward, "answer") and not is_training(job.sample.group):
+            result = to_result(msgspec.structs.replace(result, answer=reward.answer(job.text)))
     except BaseException as error:  # user code may raise anything
         if os.getpid() == pid:
             traceback.print_exc()

@@ -26,13 +26,15 @@ class ExactReward:
     def score(self, sample: Any, prompt: Prompt, text: str) -> float:
         """Return 1 if the response, or its part after the marker, equals the answer; else 0. White
         space at both ends is ignored. A row without an answer scores 0."""
-        if self._after:
-            cut = text.partition if self._first else text.rpartition
-            _, marker, text = cut(self._after)
-            if not marker:
-                return 0.0
         gold = prompt.answer.strip()
-        return float(bool(gold) and text.strip() == gold)
+        return float(bool(gold) and self.answer(text) == gold)
+
+    def answer(self, text: str) -> str:
+        """Return the compared part of a response; "" if it has no marker."""
+        if not self._after:
+            return text.strip()
+        _, marker, rest = (text.partition if self._first else text.rpartition)(self._after)
+        return rest.strip() if marker else ""
 
 
 def reference(config: ExactRewardConfig, prompt: Prompt) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from msgspec import structs
+
 from rlcore.config.schema import RewardConfig
 from rlcore.records import RequestId, RewardResult
 from rlcore.rewards import registry
@@ -63,10 +65,7 @@ class InlineReward:
                 result = RewardResult(score=0.0, error=f"exception: {sentence(error)}")
             self._since = None
             seconds = time.monotonic() - began
-            result = RewardResult(
-                score=result.score, details=result.details, error=result.error, latency_s=seconds
-            )
-            self._host.done(job, result, "")
+            self._host.done(job, structs.replace(result, latency_s=seconds), "")
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_S):

@@ -7,7 +7,8 @@ has one of two functions:
     them, and each child scores one sample at a time. `score` maps the config section to an object
     with the method `score(sample, prompt, text) -> float | RewardResult`. The pool handles
     deadlines and crashes. It kills the processes that a sample leaves behind, except those listed
-    in the object's optional attribute `processes`.
+    in the object's optional attribute `processes`. With the optional method `answer(text) -> str`,
+    evaluations report the majority vote over the final answers of a prompt's responses.
 `serve`: a `Runner` in the rank's process starts the work elsewhere: in sandboxes, in a separate
     process, or on another machine. The runner enforces deadlines.
 """
@@ -23,6 +24,7 @@ from rlcore.utils.children import ERROR_CHARS
 from rlcore.utils.scores import number, plain_name
 
 _MOST_DETAILS, _NAME_CHARS = 32, 60
+_ANSWER_CHARS = 200
 
 
 class RunnerHost(NamedTuple):
@@ -90,4 +92,9 @@ def to_result(value: Any) -> RewardResult:
         plain_name(k, _NAME_CHARS): number(f"details[{k!r}]", v) for k, v in value.details.items()
     }
     score = number("score", value.score)
-    return RewardResult(score=score, details=details, error=str(value.error)[:ERROR_CHARS])
+    return RewardResult(
+        score=score,
+        details=details,
+        error=str(value.error)[:ERROR_CHARS],
+        answer=str(value.answer)[:_ANSWER_CHARS],
+    )

@@ -74,6 +74,10 @@ class MathReward:
             return float(found)  # text after the mark may contain the answer among other words
         return float(not self._require and self._search(gold, text))
 
+    def answer(self, text: str) -> str:
+        """Return the marked final answer of a response in a normal form; "" if none is marked."""
+        return answers.normalise(answers.boxed(text) or answers.labelled(text) or "")
+
     def _same(self, gold: str, answer: str) -> bool:
         return len(answer) <= _LONGEST_ANSWER and self._cached(gold, answer)
 

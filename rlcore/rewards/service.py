@@ -271,6 +271,7 @@ class RewardService:
             score=score,
             details=details,
             error="; ".join(errors),
+            answer=next((r.answer for r in results if r.answer), ""),
             latency_s=latency,
             timeout_s=max(r.timeout_s for r in results),
             reference_latency_s=max(r.reference_latency_s for r in results),

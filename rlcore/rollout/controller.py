@@ -51,6 +51,7 @@ from rlcore.records import (
     Work,
     group_of,
     is_baseline,
+    is_training,
     request_of,
 )
 from rlcore.sched.completion_order import ByTokens, CompletionOrder
@@ -578,6 +579,7 @@ class Controller:
         assert all(r is not None for r in results), state.work.id
         observed = tuple(r.num_observed for r in requests)
         excluded = tuple(not r.is_trained for r in results if r)
+        answers = tuple(r.answer for r in results if r)
         return Group(
             id=state.work.id,
             prompt_index=state.work.prompt.index,
@@ -589,6 +591,7 @@ class Controller:
             errors=tuple(r.error for r in results if r),
             prompt_length=len(state.work.prompt.tokens),
             observed=observed if any(observed) else (),
+            answers=answers if any(answers) and not is_training(state.work.id) else (),
             excluded=excluded if any(excluded) else (),
         )
 

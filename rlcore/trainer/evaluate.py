@@ -57,7 +57,11 @@ def metrics_of(name: str, groups: list[Group]) -> dict[str, float]:
     if not groups:
         return {}
     lengths = [n for g in groups for n in g.lengths]
-    out = stats.evaluation(name, {g.id: g.scores for g in groups})
+    out = stats.evaluation(
+        name,
+        {g.id: g.scores for g in groups},
+        {g.id: g.answers for g in groups if g.answers},
+    )
     out[f"val-aux/{name}/num_prompts"] = float(len(groups))
     out[f"val-aux/{name}/response_length/mean"] = sum(lengths) / len(lengths)
     out[f"val-aux/{name}/response_length/max"] = float(max(lengths))

@@ -86,3 +86,24 @@ def test_evaluation_refuses_prompts_with_different_numbers_of_samples():
         stats.evaluation("x", {0: [1.0], 1: [1.0, 0.0]})
     with pytest.raises(ValueError, match=r"samples per prompt differ, \[\]"):
         stats.evaluation("x", {})
+
+
+@pytest.mark.parametrize(
+    ("scores", "answers", "found"),
+    [
+        ([0.0, 1.0, 1.0], ["7", "8", "8"], 1.0),
+        ([0.0, 1.0, 0.0], ["7", "8", "7"], 0.0),
+        ([0.0, 1.0], ["7", "8"], 0.0),  # of equal votes the earliest
+        ([0.0, 0.5, 0.0], ["", "8", ""], 0.5),  # no answer is no vote
+        ([0.0, 0.0], ["", ""], 0.0),
+        ([1.0, 1.0], (), 0.0),
+    ],
+)
+def test_the_majority_has_the_score_of_the_most_frequent_answer(scores, answers, found):
+    assert stats.majority(scores, answers) == found
+
+
+def test_an_evaluation_with_answers_has_the_vote():
+    scores, answers = {"a": [1.0, 0.0, 1.0], "b": [0.0, 0.0, 1.0]}, {"a": ["1", "2", "1"]}
+    assert stats.evaluation("s", scores, answers)["val-core/s/acc/maj@3"] == 0.5
+    assert "val-core/s/acc/maj@3" not in stats.evaluation("s", scores)

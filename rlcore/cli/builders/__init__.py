@@ -48,12 +48,18 @@ if TYPE_CHECKING:  # this import needs Redis, which is only required for shared 
 EvalSets = Sequence[tuple[str, Sequence[Prompt]]]
 
 
-def run(cfg: Config, world: World, eval_sets: EvalSets | None = None) -> Run:
+def run(
+    cfg: Config,
+    world: World,
+    eval_sets: EvalSets | None = None,
+    models: learner.Models | None = None,
+) -> Run:
     """Build one rank's `Run`, and restore it if --run.resume selects a checkpoint. On an error,
     stop all parts that were started.
 
     Args:
         eval_sets: validation sets that replace the configured ones, on rank 0.
+        models: stands in for the learner and critic, in a run that trains nothing.
 
     Raises:
         ConfigError: the configuration cannot work.
@@ -66,7 +72,7 @@ def run(cfg: Config, world: World, eval_sets: EvalSets | None = None) -> Run:
             closing.callback(gate.close)
             world.phase("start: wait_permit")
         with gate.phase("start") if gate is not None else nullcontext():
-            built = _run(cfg, world, eval_sets, gate, spans, progress, writes, closing)
+            built = _run(cfg, world, eval_sets, models, gate, spans, progress, writes, closing)
             if isinstance(built.device, SharedDevice):
                 built.device.leave()
     except BaseException:
@@ -80,6 +86,7 @@ def _run(
     cfg: Config,
     world: World,
     eval_sets: EvalSets | None,
+    models: learner.Models | None,
     gate: "RanksGate | None",
     spans: Spans,
     progress: Progress,
@@ -105,7 +112,7 @@ def _run(
     )
     if gate is None:
         weights.check_allocator(cfg, world.device)
-    memory = devices.make_residency(cfg, start.hf, world)
+    memory = devices.make_residency(cfg, start.hf, world, trains=models is None)
     tail = gate.tail if gate is not None else None
     engine_sizes = sizes.make_sizes(cfg, start.hf, world, tail)
     with waiting("starting engine and rewards, reading data"):
@@ -124,8 +131,9 @@ def _run(
     async_rollout = (
         rollout.make_async_rollout(start, side, data.source) if cfg.select.mode == "async" else None
     )
-    with waiting("building the learner, loading its weights"):
-        models = learner.make_models(start)
+    if models is None:
+        with waiting("building the learner, loading its weights"):
+            models = learner.make_models(start)
     ranks = models.ranks(world)
     parts = Parts(
         ranks=ranks,

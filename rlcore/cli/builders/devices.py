@@ -27,12 +27,15 @@ def ranks_per_node(world: World) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
 
 
-def memory_plan(cfg: Config, hf: HFConfig, world: World) -> tuple[memory.MemoryPlan, int]:
-    """Return this rank's memory plan, and the memory of its GPU in bytes (0 without a GPU)."""
+def memory_plan(
+    cfg: Config, hf: HFConfig, world: World, *, trains: bool = True
+) -> tuple[memory.MemoryPlan, int]:
+    """Return this rank's memory plan, and the memory of its GPU in bytes (0 without a GPU). Without
+    `trains` it has no learner, as for an evaluation alone."""
     cuda = world.device.type == "cuda"
     gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory if cuda else 0
     others = beside(judges_of(cfg)) if cuda and world.samples else memory.NOBODY
-    if not world.trains:
+    if not (world.trains and trains):
         plan = memory.make_sampler(cfg, hf, world.rank, gpu_bytes=gpu_bytes, beside=others)
         return plan, gpu_bytes
     layout = layout_of(cfg.train, world.train_ranks, world.rank)
@@ -42,7 +45,9 @@ def memory_plan(cfg: Config, hf: HFConfig, world: World) -> tuple[memory.MemoryP
     return plan, gpu_bytes
 
 
-def make_residency(cfg: Config, hf: HFConfig, world: World) -> memory.Residency:
+def make_residency(
+    cfg: Config, hf: HFConfig, world: World, *, trains: bool = True
+) -> memory.Residency:
     """Return the object that checks this rank's memory against its plan.
 
     Raises:
@@ -50,7 +55,7 @@ def make_residency(cfg: Config, hf: HFConfig, world: World) -> memory.Residency:
     """
     if problems := rules.of_world(cfg, world.size, ranks_per_node(world)):
         raise ConfigError("\n".join(problems))
-    plan, gpu_bytes = memory_plan(cfg, hf, world)
+    plan, gpu_bytes = memory_plan(cfg, hf, world, trains=trains)
     if plan.problems:
         raise ConfigError("\n".join(plan.problems))
     if said := memory.too_large(plan, gpu_bytes):

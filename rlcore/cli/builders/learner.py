@@ -10,6 +10,7 @@ from rlcore.cli.world import World
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.mcore.layout import model_parallel_groups
+from rlcore.protocols import Learner
 from rlcore.trainer.progress import Ranks
 
 if TYPE_CHECKING:
@@ -76,9 +77,11 @@ def make_critic(cfg: Config, hf: HFConfig, world: World) -> "MegatronLearner":
 class Models:
     """Learner and critic of one rank; both are None on a rank that only samples."""
 
-    learner: "MegatronLearner | None" = None
-    critic: "MegatronLearner | None" = None
+    learner: "Learner | None" = None
+    critic: "Learner | None" = None
     model_parallel_groups: Sequence[Sequence[int]]
+    dp_rank: int = -1
+    """Data-parallel rank; -1 on a rank that only samples."""
 
     def ranks(self, world: World) -> Ranks:
         """Return this rank's number, its data-parallel rank and its process groups."""
@@ -86,7 +89,7 @@ class Models:
             rank=world.rank,
             size=world.size,
             model_parallel_groups=self.model_parallel_groups,
-            dp_rank=self.learner.layout.dp_rank if self.learner is not None else -1,
+            dp_rank=self.dp_rank,
             everyone=world.everyone,
         )
 
@@ -102,4 +105,9 @@ def make_models(start: BuildContext) -> Models:
     if wants(cfg) == "gae":
         critic = make_critic(cfg, start.hf, world)
         start.on_close(critic.close)
-    return Models(learner=learner, critic=critic, model_parallel_groups=layout)
+    return Models(
+        learner=learner,
+        critic=critic,
+        model_parallel_groups=layout,
+        dp_rank=learner.layout.dp_rank,
+    )

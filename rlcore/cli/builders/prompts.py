@@ -46,6 +46,9 @@ def load_data(
     eval_sets: Sequence[tuple[str, Sequence[Prompt]]] | None = None,
 ) -> Data:
     """Load prompts, their order and the validation sets, which `eval_sets` replaces if given."""
+    if not cfg.run.steps and not cfg.data.train:  # an evaluation alone
+        held_out = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
+        return Data(eval_sets=[(name, found.rows) for name, found in held_out])
     train = prompts.load(cfg.data, "train", tokenizer, cfg.run.seed)
     order = ShuffledEpochs(len(train) if train.is_finite else None, cfg.run.seed, cfg.data.shuffle)
     if eval_sets is None:

@@ -1,0 +1,239 @@
+"""`python -m rlcore eval PATH`: evaluate a model on data, with the engines and rewards of a run.
+
+    rlcore eval models/Qwen3-8B --data.val gsm8k.jsonl --reward math --eval.samples_per_prompt 16
+    rlcore eval ORG/NAME --data.val a.jsonl b.parquet --reward my_pkg.fn --rollout.engine sglang
+    rlcore eval runs/NAME                             # its newest checkpoint, data and reward
+    rlcore eval runs/NAME --step 40 --eval.greedy --json FILE
+    torchrun --nproc-per-node 8 -m rlcore eval ...    # 8 engines share the prompts
+
+PATH is a Hugging Face folder, a model on the hub, a run, or a checkpoint of a run. The further
+keys are those of `rlcore train`. A run brings its own settings of data, sampling and reward. The
+table has the mean score of all samples with its standard error over prompts, pass@k, and maj@k
+(the score of the most frequent answer) where the reward finds answers.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from rlcore.cli import exits
+from rlcore.utils.errors import ConfigError
+
+if TYPE_CHECKING:  # importing torch would slow down the command line
+    from torch import Tensor, device
+
+    from rlcore.cli.world import World
+    from rlcore.config.schema import Config
+    from rlcore.hf.config import HFConfig
+    from rlcore.protocols import Learner
+    from rlcore.records import Shard
+
+SECTIONS = "model", "data", "rollout", "reward", "env", "eval"
+"""Sections that a run's own settings bring to its evaluation."""
+TRAINING = ("data.train", "rollout.draft", "rollout.adaptive_tp", "rollout.max_tp")
+"""Keys of these sections that an evaluation has no use for."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a folder or a checkpoint, in the place of a learner."""
+
+    hf: "HFConfig"
+    folder: Path
+    is_checkpoint: bool
+    dtype: str
+    device: "device"
+
+    def export(self) -> "Iterator[tuple[str, Tensor]]":
+        """Yield all tensors under their Hugging Face names, on the device."""
+        import torch
+
+        from rlcore.hf.names import expected
+        from rlcore.hf.weights import WeightReader
+        from rlcore.mcore import export
+
+        kind, names = getattr(torch, self.dtype), expected(self.hf)
+        if self.is_checkpoint:
+            found = export.read(self.folder / "learner", self.hf, kind, frozenset(names))
+        else:
+            reader = WeightReader(self.folder)
+            reader.check(names)
+            found = ((name, reader.get(name)) for name in names)
+        for name, tensor in found:
+            yield name, tensor.to(self.device, kind)
+
+    def shards(self) -> "Iterator[tuple[Shard, Tensor]]":
+        """Yield nothing: the tensors are read when they are exported."""
+        return iter(())
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluate a model. Return 0 if the table was printed, 1 on a failure, 2 if the settings are
+    refused."""
+    return exits.guard(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="rlcore eval",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", help="model folder, name on the hub, run, or checkpoint")
+    parser.add_argument(
+        "--step", type=int, help="step of the run's checkpoint; default: the newest"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to a file")
+    if argv and argv[0].startswith("--") and argv[0] != "--help":
+        raise ConfigError(f"rlcore eval {argv[0]}: give the model or run first, then the keys")
+    args, words = parser.parse_known_args(list(argv))
+    from rlcore.cli import settings, train
+    from rlcore.config import rules
+
+    checkpoint, base = _source(args.path, args.step)
+    cfg = _evaluates(settings.parse([*base, *words]), args.path)
+    rules.check(cfg)
+
+    def work(cfg: "Config", here: "World", warnings: Sequence[str]) -> int:
+        return _work(cfg, here, warnings, checkpoint, args.json)
+
+    return train.run(cfg, work)
+
+
+def _source(path: str, step: int | None) -> tuple[Path | None, list[str]]:
+    """Return the checkpoint, if `path` is a run or a checkpoint, and the words of its settings."""
+    from rlcore.cli import export
+    from rlcore.trainer import resume, seal
+
+    folder = Path(path)
+    if not ((folder / seal.MANIFEST).is_file() or resume.found(folder)):
+        if step is not None:
+            raise ConfigError(f"--step {step}: {path} is no run, and has no checkpoints")
+        return None, ["--model.path", path]
+    source = export.source_of(folder, step, "")
+    saved = json.loads((source.checkpoint.parents[1] / "config.json").read_text())
+    words = ["--run.dir", str(source.checkpoint.parents[2])]
+    words += [word for name in SECTIONS for word in _words(name, saved.get(name, {}))]
+    for name in ("reward", "env"):
+        if saved["select"][name]:
+            words += [f"--{name}", saved["select"][name]]
+    return source.checkpoint, words
+
+
+def _words(section: str, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of a section of a run's config.json as words of a command line."""
+    for name, value in values.items():
+        key = f"{section}.{name}"
+        if key in TRAINING or value in ("", []):
+            continue
+        if isinstance(value, Mapping):
+            yield from _words(key, value)
+        elif isinstance(value, bool):
+            yield f"--{key}" if value else f"--{section}.no_{name}"
+        elif isinstance(value, list):
+            yield from (f"--{key}", *map(str, value))
+        else:
+            yield from (f"--{key}", str(value))
+
+
+def _evaluates(cfg: "Config", path: str) -> "Config":
+    """Return the settings of a run without steps, which evaluates once."""
+    parts = [part.partition("@")[0] for part in Path(path).parts if part != "hf"]
+    name = cfg.run.name or f"eval-{parts[-1] if parts else 'model'}"
+    if not cfg.data.val and not cfg.env.TASK:
+        raise ConfigError("--data.val: is empty; give the prompts to evaluate on")
+    return replace(
+        cfg,
+        run=replace(cfg.run, name=name, steps=0, resume="fresh", callbacks=()),
+        train=replace(cfg.train, offload=False),
+        sync=replace(cfg.sync, route="gather"),  # every rank reads the files itself
+        log=replace(cfg.log, tensorboard=False, plot=False),
+    )
+
+
+def _work(
+    cfg: "Config",
+    here: "World",
+    warnings: Sequence[str],
+    checkpoint: Path | None,
+    out: Path | None,
+) -> int:
+    """Evaluate on one rank. Return the exit code."""
+    from rlcore.cli import world
+    from rlcore.cli.builders.folder import open_folder
+    from rlcore.cli.train import failed
+    from rlcore.utils.log import log
+
+    try:
+        open_folder(cfg, here)
+        for line in warnings:
+            log.warning("WARNING: %s", line)
+        found = _evaluate(cfg, here, checkpoint)
+    except ConfigError as e:
+        return failed(cfg, here, e, alarm=False)
+    except Exception as e:
+        return failed(cfg, here, e)
+    world.leave(here)
+    if here.rank == 0:
+        _report(cfg, found, checkpoint, out)
+    return 0
+
+
+def _evaluate(cfg: "Config", here: "World", checkpoint: Path | None) -> dict[str, float]:
+    """Start engines, send them the weights, and evaluate. Return the metrics on rank 0."""
+    from rlcore.cli import builders
+    from rlcore.cli.builders.learner import Models
+    from rlcore.cli.builders.model import model_config
+    from rlcore.trainer import evaluate
+    from rlcore.utils import collective
+    from rlcore.utils.waits import waiting
+
+    source = checkpoint or Path(cfg.model.path)
+    weights = Weights(
+        model_config(cfg), source, checkpoint is not None, cfg.model.dtype, here.device
+    )
+    models = Models(
+        learner=cast("Learner", weights),
+        model_parallel_groups=[[rank] for rank in range(here.size)],
+        dp_rank=here.rank,
+    )
+    built = builders.run(cfg, here, models=models)
+    try:
+        with waiting("waiting for the engines to start"):
+            built.device.wait_for_engines()
+        with built.device.train(), waiting(f"sending {source} to the engines"):
+            built.device.update_weights(0)
+        with built.device.generate("testing"), built.spans.phase("testing"):
+            found = evaluate.run(built)
+        collective.barrier(here.everyone)
+    finally:
+        built.close()
+    return found
+
+
+def _report(cfg: "Config", found: dict[str, float], source: Path | None, out: Path | None) -> None:
+    """Print the table, and write the metrics to files."""
+    from rlcore.cli.builders.folder import run_folder
+    from rlcore.metrics.jsonl import write_atomic
+    from rlcore.metrics.screen import evaluation_table
+
+    for line in evaluation_table(found):
+        print(line)
+    about = {
+        "model": str(source or cfg.model.path),
+        "data": list(cfg.data.val),
+        "reward": cfg.select.reward,
+        "samples_per_prompt": cfg.eval.samples_per_prompt,
+        "temperature": cfg.eval.temperature,
+        "max_tokens": cfg.rollout.max_tokens,
+        "seed": cfg.run.seed,
+        "metrics": found,
+    }
+    for file in filter(None, (run_folder(cfg) / "eval.json", out)):
+        write_atomic(file, json.dumps(about, indent=1) + "\n")
+        print(f"written: {file}", file=sys.stderr)
