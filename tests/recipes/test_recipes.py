@@ -30,6 +30,7 @@ WORLDS = {
     "grpo_gsm8k_0.5b": 2,
     "grpo_1gpu": 1,
     "grpo_7b": 16,
+    "grpo_7b_1node": 8,
     "grpo_14b": 32,
     "grpo_32b": 64,
     "dapo_32b": 64,
