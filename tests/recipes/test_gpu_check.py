@@ -399,7 +399,7 @@ def test_all_files_are_collected_with_the_packages_that_the_check_asks_for(
     words = ["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/gpu"]
     done = subprocess.run(
         [sys.executable, *words],
-        env=os.environ | blocked | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env=os.environ | blocked | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""},
         cwd=ROOT,
         capture_output=True,
         text=True,
