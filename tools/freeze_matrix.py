@@ -27,6 +27,7 @@ state is what the mode promises. The exit code is 1 if a row is not.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -49,6 +50,8 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from rlcore.data import label_task  # noqa: E402
+from rlcore.hf.tokenizer import make_char_tokenizer  # noqa: E402
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.utils import env  # noqa: E402
 from rlcore.utils.process_tree import is_stopped  # noqa: E402
@@ -84,7 +87,21 @@ MODES: dict[str, tuple[tuple[object, ...], str, str]] = {
         "env",
         "near",
     ),
+    "judge": (
+        (*("--reward", "judge", "--reward.good", "*", "--reward.bad", "-"),
+         *("--reward.dtype", "float32")),
+        "judge",
+        "near",
+    ),
+    "sglang": (
+        (*("--rollout.engine", "sglang", "--rollout.dtype", "float32"),
+         *("--cluster.timeout_s", 200, "--rollout.stall_timeout_s", 150)),
+        "scheduler",
+        "near",
+    ),
 }  # fmt: skip
+DRAWN = "sync", "stream", "async", "tail", "env"
+"""Modes of random schedules."""
 """Keys, kind of child that scores, and what a resumed run promises. An engine that fails is `near`
 at best: its requests continue in other batches, which rounds differently."""
 NAMED = {
@@ -93,12 +110,27 @@ NAMED = {
     "engine": r"engine process {pid} of rank {rank} (was stopped by|was killed by|exited)",
     "reward": r"crash: signal|timeout after|failed before scoring",
     "env": r"crash|no answer to|failed before",
+    "judge": r"reward judge: |judge: (its process|.*; restarting it)",
+    "scheduler": r"process \d+ of SGLang|engine process \d+ of rank {rank}",
     "disk": r"cannot write .*(disk is full|Read-only|deleted|No such file)|could not be written",
     "network": r"no heartbeat|has exited|check the network between nodes",
     "clock": r"(?!)",  # nothing fails
     "agent": r"agent|torchrun|store .*(does not answer|not answer)|SIGTERM|signal",
 }
 """Lines that name a process of a kind."""
+
+
+ELSEWHERE = {
+    "arbiter, Redis, job: kill": "tests/ranks/test_mux_chaos.py "
+    "test_whoever_is_killed_every_step_counts_once",
+    "Redis: stop": "tests/unit/test_mux.py "
+    "test_a_job_whose_server_does_not_answer_ends_before_its_lease_is_over",
+    "MPS daemon (stand-in): kill": "tests/unit/test_judge_mps.py "
+    "test_pipes_that_a_dead_daemon_left_are_cleared_away",
+    "MPS daemon (stand-in): hangs": "tests/unit/test_judge_mps.py "
+    "test_a_daemon_that_does_not_obey_is_killed",
+}
+"""Processes that runs of two ranks do not have, with the file and test of each."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +277,24 @@ class Bench:
         self._clean: dict[str, dict[str, Any]] = {}
 
     def argv(self, mode: str, where: Path, *more: object) -> list[str]:
+        if mode == "judge":
+            more = (
+                *more,
+                "--reward.model",
+                self.judge(),
+                "--reward.rubric",
+                self.judge() / "r.jinja",
+            )
         return runs.arguments(self.model, where, "x", *COMMON, *MODES[mode][0], *more)
+
+    def judge(self) -> Path:
+        """The folder of a random judge, which is made at the first call."""
+        folder = self.folder / "judge"
+        if not folder.exists():
+            kit.tiny_hf_folder(folder, vocab_size=len(label_task.VOCAB), num_hidden_layers=2)
+            make_char_tokenizer(folder, label_task.CHARS)
+            (folder / "r.jinja").write_text("{{ answer }};{{ response }}=")
+        return folder
 
     def reference(self, mode: str) -> dict[str, Any]:
         """The last checkpoint of a run without faults."""
@@ -308,7 +357,10 @@ class Bench:
         if extra is None:
             row.outcome, row.is_explained = "SKIP: libfaketime is not installed", True
             return
-        programs = any(f.kind == "engine" for f in todo)
+        if row.mode == "sglang" and importlib.util.find_spec("sglang") is None:
+            row.outcome, row.is_explained = "SKIP: SGLang is not installed", True
+            return
+        programs = any(f.kind in ("engine", "scheduler") for f in todo)
         pending, hurt = list(signals), list[tuple[Fault, int, float]]()
         for at in range(STARTS):
             row.starts += 1
@@ -354,7 +406,7 @@ class Bench:
         row.left += faults.leftovers(runs_dir, where / "t")
         row.state = self._state(row, runs_dir / "x")
         promised = MODES[row.mode][2]
-        is_hurt = any(f.kind in ("engine", "reward", "env") for f in row.faults)
+        is_hurt = any(f.kind not in ("rank", "agent", "disk") for f in row.faults)
         good = {"exact": ("exact",), "near": ("exact", "near"), "whole": ("whole",)}[promised]
         row.is_explained = (
             not row.left
@@ -464,6 +516,10 @@ def rows() -> dict[str, tuple[str, list[Fault]]]:
     """All rows of the matrix by name."""
     found: dict[str, tuple[str, list[Fault]]] = {}
     for mode, (_, child, _) in MODES.items():
+        if mode not in DRAWN:
+            for how in SIGNALS:
+                found[f"{mode} {child} {how}"] = mode, [Fault(child, how, delay_s=0.1)]
+            continue
         rollout = 1 if mode in ("async", "env") else 0
         kinds = [Fault("rank", "", 0), Fault("rank", "", 1), Fault("engine", "", rollout)]
         for one in [*kinds, Fault(child, "", rollout)]:
@@ -488,7 +544,7 @@ def rows() -> dict[str, tuple[str, list[Fault]]]:
 def draw(seed: int) -> tuple[str, list[Fault]]:
     """The schedule of a seed: a mode, and one to three faults."""
     dice = random.Random(seed)
-    mode = dice.choice(list(MODES))
+    mode = dice.choice(DRAWN)
     _, child, _ = MODES[mode]
     rollout = 1 if mode in ("async", "env") else None
     found = []
@@ -517,6 +573,21 @@ def table(found: Sequence[Row]) -> str:
     return HEAD + "".join(lines)
 
 
+def page(found: Sequence[Row]) -> str:
+    """The rows, and the tests of what has no row, in Markdown."""
+    good = sum(row.is_explained for row in found)
+    text = (
+        f"# Freeze and loss matrix\n\n{good} of {len(found)} rows are explained.\n\n{table(found)}"
+    )
+    text += (
+        "\n## Processes with tests of their own\n\n| process | file | test |\n| --- | --- | --- |\n"
+    )
+    for process, test in ELSEWHERE.items():
+        file, _, name = test.partition(" ")
+        text += f"| {process} | `{file}` | `{name}` |\n"
+    return text
+
+
 def keep(file: Path, row: Row) -> None:
     """Add a row to the results, in place of an older one of its name."""
     about: dict[str, Any] = {"rows": []}
@@ -527,7 +598,7 @@ def keep(file: Path, row: Row) -> None:
     write_atomic(file, json.dumps(about, indent=1, default=str) + "\n")
     made = [Row(**r | {"faults": [Fault(**f) for f in r["faults"]]}) for r in about["rows"]]
     made.sort(key=lambda r: (r.seed, r.mode))
-    write_atomic(file.with_suffix(".md"), "# Freeze and loss matrix\n\n" + table(made))
+    write_atomic(file.with_suffix(".md"), page(made))
 
 
 def chosen(a: argparse.Namespace) -> Iterator[tuple[str, Callable[[Bench], Row]]]:

@@ -534,7 +534,7 @@ class ClusterConfig:
     rollout_ranks: Annotated[int, at_least(0)] = 0
     """How many ranks, counted from the last, only sample while the others train; 0: every rank does
     both in turn."""
-    gpu_memory_gb: Annotated[float | None, at_least(0, note=" GB; 0: no check")] = None
+    gpu_memory_gb: Annotated[float | None, at_least(0, at_most=1e6, note=" GB; 0: no check")] = None
     """Memory of a GPU in GB (10^9 bytes) that `--dry-run` compares the plan with; 0: no check.
     None: the memory of the local GPU, or 80 without a GPU."""
     timeout_s: Annotated[float, above(0)] = 600.0

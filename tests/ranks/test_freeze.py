@@ -52,5 +52,12 @@ def test_a_row_whose_process_left_something_is_not_explained(
     assert not bench.row("sync reward kill", *freeze_matrix.rows()["sync reward kill"]).is_explained
 
 
+def test_what_has_no_row_has_a_test_of_its_own() -> None:
+    for test in freeze_matrix.ELSEWHERE.values():
+        file, _, name = test.partition(" ")
+        assert f"def {name}(" in (FILE.parents[1] / file).read_text()
+    assert "test_mux_chaos.py` | `test_whoever" in freeze_matrix.page([])
+
+
 def test_the_same_seed_draws_the_same_schedule() -> None:
     assert freeze_matrix.draw(7) == freeze_matrix.draw(7) != freeze_matrix.draw(8)

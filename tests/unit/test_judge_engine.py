@@ -23,7 +23,7 @@ class Server:
         self.keys: list[str | None] = []
         self.under_way = self.most = 0
         self.refuse_first = 0
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), threading.Event()
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
@@ -59,7 +59,7 @@ class Server:
         if "bad request" in text:
             return 400, {"error": "no such model"}
         if "sleep" in text:
-            time.sleep(1.0)
+            self._closed.wait(60)
         if "logprobs" not in body:
             return 200, {"choices": [{"message": {"content": "Fine. Verdict: Yes"}}]}
         if "no logprobs" in text:
@@ -71,6 +71,7 @@ class Server:
         return 200, {"choices": [{"logprobs": {"content": [{"top_logprobs": top}]}}]}
 
     def close(self) -> None:
+        self._closed.set()
         self._http.shutdown()
         self._http.server_close()
         self._thread.join(5)
@@ -119,11 +120,11 @@ def test_a_written_verdict_is_found(server):
 
 def test_a_request_that_fails_costs_its_own_sample_and_says_why(server):
     texts = ["bad request", "no logprobs", "undecided", "fine", "sleep"]
-    bad, lacks, undecided, fine, late = scores_of(server, texts, workers=5, timeout_s=0.6)
+    bad, lacks, undecided, fine, late = scores_of(server, texts, workers=5, timeout_s=4)
     assert bad.error.startswith("http: status 400") and "no such model" in bad.error
     assert lacks.error.startswith("http: ") and "the server must return log-probs" in lacks.error
     assert undecided.error.startswith("verdict: ") and not fine.error
-    assert late.error.startswith("timeout after 0.6 s: ")
+    assert late.error.startswith("timeout after 4 s: ")
 
 
 def test_a_rubric_that_a_row_does_not_suit_costs_that_row(server, tmp_path):

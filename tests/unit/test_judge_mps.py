@@ -68,7 +68,7 @@ def pid_of(daemon: mps.Daemon) -> int:
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while it is read
         return False
 
 

@@ -164,6 +164,8 @@ def test_on_a_terminal_lines_pass_above_the_bar_and_the_logger_gets_its_stream_b
         screen = Screen(2)
         screen.phase("gen")
         screen.advance(3, 8)
+        assert screen._bar is not None
+        screen._bar._progress.refresh()  # its own thread may come late
         screen.step(1, {"critic/score/mean": 0.5})
         screen.end({"steps": 1}, Path("runs/x"), Path("runs/x/curve.png"))
         assert rl_log.log.handlers[0].stream is terminal and sys.stdout is terminal
