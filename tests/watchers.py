@@ -61,6 +61,13 @@ class Forgets(Callback):
         return None  # type: ignore[return-value]
 
 
+class Counts(Callback):
+    """Returns a number where a decision is needed."""
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> bool:
+        return step  # type: ignore[return-value]
+
+
 class Unmade(Callback):
     def __init__(self, setting: int) -> None:
         """Needs a setting, which nobody gives."""

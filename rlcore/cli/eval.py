@@ -95,7 +95,8 @@ def _main(argv: Sequence[str]) -> int:
     from rlcore.cli import settings, train
     from rlcore.config import rules
 
-    checkpoint, base = _source(args.path, args.step)
+    model = words[words.index("--model.path") + 1] if "--model.path" in words[:-1] else ""
+    checkpoint, base = _source(args.path, args.step, model)
     cfg = _evaluates(settings.parse([*base, *words]), args.path)
     rules.check(cfg)
 
@@ -105,8 +106,9 @@ def _main(argv: Sequence[str]) -> int:
     return train.run(cfg, work)
 
 
-def _source(path: str, step: int | None) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint, if `path` is a run or a checkpoint, and the words of its settings."""
+def _source(path: str, step: int | None, model: str) -> tuple[Path | None, list[str]]:
+    """Return the checkpoint, if `path` is a run or a checkpoint, and the words of its settings.
+    `model`: folder of the run's start model, if it was moved; its config.json is read."""
     from rlcore.cli import export
     from rlcore.trainer import resume, seal
 
@@ -115,7 +117,10 @@ def _source(path: str, step: int | None) -> tuple[Path | None, list[str]]:
         if step is not None:
             raise ConfigError(f"--step {step}: {path} is no run, and has no checkpoints")
         return None, ["--model.path", path]
-    source = export.source_of(folder, step, "")
+    try:
+        source = export.source_of(folder, step, model)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--model ", "--model.path ")) from error
     saved = json.loads((source.checkpoint.parents[1] / "config.json").read_text())
     words = ["--run.dir", str(source.checkpoint.parents[2])]
     words += [word for name in SECTIONS for word in _words(name, saved.get(name, {}))]

@@ -97,6 +97,8 @@ def run(cfg: "Config", work: "Work | None" = None) -> int:
     finally:
         if here.health is not None:
             here.health.close()
+        if here.size == 1:  # after a failure too: the process may start another run
+            world.leave(here)
 
 
 def _train(cfg: "Config", here: "World", warnings: Sequence[str]) -> int:

@@ -182,7 +182,6 @@ METRICS = [
     Metric("val-core/<set>/acc/pass@<k>", "", "chance that one of k samples is correct, unbiased"),
     Metric("val-core/<set>/acc/maj@<k>", "", "score of the most frequent answer of k samples"),
     Metric("val-core/<set>/acc/best@<k>", "", "expected best score of k samples, unbiased"),
-    Metric("val-core/<set>/acc/maj@<k>", "", "score of the most frequent answer among k samples"),
     Metric("val-core/<set>/acc/greedy", "", "score of the greedy response"),
     Metric("val-aux/<set>/acc/std_err@<k>", "", "standard error of mean@k over prompts"),
     Metric("val-aux/<set>/acc/<stat>", "", "further statistic of the scores of a data set"),

@@ -65,6 +65,7 @@ class InlineReward:
                 result = RewardResult(score=0.0, error=f"exception: {sentence(error)}")
             self._since = None
             seconds = time.monotonic() - began
+            self._cancelled.discard(job.sample.id)
             self._host.done(job, structs.replace(result, latency_s=seconds), "")
 
     def _watch(self) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlcore.config import dotted
 from rlcore.records import Prompt, RewardResult, Sample, is_training
 from rlcore.utils.errors import ConfigError
@@ -90,12 +92,8 @@ class Callbacks:
             kept = True
             for name, callback in made:
                 found = _call(name, callback.keep_sample, sample, prompt, text, result)
-                if not isinstance(found, bool):
-                    raise RuntimeError(
-                        f"{OPTION} {name}: keep_sample returned {found!r} for sample {sample.id}; "
-                        "return True or False"
-                    )
-                kept = kept and found
+                where = f"keep_sample returned {found!r} for sample {sample.id}"
+                kept &= _decision(name, where, found)
             return kept
 
         return keeps
@@ -108,13 +106,15 @@ class Callbacks:
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Call `on_step` of all callbacks."""
         for name, callback in self._made:
-            self.stops |= _call(name, callback.on_step, step, dict(metrics)) is True
+            found = _call(name, callback.on_step, step, dict(metrics))
+            self.stops |= _decision(name, f"on_step returned {found!r}", found or False)
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         """Call `on_eval` of all callbacks with the `val-*` metrics, if there are any."""
-        found = {k: v for k, v in metrics.items() if k.startswith("val-")}
-        for name, callback in self._made if found else []:
-            self.stops |= _call(name, callback.on_eval, step, dict(found)) is True
+        scores = {k: v for k, v in metrics.items() if k.startswith("val-")}
+        for name, callback in self._made if scores else []:
+            found = _call(name, callback.on_eval, step, dict(scores))
+            self.stops |= _decision(name, f"on_eval returned {found!r}", found or False)
 
     def on_save(self, step: int, folder: Path) -> None:
         """Call `on_save` of all callbacks."""
@@ -132,6 +132,12 @@ def _call(name: str, method: Callable[..., Any], *args: object) -> Any:
         return method(*args)
     except Exception as error:
         raise RuntimeError(f"{OPTION} {name}: {_sentence(method.__name__, error)}") from error
+
+
+def _decision(name: str, what: str, found: object) -> bool:
+    if not isinstance(found, bool | np.bool_):
+        raise RuntimeError(f"{OPTION} {name}: {what}; return True or False")
+    return bool(found)
 
 
 def _sentence(what: str, error: Exception) -> str:

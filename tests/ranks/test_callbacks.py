@@ -40,7 +40,13 @@ class Found:
             ],
             folder / "gang",
         )
-        failing = {"raises": "Raises", "forgets": "Forgets", "unmade": "Unmade", "no class": "json"}
+        failing = {
+            "raises": "Raises",
+            "forgets": "Forgets",
+            "counts": "Counts",
+            "unmade": "Unmade",
+            "no class": "json",
+        }
         self.alone = runs.run(
             1,
             [job(name, "--run.callbacks", f"tests.watchers.{c}") for name, c in failing.items()],
@@ -107,6 +113,7 @@ def test_a_callback_ends_the_run_which_is_complete(found: Found) -> None:
     [
         ("raises", 1, "Raises: on_step raised KeyError: 'what it looks for'"),
         ("forgets", 1, "Forgets: keep_sample returned None for sample t"),
+        ("counts", 1, "Counts: on_step returned 1; return True or False"),
         ("unmade", 2, "Unmade: its constructor raised TypeError"),
         ("no class", 2, "json: is no subclass of rlcore.trainer.callbacks.Callback"),
     ],

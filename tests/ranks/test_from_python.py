@@ -109,6 +109,28 @@ def test_bad_input_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
         rlcore.train({**keys(tmp_path, "bad"), **more}, **given)  # type: ignore[arg-type]
 
 
+def test_a_run_that_fails_leaves_the_process_fit_for_the_next(tmp_path: Path) -> None:
+    code = (
+        "import json, sys, rlcore\n"
+        "keys, rows = json.loads(sys.argv[1]), json.loads(sys.argv[2])\n"
+        "try:\n"
+        "    rlcore.train({**keys, 'run.name': 'fails'}, reward=lambda *_: 1 / 0, dataset=rows)\n"
+        "except ValueError as error:\n"
+        "    print('first', error)\n"
+        "print('then', len(rlcore.train(keys, reward=lambda *_: 1, dataset=rows).metrics))\n"
+    )
+    words = [json.dumps(keys(tmp_path, "next")), json.dumps(ROWS)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(),
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert "first the run is refused" in done.stdout and "\nthen 2\n" in done.stdout
+
+
 def test_a_function_that_does_not_return_ends_the_run_and_is_named(tmp_path: Path) -> None:
     code = (
         "import json, sys, time, rlcore\n"

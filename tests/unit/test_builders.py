@@ -285,7 +285,7 @@ def test_contexts_are_measured_while_the_engine_sleeps_before_anything_is_built(
     side = SimpleNamespace(engine=SimpleNamespace(sleep=lambda tags: order.append(set(tags))))
     cfg = replace(config(tmp_path), train=TrainConfig(offload=True))
     monkeypatch.setattr(model, "model_config", lambda _: kit_model())
-    monkeypatch.setattr(builders.devices, "make_residency", lambda *_: memory)
+    monkeypatch.setattr(builders.devices, "make_residency", lambda *_, **__: memory)
     monkeypatch.setattr(builders.sizes, "make_sizes", lambda *_: None)
     monkeypatch.setattr(builders.rollout, "make_side", lambda *_: side)
     monkeypatch.setattr(builders.learner, "make_models", build)
