@@ -114,6 +114,7 @@ VERL = {
 TRL = {
     "batch_size": "data.prompts_per_step",
     "beta": "algo.kl_coef",
+    "callbacks": "run.callbacks",
     "epsilon": "algo.clip_low",
     "epsilon_high": "algo.clip_high",
     "generation_batch_size": "data.prompts_per_step: prompts, where TRL counts responses",
@@ -150,6 +151,7 @@ SLIME = {
     "clip_grad": "train.clip_grad",
     "context_parallel_size": "train.cp",
     "entropy_coef": "algo.entropy_coef",
+    "dynamic_sampling_filter_path": "algo.equal_reward_groups: replace, for equal rewards",
     "eps_clip": "algo.clip_low",
     "eps_clip_high": "algo.clip_high",
     "eval_interval": "eval.every",

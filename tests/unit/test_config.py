@@ -8,6 +8,7 @@ import json
 import math
 import re
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -536,6 +537,16 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist():
     for table in (other_names.VERL, other_names.TRL, other_names.SLIME):
         for theirs, ours in table.items():
             assert re.split("[:, ]", ours)[0] in known, (theirs, ours)
+
+
+@pytest.mark.parametrize("who", ["verl", "TRL", "slime"])
+def test_the_page_for_other_frameworks_has_their_tables(who: str):
+    page = (Path(__file__).parents[2] / "recipes" / "COMING_FROM.md").read_text()
+    section = re.search(rf"^## {who}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+    rows = re.findall(r"^\| `(\S+)` \| `(\S+)` \| ?(.*?) ?\|$", section[1], re.M)
+    table = getattr(other_names, who.upper())
+    told = {theirs: re.split("[:, ]+", ours, maxsplit=1) for theirs, ours in table.items()}
+    assert {t: [k, *filter(None, [note])] for t, k, note in rows} == told
 
 
 @pytest.mark.parametrize(
