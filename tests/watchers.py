@@ -70,4 +70,4 @@ class Counts(Callback):
 
 class Unmade(Callback):
     def __init__(self, setting: int) -> None:
-        """Needs a setting, which nobody gives."""
+        """Require an argument, although callbacks are made without arguments."""

@@ -93,9 +93,9 @@ class AlgoConfig:
     train on them. `drop`: remove them from the batch and its denominators. `replace`: sample other
     prompts in their place (DAPO's dynamic sampling)."""
     max_replaced_groups: Annotated[float, above(0)] = 4.0
-    """Maximum number of groups that a step replaces, as a multiple of data.prompts_per_step, with
-    equal_reward_groups replace. At the limit the step has fewer groups; with --mode async it has
-    groups of equal scores."""
+    """Maximum number of groups replaced per step, as a multiple of data.prompts_per_step, with
+    equal_reward_groups replace. Beyond it a step trains on fewer groups, or with --mode async also
+    on groups of equal scores."""
     truncated_responses: Literal["keep", "drop"] = "keep"
     """Handling of responses cut at rollout.max_tokens. `keep`: train on them. `drop`: remove them
     from the batch and its denominators, but not from their group's baseline (DAPO's overlong

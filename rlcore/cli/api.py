@@ -3,19 +3,20 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.config.resolve import SELECTORS
+from rlcore.config import resolve
+from rlcore.metrics.jsonl import read_lines, write_atomic
 from rlcore.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A run that is complete."""
+    """A run that has ended: complete, or saved after a SIGTERM."""
 
     folder: Path
     """Folder of the run: metrics, checkpoints, logs."""
@@ -24,7 +25,7 @@ class TrainResult:
     def metrics(self) -> list[dict[str, float]]:
         """Metrics of all steps, in their order. Step 0, if there is one, is the evaluation before
         the first step."""
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").open()]
+        return list(read_lines(self.folder / "metrics.jsonl"))
 
     @property
     def model(self) -> Path | None:
@@ -39,7 +40,7 @@ def train(
     reward: Callable[..., Any] | str | None = None,
     dataset: Iterable[Mapping[str, Any]] | None = None,
 ) -> TrainResult:
-    """Train as `rlcore train` does with these keys, and return when the run is complete.
+    """Train as `rlcore train` does with these keys, and return when the run has ended.
 
     The run has one rank, in this process. In a script that torchrun starts, every process calls
     this function and is one rank. A run of the same name is resumed.
@@ -61,16 +62,21 @@ def train(
     from rlcore.config import rules
     from rlcore.rewards import inline
 
-    with ExitStack() as stack:
-        if callable(reward):
-            reward = stack.enter_context(inline.named(reward))
-        words = _words(keys if reward is None else {**keys, "reward": reward})
+    for key in keys:
+        if "." not in key and key not in resolve.SELECTORS:
+            raise ConfigError(
+                f"{key}: allowed without a section are {', '.join(resolve.SELECTORS)}; other keys "
+                "have one, such as run.seed"
+            )
+    with inline.named(reward) if callable(reward) else nullcontext(reward) as name:
+        given = dict(keys) if name is None else {**keys, "reward": name}
         if dataset is not None:
             if "data.train" in keys:
-                raise ConfigError("data.train and dataset: give one of them")
-            folder = Path(keys.get("run.dir", "runs"))
-            words += ["--data.train", str(_write(dataset, folder))]
-        cfg = settings.parse(words)
+                raise ConfigError(
+                    "data.train: is given beside the argument dataset; give only one of them"
+                )
+            given["data.train"] = _write(dataset, Path(keys.get("run.dir", "runs")))
+        cfg = settings.parse(resolve.words(given))
         rules.check(cfg)
         code = program.run(cfg)
     log = run_folder(cfg) / "logs" / f"rank{os.environ.get('RANK', '0')}.log"
@@ -81,27 +87,8 @@ def train(
     return TrainResult(run_folder(cfg))
 
 
-def _words(keys: Mapping[str, Any]) -> list[str]:
-    """Return the keys as words of a command line."""
-    words: list[str] = []
-    for key, value in keys.items():
-        section, _, name = key.rpartition(".")
-        if not section and name not in SELECTORS:
-            raise ConfigError(
-                f"{key}: allowed without a section are {', '.join(SELECTORS)}; other keys have "
-                "one, such as run.seed"
-            )
-        if isinstance(value, bool):
-            words.append(f"--{key}" if value else f"--{section}.no_{name}")
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            words += [f"--{key}", *map(str, value)]
-        else:
-            words += [f"--{key}", str(value)]
-    return words
-
-
 def _write(dataset: Iterable[Mapping[str, Any]], folder: Path) -> Path:
-    """Write the rows to a JSONL file whose name has their hash, and return its path."""
+    """Write the rows to a JSONL file named by their hash, and return its path."""
     lines = []
     for i, row in enumerate(dataset):
         if not isinstance(row, Mapping):
@@ -115,8 +102,5 @@ def _write(dataset: Iterable[Mapping[str, Any]], folder: Path) -> Path:
     text = "\n".join(lines) + "\n"
     file = folder / f"dataset-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     if not file.exists():
-        from rlcore.metrics.jsonl import write_atomic
-
-        folder.mkdir(parents=True, exist_ok=True)
         write_atomic(file, text)
     return file

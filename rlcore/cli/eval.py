@@ -15,7 +15,7 @@ table has the mean score of all samples with its standard error over prompts, pa
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -33,14 +33,14 @@ if TYPE_CHECKING:  # importing torch would slow down the command line
     from rlcore.records import Shard
 
 SECTIONS = "model", "data", "rollout", "reward", "env", "eval"
-"""Sections that a run's own settings bring to its evaluation."""
+"""Sections of a run's config.json that its evaluation starts from."""
 TRAINING = ("data.train", "rollout.draft", "rollout.adaptive_tp", "rollout.max_tp")
-"""Keys of these sections that an evaluation has no use for."""
+"""Keys of these sections that only training uses."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a folder or a checkpoint, in the place of a learner."""
+    """Source of the weights of a Hugging Face folder or a checkpoint; stands in for a learner."""
 
     hf: "HFConfig"
     folder: Path
@@ -53,16 +53,15 @@ class Weights:
         import torch
 
         from rlcore.hf.names import expected
-        from rlcore.hf.weights import WeightReader
+        from rlcore.hf.weights import read_folder
         from rlcore.mcore import export
 
-        kind, names = getattr(torch, self.dtype), expected(self.hf)
+        kind = getattr(torch, self.dtype)
         if self.is_checkpoint:
-            found = export.read(self.folder / "learner", self.hf, kind, frozenset(names))
+            names = expected(self.hf).keys()
+            found = export.read(self.folder / "learner", self.hf, kind, names)
         else:
-            reader = WeightReader(self.folder)
-            reader.check(names)
-            found = ((name, reader.get(name)) for name in names)
+            found = read_folder(self.folder, self.hf)
         for name, tensor in found:
             yield name, tensor.to(self.device, kind)
 
@@ -110,6 +109,7 @@ def _source(path: str, step: int | None, model: str) -> tuple[Path | None, list[
     """Return the checkpoint, if `path` is a run or a checkpoint, and the words of its settings.
     `model`: folder of the run's start model, if it was moved; its config.json is read."""
     from rlcore.cli import export
+    from rlcore.config import resolve
     from rlcore.trainer import resume, seal
 
     folder = Path(path)
@@ -121,29 +121,15 @@ def _source(path: str, step: int | None, model: str) -> tuple[Path | None, list[
         source = export.source_of(folder, step, model)
     except ConfigError as error:
         raise ConfigError(str(error).replace("--model ", "--model.path ")) from error
+    if fault := seal.fault(source.checkpoint, None):
+        raise ConfigError(f"{source.checkpoint}: {fault}; choose another checkpoint with --step")
     saved = json.loads((source.checkpoint.parents[1] / "config.json").read_text())
-    words = ["--run.dir", str(source.checkpoint.parents[2])]
-    words += [word for name in SECTIONS for word in _words(name, saved.get(name, {}))]
-    for name in ("reward", "env"):
-        if saved["select"][name]:
-            words += [f"--{name}", saved["select"][name]]
-    return source.checkpoint, words
-
-
-def _words(section: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of a section of a run's config.json as words of a command line."""
-    for name, value in values.items():
-        key = f"{section}.{name}"
-        if key in TRAINING or value in ("", []):
-            continue
-        if isinstance(value, Mapping):
-            yield from _words(key, value)
-        elif isinstance(value, bool):
-            yield f"--{key}" if value else f"--{section}.no_{name}"
-        elif isinstance(value, list):
-            yield from (f"--{key}", *map(str, value))
-        else:
-            yield from (f"--{key}", str(value))
+    keys: dict[str, Any] = {"run.dir": str(source.checkpoint.parents[2])}
+    keys |= {f"select.{name}": saved["select"][name] for name in ("reward", "env")}
+    for section in SECTIONS:
+        keys |= {f"{section}.{name}": value for name, value in saved[section].items()}
+    keys = {key: value for key, value in keys.items() if key not in TRAINING and value != ""}
+    return source.checkpoint, resolve.words(keys)
 
 
 def _evaluates(cfg: "Config", path: str) -> "Config":

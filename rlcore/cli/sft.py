@@ -131,6 +131,14 @@ def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -
         task.to_prompt(task.make("probe", cfg.seed, i), i, tokenizer.encode)
         for i in range(cfg.probe_prompts)
     ]
+    log.info(
+        "warm start: trains a tiny model on examples of the task %s, until it solves %g %% of %d "
+        "probe prompts; the model goes to %s",
+        cfg.task,
+        100 * cfg.target,
+        cfg.probe_prompts,
+        cfg.out,
+    )
     built = builders.run(settings, here, eval_sets=[("probe", probe)])
     try:
         turns = getattr(task, "TURNS", task.CHARS)

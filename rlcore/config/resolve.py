@@ -15,7 +15,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,24 @@ def keys(config: Any, prefix: str = "") -> dict[str, Any]:
         value = hide(value) if name == ADDRESS else value
         flat |= keys(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
     return flat
+
+
+def words(keys: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return keys with their values, as `keys` or config.json has them, as words of a command line.
+    Values of sections may be mappings themselves."""
+    out: list[str] = []
+    for key, value in keys.items():
+        name = prefix + key
+        if isinstance(value, Mapping):
+            out += words(value, f"{name}.")
+        elif isinstance(value, bool):
+            section, _, last = name.rpartition(".")
+            out.append(f"--{name}" if value else f"--{section}.no_{last}")
+        elif isinstance(value, list | tuple):
+            out += [f"--{name}", *map(str, value)]
+        else:
+            out += [f"--{name}", str(value)]
+    return out
 
 
 def to_json(config: Config) -> str:

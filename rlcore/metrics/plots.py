@@ -286,8 +286,8 @@ def _times(ax: "Axes", rows: Rows) -> None:
     }
     labels = [f"{p} ({100 * np.sum(parts[p]) / whole:.0f} %)" for p in shown]
     ax.stackplot(steps, *shown.values(), labels=labels, colors=COLORS, alpha=0.8, linewidth=0)
-    ax.set_ylim(0, 1.4 * np.max(sum(shown.values())))  # This limit leaves room for the legend.
-    ax.legend(loc="upper center", ncols=3, frameon=False, fontsize=9)
+    ax.set_ylim(0, 1.5 * np.max(sum(shown.values())))  # This limit leaves room for the legend.
+    ax.legend(loc="upper center", ncols=2, frameon=False, fontsize=9)
 
 
 def _all(lengths: Lengths) -> np.ndarray:

@@ -212,8 +212,8 @@ class Refill:
         self, buffer: SampleBuffer, issue: Callable[[int], list[Work]], max_replaced: int = 0
     ) -> None:
         """Make the policy. `issue(n)` returns the work of the next n prompts. At most
-        `max_replaced` groups of equal rewards per version are replaced by other prompts. More are
-        trained on, because solved or too hard tasks would be replaced forever."""
+        `max_replaced` groups of equal rewards per version are replaced by other prompts. Further
+        ones are trained on, since a data set of solved tasks would be sampled without end."""
         self._buffer, self._issue, self.max_replaced = buffer, issue, max_replaced
         self._version, self._num_replaced = buffer.version, 0
 

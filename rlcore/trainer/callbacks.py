@@ -1,7 +1,8 @@
 """Callbacks: user code that follows a run, with `--run.callbacks my_pkg.my_callbacks.MyCallback`.
 
-A subclass of `Callback` overrides the methods that it needs. Rank 0 calls all of them. The other
-ranks that sample call only `keep_sample`. An error in a callback ends the run with its name.
+A subclass of `Callback` overrides the methods that it needs. Rank 0 calls all of them. Other
+ranks that sample call only `keep_sample`. An error in a callback ends the run; the
+message names the callback.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,19 +22,20 @@ class Callback:
     """Base class of callbacks. Every method does nothing."""
 
     def on_start(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Begin or resume. `folder`: the run's folder. `config`: every key with its value."""
+        """Called when the run starts or resumes. `folder`: the run's folder. `config`: every key
+        with its value."""
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """Receive the metrics of a step, after they are written. Return True to end the run after
-        the next step, with its checkpoint."""
+        """Called after each step, when its metrics are written. Return True to end the run: it
+        takes one more step and saves a checkpoint."""
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """Receive the `val-*` metrics of an evaluation. Return True to end the run, as `on_step`.
-        Step 0 is the evaluation before the first step."""
+        """Called after each evaluation, with its `val-*` metrics. Step 0 is the evaluation before
+        the first step. Return True to end the run, as in `on_step`."""
 
     def on_save(self, step: int, folder: Path) -> None:
-        """Receive the folder of a complete checkpoint. Later checkpoints may remove it, so copy
-        what is needed."""
+        """Called after each checkpoint, with its folder. Later checkpoints may remove the folder,
+        so copy what is needed."""
 
     def keep_sample(self, sample: Sample, prompt: Prompt, text: str, result: RewardResult) -> bool:
         """Return whether to train on a scored response to a training prompt; `text` is the
@@ -42,7 +44,7 @@ class Callback:
         return True
 
     def on_end(self, step: int) -> None:
-        """Receive the end of a run that is complete, with its last step."""
+        """Called once at the end of a complete run, with its last step."""
 
 
 def find(names: Sequence[str]) -> list[type[Callback]]:

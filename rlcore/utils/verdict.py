@@ -141,7 +141,9 @@ def table(
     if not who:
         who = ["no rank is suspected"]
         if size > 1 and len({(r["phase"], _now(r)) for r in records.values()}) == 1:
-            who = ["no rank is suspected: all wait at one place; check the network between nodes"]
+            who = [
+                "no rank is suspected: all ranks wait at one line; check the network between nodes"
+            ]
     lines = ["stuck ranks", *(f"  {line}" for line in who)]
     lines.append(f"  alarm raised by {reason}")
     lines.append(f"  {'rank':<6}{'phase':<18}{'for':>7}  waiting for / at")

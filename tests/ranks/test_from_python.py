@@ -89,7 +89,11 @@ def test_a_script_trains_with_its_own_function_and_rows_and_goes_on(tmp_path: Pa
 BAD = {
     "no such key": ({"train.lrr": 1}, {}, "--train.lrr: there is no such key"),
     "no section": ({"lr": 1}, {}, "lr: allowed without a section are algo, reward, env, mode"),
-    "two sources": ({"data.train": "label"}, {}, "data.train and dataset: give one of them"),
+    "two sources": (
+        {"data.train": "label"},
+        {},
+        "data.train: is given beside .* dataset",
+    ),
     "no rows": ({}, {"dataset": []}, "dataset: has no rows"),
     "no mapping": ({}, {"dataset": ["a"]}, "dataset: row 0 is a str; give dictionaries"),
     "no json": ({}, {"dataset": [{"a": b"b"}]}, "dataset: row 0 cannot be written as JSON"),

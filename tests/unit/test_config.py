@@ -539,6 +539,21 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist():
             assert re.split("[:, ]", ours)[0] in known, (theirs, ours)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--model.path m --train.sp --rollout.stop_ids 1 2 --data.train a b",
+        "--reward exact:1,math:0.5 --reward.exact.answer_marker > --reward.math.require_boxed",
+        "--env frozenlake --env.max_turns 3 --algo dapo --mode stream",
+    ],
+)
+def test_keys_as_words_give_the_configuration_again(given: str):
+    cfg = parse(given.split())
+    keys = resolve.keys(cfg)
+    for form in (keys, json.loads(resolve.to_json(cfg))):  # flat, and as in config.json
+        assert resolve.keys(parse(resolve.words(form))) == keys
+
+
 @pytest.mark.parametrize("who", ["verl", "TRL", "slime"])
 def test_the_page_for_other_frameworks_has_their_tables(who: str):
     page = (Path(__file__).parents[2] / "recipes" / "COMING_FROM.md").read_text()

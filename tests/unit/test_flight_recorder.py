@@ -88,7 +88,7 @@ def test_with_equal_counts_the_rank_that_does_not_wait_is_named():
 
 
 def test_where_all_ranks_wait_for_each_other_the_network_is_named():
-    words = "no rank is suspected: all wait at one place; check the network between nodes"
+    words = "no rank is suspected: all ranks wait at one line; check the network between nodes"
     both = {r: _record(r) for r in (0, 1)}
     assert verdict.table(both, {}, 2, [], "x")[1] == f"  {words}"
     apart = both | {1: _record(1, where="x.py:1 in f")}

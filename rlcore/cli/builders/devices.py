@@ -30,8 +30,8 @@ def ranks_per_node(world: World) -> int:
 def memory_plan(
     cfg: Config, hf: HFConfig, world: World, *, trains: bool = True
 ) -> tuple[memory.MemoryPlan, int]:
-    """Return this rank's memory plan, and the memory of its GPU in bytes (0 without a GPU). Without
-    `trains` it has no learner, as for an evaluation alone."""
+    """Return this rank's memory plan, and the memory of its GPU in bytes (0 without a GPU). If
+    `trains` is false, no rank has a learner, as in `rlcore eval`."""
     cuda = world.device.type == "cuda"
     gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory if cuda else 0
     others = beside(judges_of(cfg)) if cuda and world.samples else memory.NOBODY
