@@ -570,12 +570,12 @@ class RolloutWorker:
     def _reward_events(self) -> list[AnyEvent]:
         self._ask_for_scores()
         wait = 0.0 if self._live else (POLL_S if self._scorer.num_pending else 0.0)
-        scores = [(i, self._judged(i, result)) for i, result in self._scorer.poll(wait)]
+        scores = [(i, self._with_decision(i, result)) for i, result in self._scorer.poll(wait)]
         self._unscored.difference_update(i for i, _ in scores)
         self.scores.update((i, result.score) for i, result in scores)
         return [Rewarded(id=i, result=result) for i, result in scores]
 
-    def _judged(self, id: RequestId, result: RewardResult) -> RewardResult:
+    def _with_decision(self, id: RequestId, result: RewardResult) -> RewardResult:
         """Return the result with the decision of the run's callbacks about the sample."""
         sample = self.samples.get(id)
         if self._keep_sample is None or sample is None or sample.group not in self.prompts:
