@@ -220,13 +220,17 @@ class _Bar:
     """Progress bar of the package rich; the logger's lines are printed above the bar."""
 
     def __init__(self, total_steps: int):
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+        # The console that rich shares decides at its first use whether it draws.
+        console = Console()
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=40),
             TextColumn("{task.fields[count]}"),
             TimeRemainingColumn(),
+            console=console,
             transient=True,
             refresh_per_second=4,
         )

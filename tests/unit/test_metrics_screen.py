@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import rich
 
 from rlcore.metrics.screen import Screen, evaluation_lines, final_table, step_line
 from rlcore.metrics.sinks import summarise
@@ -155,6 +156,7 @@ def test_on_a_terminal_lines_pass_above_the_bar_and_the_logger_gets_its_stream_b
         def isatty(self):
             return True
 
+    rich.get_console()  # made without a terminal, it never draws: not the console of the bar
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
