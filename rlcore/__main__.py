@@ -2,7 +2,10 @@
 
 Only the command's own module is imported, so that every command starts fast."""
 
+import atexit
+import os
 import sys
+from contextlib import suppress
 
 COMMANDS = {
     "train": "train a model; --dry-run only checks the run and shows its plan",
@@ -40,7 +43,20 @@ def main(argv: list[str]) -> int:
 
 def script() -> int:
     """Run the command line; pip installs this function as the program `rlcore`."""
-    return main(sys.argv[1:])
+    codes: list[int] = []
+    atexit.register(_leave, codes)  # the first that is registered runs last
+    codes.append(main(sys.argv[1:]))
+    return codes[0]
+
+
+def _leave(codes: list[int]) -> None:
+    """Exit with the command's code as soon as all exit handlers have run. torch's threads are still
+    there then, and abort the process now and then while Python is finalised."""
+    if codes and "torch" in sys.modules:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(codes[0])
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ def run_gang(n: int, command: Sequence[str], folder: Path, timeout_s: float = 50
     0 wrote. AssertionError if a rank fails."""
     env = pretend.environment() | {"WORLD_SIZE": str(n), "RLCORE_PRETEND_CUDA_DEVICES": str(n)}
     env |= {"LOCAL_WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env |= {"PYTHONFAULTHANDLER": "1"}  # an abort names the thread that it came from
     gang: list[Any] = []
     logs = [folder / f"log{rank}" for rank in range(n)]
     try:
