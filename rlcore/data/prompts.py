@@ -259,7 +259,7 @@ def _read_into(
     tokenizer: Tokens,
     cap: int,
 ) -> None:
-    first, report = len(prompts), _Report(path)
+    first, report = len(prompts), Report(path)
     for asked in _questions(path, config, tokenizer):
         place, row = asked.place, asked.row
         if cap and len(prompts) - first == cap:
@@ -276,7 +276,7 @@ def _read_into(
                 raise ConfigError(
                     f"{place}: {error}; fix the row, or skip such rows with --data.bad_rows skip"
                 ) from error
-            report.junk(place, error, row)
+            report.bad(place, error, row)
             continue
         if len(prompt.tokens) > config.max_prompt_tokens:
             report.long(place, len(prompt.tokens))
@@ -285,31 +285,38 @@ def _read_into(
     report.tell(len(prompts) - first, config)
 
 
-class _Report:
+class Report:
     """Report on the skipped rows of one file: invalid rows and too long prompts."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._num_junk = 0
+        self._num_bad = 0
         self._num_long = 0
         self._longest = (0, "", "")
         self._reasons: Counter[str] = Counter()
         self._columns: Counter[str] = Counter()
 
-    def junk(self, place: str, error: Exception, row: Any) -> None:
-        self._num_junk += 1
+    def bad(self, place: str, error: Exception, row: Any) -> None:
+        """Count an invalid row, and log the first ones with the reason. `place` is `file:line`."""
+        self._num_bad += 1
         _count(self._reasons, [str(error)])
         _count(self._columns, map(str, row) if isinstance(row, dict) else ())
-        if self._num_junk <= _SHOWN:
+        if self._num_bad <= _SHOWN:
             log.warning("%s: %s; row skipped", place, error)
 
     def long(self, place: str, num_tokens: int, bound: str = "") -> None:
+        """Count a too long prompt; `bound` is "at least " if `num_tokens` is a lower bound."""
         self._num_long += 1
         self._longest = max(self._longest, (num_tokens, bound, place))
 
     def tell(self, num_kept: int, config: PromptSettings) -> None:
-        if self._num_junk > _SHOWN:
-            log.warning("%s: skipped %d bad rows in total", self._path, self._num_junk)
+        """Log the totals of the file.
+
+        Raises:
+            ConfigError: no row was kept.
+        """
+        if self._num_bad > _SHOWN:
+            log.warning("%s: skipped %d bad rows in total", self._path, self._num_bad)
         if self._num_long:
             num_tokens, bound, place = self._longest
             log.warning(
@@ -325,11 +332,11 @@ class _Report:
         if num_kept:
             log.info("%s: %d prompts", self._path, num_kept)
             return
-        if self._num_junk:
+        if self._num_bad:
             columns = ", ".join(_shown(c) for c, _ in self._columns.most_common(10)) or "none"
             reason, count = self._reasons.most_common(1)[0]
             raise ConfigError(
-                f"{self._path}: no usable row; {count} of {self._num_junk}: {reason}. The fields "
+                f"{self._path}: no usable row; {count} of {self._num_bad}: {reason}. The fields "
                 f"of the rows are {columns}; set --data.prompt_field and --data.answer_field"
             )
         if self._num_long:
@@ -368,7 +375,7 @@ def _encoder(config: PromptSettings, tokenizer: Tokens) -> Callable[[str], list[
     """Return the tokenising function of generated prompts, with a chat template if configured."""
     if config.template != "chat":
         return lambda text: tokenizer.encode(text + config.suffix)
-    return lambda text: tokenizer.encode(tokenizer.render_chat(_messages(text, config)))
+    return lambda text: tokenizer.encode(tokenizer.render_chat(messages_of(text, config)))
 
 
 def _names(sources: Sequence[str]) -> list[str]:
@@ -384,9 +391,13 @@ def _names(sources: Sequence[str]) -> list[str]:
     return names
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Any, int]]:
-    """Yield (`file:line`, row, approximate size in bytes) for every row; an invalid line yields its
-    exception as the row."""
+def rows_of(path: Path) -> Iterator[tuple[str, Any, int]]:
+    """Yield (`file:line`, row, approximate size in bytes) for every row of a .jsonl or .parquet
+    file; an invalid line yields its exception as the row.
+
+    Raises:
+        ConfigError: the file is missing, has another type, or cannot be read.
+    """
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(
             f"data file {path}: must end in .jsonl or .parquet, or be a task: {', '.join(TASKS)}"
@@ -457,7 +468,7 @@ class _Question:
 def _questions(path: Path, config: PromptSettings, tokenizer: Tokens) -> Iterator[_Question]:
     """Yield every row with its rendered question. Rows are rendered in batches, which are small at
     the start of a file, since a caller may need only the first row."""
-    rows, limit = iter(_rows(path)), 1
+    rows, limit = iter(rows_of(path)), 1
     while batch := _batch(rows, limit, config):
         if config.template == "none":
             yield from batch
@@ -501,7 +512,7 @@ def _question(place: str, row: Any, config: PromptSettings) -> _Question:
     if not isinstance(row, dict):
         raise ValueError(f"the row is a {type(row).__name__}, not a JSON object")
     asked = _field(row, config.prompt_field)
-    messages = _messages(asked, config)
+    messages = messages_of(asked, config)
     text = "\n\n".join(str(m["content"]) for m in messages if m["role"] != "system")
     if config.template == "none" and not isinstance(asked, str):
         raise ValueError("a list of messages needs --data.template chat")
@@ -545,9 +556,13 @@ def _answer(row: dict[str, Any], name: str) -> str:
     return str(answer)
 
 
-def _messages(asked: Any, config: PromptSettings) -> list[dict[str, Any]]:
+def messages_of(asked: Any, config: PromptSettings) -> list[dict[str, Any]]:
     """Return the chat messages in a prompt field; a plain text becomes one user message. The suffix
-    is appended to the last message; data.system is added if there is no system message."""
+    is appended to the last message; data.system is added if there is no system message.
+
+    Raises:
+        ValueError: the value is neither text nor a list of messages, or its last message is empty.
+    """
     key = config.prompt_field
     if isinstance(asked, str):
         asked = [{"role": "user", "content": asked}]
