@@ -95,9 +95,11 @@ class DataConfig:
     prompts_per_step: Annotated[int, above(0)] = 32
     """Number of prompts that one step trains on."""
     prompt_field: str = "question"
-    """Name of the column with the prompt."""
+    """Name of the column with the prompt: text, or a list of chat messages. Messages of the
+    assistant at the end of the list are not part of the prompt."""
     answer_field: str = "answer"
-    """Name of the column with the reference answer."""
+    """Name of the column with the reference answer; empty: none. If it is data.prompt_field, the
+    answer is the content of the last message, which must be the assistant's."""
     template: Literal["auto", "chat", "none"] = "auto"
     """Form of the prompt. `chat`: a user message in the tokenizer's chat template (ChatML if it has
     none). `none`: plain text. `auto`: `none` for generated tasks, else `chat`."""

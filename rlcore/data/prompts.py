@@ -193,7 +193,7 @@ def load(
             f"--data.train: is empty; give .jsonl or .parquet files, or a task: {', '.join(TASKS)}"
         )
     cap = config.num_prompts if which == "train" else config.num_val_prompts
-    names = _names(sources)
+    names = names_of(sources)
     if which == "train" and TASKS.keys() & set(sources):
         return _train_task(config, tokenizer, seed)
     if which == "train":
@@ -378,8 +378,12 @@ def _encoder(config: PromptSettings, tokenizer: Tokens) -> Callable[[str], list[
     return lambda text: tokenizer.encode(tokenizer.render_chat(messages_of(text, config)))
 
 
-def _names(sources: Sequence[str]) -> list[str]:
-    """Return a name per file or task: the stem, with its folder if two stems are equal."""
+def names_of(sources: Sequence[str]) -> list[str]:
+    """Return a name per file or task: the stem, with its folder if two stems are equal.
+
+    Raises:
+        ConfigError: two files have the same folder and stem.
+    """
     stems = [Path(s).stem for s in sources]
     names = [
         stem if stems.count(stem) == 1 else f"{Path(s).absolute().parent.name}/{stem}"
@@ -511,7 +515,9 @@ def _question(place: str, row: Any, config: PromptSettings) -> _Question:
         raise row
     if not isinstance(row, dict):
         raise ValueError(f"the row is a {type(row).__name__}, not a JSON object")
-    asked = _field(row, config.prompt_field)
+    asked, answers = split_answers(field_of(row, config.prompt_field))
+    if answers and not asked:
+        raise ValueError(f"field {config.prompt_field!r} has only messages of the assistant")
     messages = messages_of(asked, config)
     text = "\n\n".join(str(m["content"]) for m in messages if m["role"] != "system")
     if config.template == "none" and not isinstance(asked, str):
@@ -527,7 +533,7 @@ def _prompt(asked: _Question, name: str, config: PromptSettings, tokenizer: Toke
         index=0,  # `PackedPrompts` numbers its prompts
         dataset=name,
         tokens=np.array(tokenizer.encode(asked.rendered), np.int32),
-        answer=_answer(row, config.answer_field),
+        answer=_reference(row, config),
         text=asked.text,
         fields=fields,
     )
@@ -538,22 +544,60 @@ def _prompt(asked: _Question, name: str, config: PromptSettings, tokenizer: Toke
     return prompt
 
 
-def _field(row: dict[str, Any], name: str) -> Any:
+def _reference(row: dict[str, Any], config: PromptSettings) -> str:
+    """Return the reference answer of a row as text; "" if data.answer_field is empty."""
+    key = config.answer_field
+    if key != config.prompt_field:
+        return answer_of(row, key)
+    _, answers = split_answers(row[key])
+    if not answers:
+        raise ValueError(f"field {key!r} does not end with the assistant's message, its answer")
+    return answer_of(answers[-1], "content")
+
+
+def field_of(row: dict[str, Any], name: str) -> Any:
+    """Return a field of a row. Raise ValueError if the row lacks it, or it is null."""
+    """Return a field of a row.
+
+    Raises:
+        ValueError: the field is missing or null.
+    """
     if row.get(name) is None:
         raise ValueError(f"no field {name!r}" if name not in row else f"field {name!r} is null")
     return row[name]
 
 
-def _answer(row: dict[str, Any], name: str) -> str:
-    """Return the row's answer (field `name`) as text; "" if `name` is empty."""
+def answer_of(row: dict[str, Any], name: str) -> str:
+    """Return the row's answer (field `name`) as text; "" if `name` is empty.
+
+    Raises:
+        ValueError: the field is neither text nor a finite number.
+    """
     if not name:
         return ""
-    answer = _field(row, name)
+    answer = field_of(row, name)
     if not isinstance(answer, str | int | float):
         raise ValueError(f"field {name!r} is a {type(answer).__name__}, not text or a number")
     if isinstance(answer, float) and not isfinite(answer):
         raise ValueError(f"field {name!r} is {answer}, not text or a finite number")
     return str(answer)
+
+
+def role_of(message: Any) -> str:
+    """Return the role of a chat message; "" if it has none or is no message."""
+    role = message.get("role") if isinstance(message, dict) else None
+    return role if isinstance(role, str) else ""
+
+
+def split_answers(asked: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """Split a prompt field into the prompt and the messages of the assistant at its end, since the
+    policy writes the next one of these itself."""
+    if not isinstance(asked, list):
+        return asked, []
+    end = len(asked)
+    while end and role_of(asked[end - 1]) == "assistant":
+        end -= 1
+    return asked[:end], asked[end:]
 
 
 def messages_of(asked: Any, config: PromptSettings) -> list[dict[str, Any]]:
@@ -570,8 +614,7 @@ def messages_of(asked: Any, config: PromptSettings) -> list[dict[str, Any]]:
         raise ValueError(f"field {key!r} is neither text nor a list of messages")
     messages = []
     for m in asked:
-        good = isinstance(m, dict) and isinstance(m.get("role"), str)
-        if not good or not isinstance(m.get("content"), str):
+        if not role_of(m) or not isinstance(m.get("content"), str):
             raise ValueError(f"field {key!r}: a message lacks role or content as text")
         messages.append(dict(m))
     if not messages[-1]["content"].strip():

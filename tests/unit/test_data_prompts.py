@@ -97,6 +97,41 @@ def test_a_list_of_messages_is_a_chat(write):
         _train(file, template="none", **keys)
 
 
+def _chat(*turns):
+    return [{"role": role, "content": text} for role, text in turns]
+
+
+def test_the_messages_of_the_assistant_at_the_end_are_not_part_of_the_prompt(write):
+    turns = [("user", "A"), ("assistant", "B"), ("user", "C")]
+    ends = [(), (("assistant", "D"),), (("assistant", "x"), ("assistant", "D"))]
+    file = write("chat.jsonl", *[{"messages": _chat(*turns, *end), "gold": "1"} for end in ends])
+    rows = _train(file, prompt_field="messages", answer_field="gold", suffix="!")
+    assert [TOKENIZER.decode(row.tokens) for row in rows] == [
+        "[user]A[assistant]B[user]C![assistant]"
+    ] * 3
+    assert {(row.text, row.answer) for row in rows} == {("A\n\nB\n\nC!", "1")}
+
+
+def test_the_last_message_of_the_assistant_can_be_the_answer(write, caplog):
+    chats = [
+        _chat(("user", "A"), ("assistant", "x"), ("assistant", "B")),
+        _chat(("user", "A")),
+        "A",
+        _chat(("assistant", "B")),
+        _chat(("user", "A"), ("assistant", None)),
+    ]
+    file = write("chat.jsonl", *[{"messages": chat} for chat in chats])
+    (row,) = _train(file, prompt_field="messages", answer_field="messages")
+    assert (row.text, row.answer, row.fields) == ("A", "B", {})
+    for line, reason in (
+        (2, "field 'messages' does not end with the assistant's message, its answer"),
+        (3, "field 'messages' does not end with the assistant's message, its answer"),
+        (4, "field 'messages' has only messages of the assistant"),
+        (5, "field 'content' is null"),
+    ):
+        assert f"{file}:{line}: {reason}; row skipped" in caplog.messages
+
+
 JUNK = [
     (b"{broken", "not JSON"),
     (b"\xff\xfe", "not JSON"),
