@@ -34,7 +34,13 @@ if TYPE_CHECKING:  # importing torch would slow down the command line
 
 SECTIONS = "model", "data", "rollout", "reward", "env", "eval"
 """Sections of a run's config.json that its evaluation starts from."""
-TRAINING = ("data.train", "rollout.draft", "rollout.adaptive_tp", "rollout.max_tp")
+TRAINING = (
+    "data.train",
+    "data.drop_duplicates",
+    "rollout.draft",
+    "rollout.adaptive_tp",
+    "rollout.max_tp",
+)
 """Keys of these sections that only training uses."""
 
 

@@ -112,6 +112,9 @@ class DataConfig:
     bad_rows: Literal["skip", "refuse"] = "skip"
     """Handling of invalid rows. `skip`: leave them out, and report how many and on which lines.
     `refuse`: end the run."""
+    drop_duplicates: bool = False
+    """Whether to leave out rows of the training files whose prompt has the same letters and digits
+    as the prompt of an earlier row, in any of the files."""
     shuffle: bool = True
     """Whether to shuffle the prompts in every epoch."""
     num_prompts: Annotated[int, at_least(0)] = 0

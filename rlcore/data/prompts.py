@@ -8,6 +8,7 @@ Own code instead of `datasets`, which keeps a second copy of the files in a cach
 module name file and line.
 """
 
+import hashlib
 import itertools
 import json
 import re
@@ -83,6 +84,9 @@ class PromptSettings(Protocol):
 
     @property
     def bad_rows(self) -> Literal["skip", "refuse"]: ...
+
+    @property
+    def drop_duplicates(self) -> bool: ...
 
     @property
     def num_prompts(self) -> int: ...
@@ -182,7 +186,8 @@ def load(
 ) -> PromptSet | list[tuple[str, RowSet]]:
     """Load prompt sets. `train` joins the files of data.train, in their order, into one set; `val`
     returns (name, set) for each entry of data.val, named by the file's stem. data.num_prompts
-    (data.num_val_prompts) limits each file. `seed` does not change a task's validation rows.
+    (data.num_val_prompts) limits each file, after data.drop_duplicates. `seed` does not change a
+    task's validation rows.
 
     Raises ValueError if a file is missing, has an unknown type or no usable row. With data.bad_rows
     `refuse`, an invalid row also raises ValueError.
@@ -197,9 +202,9 @@ def load(
     if which == "train" and TASKS.keys() & set(sources):
         return _train_task(config, tokenizer, seed)
     if which == "train":
-        rows = PackedPrompts()
+        rows, seen = PackedPrompts(), set[int]() if config.drop_duplicates else None
         for source, name in zip(sources, names, strict=True):
-            _read_into(rows, Path(source), name, config, tokenizer, cap)
+            _read_into(rows, Path(source), name, config, tokenizer, cap, seen)
         return RowSet(rows)
     sets = []
     for source, name in zip(sources, names, strict=True):
@@ -258,8 +263,11 @@ def _read_into(
     config: PromptSettings,
     tokenizer: Tokens,
     cap: int,
+    seen: set[int] | None = None,
 ) -> None:
-    first, report = len(prompts), Report(path)
+    """Append the usable rows of a file. `seen`: hashes of the prompts so far, which are left out;
+    None: keep them."""
+    first, report = len(prompts), RowReport(path)
     for asked in _questions(path, config, tokenizer):
         place, row = asked.place, asked.row
         if cap and len(prompts) - first == cap:
@@ -280,18 +288,24 @@ def _read_into(
             continue
         if len(prompt.tokens) > config.max_prompt_tokens:
             report.long(place, len(prompt.tokens))
-        else:
-            prompts.append(prompt)
+            continue
+        if seen is not None:
+            if (key := _hash(prompt.text)) in seen:
+                report.duplicate()
+                continue
+            seen.add(key)
+        prompts.append(prompt)
     report.tell(len(prompts) - first, config)
 
 
-class Report:
-    """Report on the skipped rows of one file: invalid rows and too long prompts."""
+class RowReport:
+    """RowReport on the skipped rows of one file: invalid rows, too long prompts and duplicates."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._num_bad = 0
         self._num_long = 0
+        self._num_duplicates = 0
         self._longest = (0, "", "")
         self._reasons: Counter[str] = Counter()
         self._columns: Counter[str] = Counter()
@@ -308,6 +322,10 @@ class Report:
         """Count a too long prompt; `bound` is "at least " if `num_tokens` is a lower bound."""
         self._num_long += 1
         self._longest = max(self._longest, (num_tokens, bound, place))
+
+    def duplicate(self) -> None:
+        """Count a prompt that an earlier row has."""
+        self._num_duplicates += 1
 
     def tell(self, num_kept: int, config: PromptSettings) -> None:
         """Log the totals of the file.
@@ -330,7 +348,8 @@ class Report:
                 place,
             )
         if num_kept:
-            log.info("%s: %d prompts", self._path, num_kept)
+            left_out = f", {n} duplicates left out" if (n := self._num_duplicates) else ""
+            log.info("%s: %d prompts%s", self._path, num_kept, left_out)
             return
         if self._num_bad:
             columns = ", ".join(_shown(c) for c, _ in self._columns.most_common(10)) or "none"
@@ -343,6 +362,11 @@ class Report:
             raise ConfigError(
                 f"{self._path}: every prompt is longer than --data.max_prompt_tokens "
                 f"{config.max_prompt_tokens}; raise it"
+            )
+        if self._num_duplicates:
+            raise ConfigError(
+                f"{self._path}: every prompt is one of an earlier row; leave the file out, or "
+                "unset --data.drop_duplicates"
             )
         raise ConfigError(f"{self._path}: has no rows")
 
@@ -368,6 +392,8 @@ def _train_task(config: PromptSettings, tokenizer: Tokens, seed: int) -> TaskSet
             f"either {name} or files"
         )
     task = TASKS[config.train[0]]
+    if config.drop_duplicates:
+        log.warning("--data.drop_duplicates: has no effect on the generated task %s", task.NAME)
     return TaskSet(task, "train", seed, config.num_prompts, _encoder(config, tokenizer))
 
 
@@ -626,4 +652,11 @@ def messages_of(asked: Any, config: PromptSettings) -> list[dict[str, Any]]:
 
 
 def _fingerprint(text: str) -> str:
+    """Return the letters and digits of a text, in lower case."""
     return _NOT_ALNUM.sub("", text.lower())
+
+
+def _hash(text: str) -> int:
+    """Hash the fingerprint of a text to 8 bytes."""
+    digest = hashlib.blake2b(_fingerprint(text).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")

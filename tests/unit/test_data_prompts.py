@@ -209,6 +209,24 @@ def test_several_files_are_one_training_set_and_each_keeps_its_name(write):
     ]
 
 
+def test_duplicates_are_left_out_over_all_files(write, caplog):
+    one = write("a.jsonl", _row("One, two?"), _row("one two"), _row("x" * 70), _row("three"))
+    two = write("b.jsonl", _row("ONE TWO!"), _row("four"), _row("four?"), _row("five"))
+    keys = {"template": "none", "max_prompt_tokens": 10, "drop_duplicates": True}
+    with caplog.at_level(logging.INFO, logger="rlcore"):
+        rows = _train(one, two, **keys)
+    assert [row.text for row in rows] == ["One, two?", "three", "four", "five"]
+    assert f"{one}: 2 prompts, 1 duplicates left out" in caplog.messages
+    assert f"{two}: 2 prompts, 2 duplicates left out" in caplog.messages
+    rows = _train(one, two, num_prompts=2, **keys)
+    assert [row.text for row in rows] == ["One, two?", "three", "four", "five"]
+    assert len(_train(one, two)) == 8
+    ((_, val),) = load(DataConfig(val=(one,), **keys), "val", TOKENIZER, 0)
+    assert len(val) == 3, "validation data is as it is"
+    with pytest.raises(ValueError, match=r"c.jsonl: every prompt is one of an earlier row; leave"):
+        _train(one, write("c.jsonl", _row("three!")), **keys)
+
+
 def test_parquet_rows_are_as_jsonl_rows(tmp_path, write, caplog):
     rows = [_row("one", "1", n=1), _row("two", "2", n=2), _row(None, "3", n=3)]
     path = tmp_path / "x.parquet"

@@ -45,6 +45,9 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "other characters": ("--data.val", "words.jsonl", *PLAIN),
     "a task as a chat": ("--data.template", "chat"),
     "a task and a file": ("--data.train", "label", "good.jsonl"),
+    "only duplicates": (
+        *("--data.train", "two.jsonl", "good.jsonl", "--data.drop_duplicates", *PLAIN),
+    ),
     "too few prompts": (*TAIL, "--data.train", "good.jsonl"),
     # what earlier runs have left
     "no checkpoint": ("--run.resume", "gone"),
@@ -83,6 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     good = '{"question": "a1b2=", "answer": "3"}\n'
     for name, text in {
         "good.jsonl": good,
+        "two.jsonl": good.replace("a", "b") + good,
         "bad.jsonl": good + "not JSON\n",
         "empty.jsonl": "",
         "words.jsonl": '{"question": "What?", "answer": "3"}\n',

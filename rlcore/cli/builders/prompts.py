@@ -37,7 +37,9 @@ def is_chat(cfg: Config) -> bool:
 
 def counts_rows(cfg: Config) -> bool:
     """Return whether an invalid row, or too few rows, can end the run."""
-    return cfg.data.bad_rows == "refuse" or cfg.select.schedule == "tail_batching"
+    data = cfg.data
+    of_others = data.drop_duplicates and len(data.train) > 1  # a file may have only duplicates
+    return of_others or data.bad_rows == "refuse" or cfg.select.schedule == "tail_batching"
 
 
 def load_data(
