@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     good = '{"question": "a1b2=", "answer": "3"}\n'
     for name, text in {
         "good.jsonl": good,
-        "two.jsonl": good.replace("a", "b") + good,
+        "two.jsonl": good.replace("a1", "b1") + good,
         "bad.jsonl": good + "not JSON\n",
         "empty.jsonl": "",
         "words.jsonl": '{"question": "What?", "answer": "3"}\n',
