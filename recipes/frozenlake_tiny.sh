@@ -12,7 +12,7 @@ the goal scores 1. See rlcore/envs. The share of held-out lakes that it crosses 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 GPUS_PER_NODE=${GPUS_PER_NODE:-$(processes 1 1)}
 TASK=frozenlake
-SFT=(--max_tokens 200 --probe_from 30 --probe_prompts 256) # it is soon half right
+WARM_START=(--max_tokens 200 --probe_from 30 --probe_prompts 256) # it is soon half right
 source "$RECIPES/models/tiny_qwen3.sh"
 
 ENV=(

@@ -10,7 +10,9 @@ from contextlib import suppress
 COMMANDS = {
     "train": "train a model; --dry-run only checks the run and shows its plan",
     "preflight": "check machines, network, data and reward before a run; takes the keys of train",
-    "sft": "make a tiny model and warm-start it",
+    "recipe": "list the recipes, or copy one to edit it: rlcore recipe list",
+    "sft": "fine-tune a model on your conversations; takes the keys of train",
+    "tiny": "make a tiny model and warm-start it: the model of recipes/grpo_tiny.sh",
     "judge": "make the tiny judge of recipes/judge_tiny.sh",
     "eval": "evaluate a model, or a run's checkpoint: rlcore eval MODEL --data.val FILE",
     "export": "write a checkpoint as a Hugging Face folder: rlcore export RUN",

@@ -1,244 +1,233 @@
-"""`python -m rlcore sft --out FOLDER --seed N`: make a tiny model and warm-start it by SFT.
+"""`python -m rlcore sft`: fine-tune a model on your conversations, with the learner of `train`.
 
-The result is a Hugging Face folder (Qwen3 architecture, tokenizer of the task's characters). The
-model solves the generated task of `--task` (default `label`) about half of the time, so that RL can
-improve it. If the folder already has a model, the command does nothing.
+    rlcore sft --model.path ORG/NAME --data.train rows.jsonl --data.prompt_field messages
+    rlcore sft --model.path FOLDER --data.train a.jsonl --data.val b.jsonl --train.lr 1e-5
+    torchrun --nproc-per-node 8 -m rlcore sft ... --train.tp 2 --epochs 3
+
+A row has a question and an answer (--data.prompt_field, --data.answer_field), or under
+--data.prompt_field a list of messages that ends with the assistant's. Only the assistant's messages
+are learned. A step trains --data.prompts_per_step rows, packed without padding into micro-batches
+of --train.tokens_per_micro_batch tokens. Layouts, checkpoints, resuming and export are those of
+`rlcore train`; the result is RUN/hf. --epochs (default 1) sets --run.steps where it is not given.
 """
 
-import json
-import os
-import shutil
-import sys
+import argparse
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rlcore.cli import exits
 from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # importing torch would slow down the command line
     from rlcore.cli.world import World
-    from rlcore.config.schema import Config
+    from rlcore.config.schema import Config, DataConfig
+    from rlcore.data.conversations import Demonstration
+    from rlcore.hf.tokenizer import Tokenizer
+    from rlcore.trainer.sft import Tuning
 
-
-@dataclass(frozen=True, kw_only=True)
-class SFTConfig:
-    """Make a tiny Qwen3 model and warm-start it on a generated task by supervised fine-tuning."""
-
-    out: Path
-    """Folder to which the model is written."""
-    task: Literal["label", "oneline", "frozenlake"] = "label"
-    """Generated task to learn; its characters are the vocabulary."""
-    seed: int = 0
-    """Seed of weights and training data."""
-    steps: int = 500
-    """Maximum number of steps, over which the learning rate decays to a tenth."""
-    lr: float = 3e-3
-    """Learning rate after warm-up."""
-    rows_per_step: int = 32
-    """Number of training rows per step."""
-    probe_every: int = 5
-    """Number of steps between two measurements of the accuracy."""
-    probe_from: int = 100
-    """First step at which the accuracy is measured."""
-    probe_prompts: int = 512
-    """Number of prompts on which the accuracy is measured."""
-    target: float = 0.5
-    """Accuracy of sampled answers at which the warm start ends."""
-    hidden: int = 128
-    """Hidden size of the model."""
-    layers: int = 3
-    """Number of layers."""
-    heads: int = 4
-    """Number of attention heads."""
-    kv_heads: int = 2
-    """Number of key-value heads."""
-    head_dim: int = 32
-    """Size of an attention head."""
-    intermediate: int = 256
-    """Intermediate size of the MLP."""
-    max_tokens: int = 144
-    """Maximum number of tokens in a response."""
+SECTIONS = "run", "model", "data", "train", "eval", "checkpoint", "cluster", "log", "debug"
+"""Sections of keys that fine-tuning uses."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make and train the model, unless its folder already has one. Return the exit code."""
+    """Run one rank of a fine-tuning. Return 0 if it is done, 1 if it failed, 2 if its settings are
+    refused."""
     return exits.guard(lambda: _main(argv))
 
 
 def _main(argv: Sequence[str]) -> int:
-    import tyro
+    parser = argparse.ArgumentParser(
+        prog="rlcore sft",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--epochs", type=float, default=1.0, help="passes over the rows, in whole steps"
+    )
+    args, words = parser.parse_known_args(list(argv))
+    if not (math.isfinite(args.epochs) and args.epochs > 0):
+        raise ConfigError(f"--epochs {args.epochs:g}: must be above 0")
+    from rlcore.cli import settings, train
+    from rlcore.config import rules
 
-    cfg = tyro.cli(SFTConfig, args=list(argv), prog="rlcore sft", use_underscores=True)
-    if (cfg.out / "model.safetensors").is_file():
-        print(f"{cfg.out} exists; choose another --out")
-        return 0
-    return run(cfg)
-
-
-def run(cfg: SFTConfig) -> int:
-    """Train and save the model; called on every rank. Return the exit code."""
-    from rlcore.cli import world
-    from rlcore.cli.builders import folder
-    from rlcore.cli.train import failed
-
-    start = cfg.out.with_name(cfg.out.name + ".start")
-    settings = settings_of(cfg, start)
-    try:
-        here = world.join(settings.cluster.timeout_s, 0, folder.run_folder(settings))
-    except ConfigError:
-        raise
-    except Exception as e:
-        rank = os.environ.get("RANK", "0")
-        return exits.fail(e, folder.run_folder(settings) / "logs" / f"rank{rank}.log")
-    try:
-        folder.open_folder(settings, here)
-        accuracy = warm_start(cfg, settings, start, here)
-    except Exception as e:
-        return failed(settings, here, e)
-    finally:
-        if here.health is not None:
-            here.health.close()
-    world.leave(here)  # after this barrier of all ranks, no rank reads the start folder
-    if here.rank == 0:
-        shutil.rmtree(start)
-        if accuracy < cfg.target:
-            print(
-                f"--target {cfg.target}: not reached within --steps {cfg.steps}; raise --steps or "
-                f"lower --target, the accuracy is {accuracy:.3f}",
-                file=sys.stderr,
+    names = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+    for name in names:
+        if name.partition(".")[0] not in SECTIONS:
+            raise ConfigError(
+                f"rlcore sft --{name}: fine-tuning has no use for it; the sections of its keys are "
+                f"{', '.join(SECTIONS)}"
             )
+    cfg = settings.parse(words)
+    rules.check(cfg)
+    cfg = _tunes(cfg)
+
+    def work(cfg: "Config", here: "World", warnings: Sequence[str]) -> int:
+        return _work(cfg, here, warnings, 0.0 if "run.steps" in names else args.epochs)
+
+    return train.run(cfg, work)
+
+
+def _tunes(cfg: "Config") -> "Config":
+    """Return the settings of training without sampling: a row is a prompt with one response."""
+    from rlcore.data.prompts import TASKS
+
+    for key, entries in (("train", cfg.data.train), ("val", cfg.data.val)):
+        for entry in entries:
+            if entry in TASKS:
+                raise ConfigError(
+                    f"--data.{key} {entry}: a generated task has no answers to learn; give files "
+                    "(rlcore tiny trains a tiny model on a task)"
+                )
+    if not cfg.data.train:
+        raise ConfigError("--data.train: is empty; give files with rows to learn")
+    return replace(
+        cfg,
+        train=replace(cfg.train, offload=False, fused_loss=False, epochs=1, samples_per_update=0),
+        rollout=replace(cfg.rollout, samples_per_prompt=1, temperature=1.0, max_tokens=1),
+    )
+
+
+def _work(cfg: "Config", here: "World", warnings: Sequence[str], epochs: float) -> int:
+    """Fine-tune on one rank. Return the exit code."""
+    from rlcore.cli import world
+    from rlcore.cli.builders.folder import open_folder
+    from rlcore.cli.train import failed
+    from rlcore.trainer import sft
+    from rlcore.utils.log import log
+
+    try:
+        open_folder(cfg, here)
+        for line in warnings:
+            log.warning("WARNING: %s", line)
+        run = build(cfg, here, epochs)
+    except ConfigError as e:
+        return failed(cfg, here, e, alarm=False)
+    except Exception as e:
+        return failed(cfg, here, e)
+    try:
+        sft.train(run)
+    except Exception as e:
+        return failed(cfg, here, e)
+    finally:
+        run.close()
+    world.leave(here)
     return 0
 
 
-def warm_start(cfg: SFTConfig, settings: "Config", start: Path, here: "World") -> float:
-    """Make, train and save a model, and return its accuracy. `start`: folder of random weights."""
-    from rlcore.cli import builders
-    from rlcore.data.prompts import TASKS
+def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
+    """Build one rank's parts, and restore them if --run.resume selects a checkpoint. `epochs`: sets
+    the number of steps, if above 0.
+
+    Raises:
+        ConfigError: the settings or the data cannot work.
+    """
+    import time
+    from contextlib import ExitStack
+
+    from rlcore.algos.kl import AdaptiveController
+    from rlcore.cli.builders import devices, folder, learner, model, observers
+    from rlcore.cli.builders.start import BuildContext
+    from rlcore.data.data_order import ShuffledEpochs
     from rlcore.hf.tokenizer import load_tokenizer
-    from rlcore.hf.weights import save_folder
-    from rlcore.trainer import sft_loop
+    from rlcore.metrics.screen import Screen
+    from rlcore.trainer.callbacks import Callbacks
+    from rlcore.trainer.progress import Data, Observers, Progress
+    from rlcore.trainer.resume import Checkpoints
+    from rlcore.trainer.sft import Tuning
     from rlcore.utils import collective
-    from rlcore.utils.log import log
+    from rlcore.utils.spans import Spans
+    from rlcore.utils.waits import waiting
 
-    task = TASKS[cfg.task]
-    if here.rank == 0:
-        write_start(cfg, start)
-    collective.barrier()
-    tokenizer = load_tokenizer(start)
-    probe = [
-        task.to_prompt(task.make("probe", cfg.seed, i), i, tokenizer.encode)
-        for i in range(cfg.probe_prompts)
-    ]
-    log.info(
-        "warm start: trains a tiny model on examples of the task %s, until it solves %g %% of %d "
-        "probe prompts; the model goes to %s",
-        cfg.task,
-        100 * cfg.target,
-        cfg.probe_prompts,
-        cfg.out,
-    )
-    built = builders.run(settings, here, eval_sets=[("probe", probe)])
+    began, closing = time.monotonic(), ExitStack()
     try:
-        turns = getattr(task, "TURNS", task.CHARS)
-
-        def demonstrations(index: int) -> sft_loop.Demonstration:
-            row = task.make("train", cfg.seed, index)
-            response = [*tokenizer.encode(row.demonstration), tokenizer.eos_ids[0]]
-            said = [c in turns for c in row.demonstration]  # each character is one token
-            return sft_loop.Demonstration(tokenizer.encode(row.prompt), response, [*said, True])
-
-        accuracy = sft_loop.train(
-            built,
-            demonstrations,
-            rows_per_step=cfg.rows_per_step,
-            probe_every=cfg.probe_every,
-            probe_from=cfg.probe_from,
-            target=cfg.target,
+        hf = model.model_config(cfg)
+        tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, hf.eos_ids)
+        with waiting("reading data"):
+            rows, held_out = read(model.with_room(cfg, hf).data, tokenizer, here.rank == 0)
+        num_rows = int(collective.reduce_floats([float(len(rows))], "max")[0])
+        if epochs:
+            steps = max(1, round(epochs * num_rows / cfg.data.prompts_per_step))
+            cfg = replace(cfg, run=replace(cfg.run, steps=steps))
+        start = BuildContext(
+            cfg=cfg,
+            world=here,
+            hf=hf,
+            folder=folder.run_folder(cfg),
+            spans=Spans(),
+            progress=Progress(),
+            closing=closing,
+            callbacks=Callbacks(cfg.run.callbacks) if cfg.run.callbacks else None,
         )
-        save_folder(built.learner.export(), built.hf, start, None if here.rank else cfg.out)
-        if here.rank == 0:
-            facts = {"probe_accuracy": accuracy, "steps": built.step, "seed": cfg.seed}
-            (cfg.out / "warm_start.json").write_text(json.dumps(facts) + "\n")
-            log.info("warm start: probe accuracy %.3f, model in %s", accuracy, cfg.out)
-    finally:
-        built.close()
-    return accuracy
-
-
-def settings_of(cfg: SFTConfig, start: Path) -> "Config":
-    """Return the settings of the training run, whose folder is beside the model's folder."""
-    from rlcore.cli.settings import parse
-    from rlcore.config.schema import (
-        CheckpointConfig,
-        DataConfig,
-        LogConfig,
-        ModelConfig,
-        RolloutConfig,
-        RunConfig,
-        TrainConfig,
+        devices.make_residency(cfg, hf, here, samples=False).before("build")
+        with waiting("building the learner, loading its weights"):
+            models = learner.make_models(start)
+        assert models.learner is not None
+        ranks = models.ranks(here)
+        order = ShuffledEpochs(num_rows, cfg.run.seed, cfg.data.shuffle) if not here.rank else None
+        data = Data(order=order)
+        checkpoints = Checkpoints(
+            cfg=cfg,
+            folder=start.folder,
+            ranks=ranks,
+            learner=models.learner,
+            kl=AdaptiveController(cfg.algo.kl_target, cfg.algo.kl_horizon),
+            data=data,
+        )
+        with waiting("checking the newest checkpoint"):
+            checkpoint = checkpoints.choose()
+        if checkpoint is not None:
+            with waiting(f"loading {checkpoint}"):
+                checkpoints.load(checkpoint, start.progress)
+        seen = Observers()
+        screen = Screen(cfg.run.steps, progress=cfg.log.progress) if start.is_first else None
+        if start.is_first:
+            goes_on = checkpoint is not None and checkpoint.is_relative_to(start.folder)
+            folder.save_settings(cfg, start.folder, goes_on=goes_on)
+            seen = observers.make_observers(start, screen, tokenizer.pieces, ())
+        start.spans.listen(observers.watch(start, screen))
+        stop_requested, on_done = observers.signals(start)
+        start.spans.add("start", time.monotonic() - began)
+    except BaseException:
+        closing.close()
+        raise
+    return Tuning(
+        cfg=cfg,
+        hf=hf,
+        folder=start.folder,
+        ranks=ranks,
+        data=data,
+        progress=start.progress,
+        spans=start.spans,
+        observers=seen,
+        checkpoints=checkpoints,
+        stop_requested=stop_requested,
+        on_done=on_done,
+        close=closing.close,
+        learner=models.learner,
+        rows=rows,
+        order=order,
+        held_out=held_out,
     )
 
-    # Reward `exact` compares programs as texts; running all probes in a sandbox takes minutes.
-    marker = ["--reward.answer_marker", ">"] if cfg.task == "label" else []
-    lake = ["--env", "frozenlake", "--env.max_turn_tokens", "1"] if cfg.task == "frozenlake" else []
-    base = parse(["--reward", "exact", *marker, *lake])
-    return replace(
-        base,
-        run=RunConfig(
-            dir=str(cfg.out.parent),
-            name=f"warm_start-s{cfg.seed}",
-            seed=cfg.seed,
-            steps=cfg.steps,
-            resume="fresh",
-        ),
-        model=ModelConfig(path=str(start), dtype="float32", random_init=True),
-        data=DataConfig(train=(cfg.task,), prompts_per_step=cfg.rows_per_step),
-        rollout=RolloutConfig(samples_per_prompt=1, max_tokens=cfg.max_tokens),
-        train=TrainConfig(
-            lr=cfg.lr,
-            lr_schedule="linear",
-            lr_warmup_updates=20,
-            min_lr=cfg.lr / 10,
-            beta2=0.98,
-            weight_decay=0.01,
-            tokens_per_micro_batch=4096,
-        ),
-        checkpoint=CheckpointConfig(every=0, every_minutes=0, at_end=False),
-        log=LogConfig(tensorboard=False),
-    )
 
+def read(
+    data: "DataConfig", tokenizer: "Tokenizer", is_first: bool
+) -> "tuple[list[Demonstration], list[tuple[str, list[Demonstration]]]]":
+    """Return the rows to learn, and the validation sets by name; without rows if not `is_first`.
 
-def write_start(cfg: SFTConfig, folder: Path) -> None:
-    """Write config.json and tokenizer of the tiny model; the run starts from random weights."""
-    from rlcore.data.prompts import TASKS
-    from rlcore.hf.tokenizer import make_char_tokenizer
+    Raises:
+        ConfigError: a file cannot be read, or has no usable row.
+    """
+    from rlcore.data import conversations, prompts
 
-    folder.mkdir(parents=True, exist_ok=True)
-    chars = TASKS[cfg.task].CHARS
-    make_char_tokenizer(folder, chars)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": len(chars) + 2,
-        "hidden_size": cfg.hidden,
-        "intermediate_size": cfg.intermediate,
-        "num_hidden_layers": cfg.layers,
-        "num_attention_heads": cfg.heads,
-        "num_key_value_heads": cfg.kv_heads,
-        "head_dim": cfg.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": 512,
-        "initializer_range": 0.05,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "dtype": "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    def rows(file: str, cap: int) -> "list[Demonstration]":
+        return conversations.read(Path(file), data, tokenizer, cap) if is_first else []
+
+    names = prompts.names_of(data.val)
+    learned = [row for file in data.train for row in rows(file, data.num_prompts)]
+    sets = zip(names, data.val, strict=True)
+    return learned, [(name, rows(file, data.num_val_prompts)) for name, file in sets]

@@ -26,6 +26,7 @@ from rlcore.data.generated import NUM_VAL, Split, TaskRow
 from rlcore.data.packed import PackedPrompts
 from rlcore.records import Prompt
 from rlcore.utils import files, net
+from rlcore.utils.bounds import show
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
@@ -63,6 +64,9 @@ class PromptSettings(Protocol):
 
     @property
     def val(self) -> tuple[str, ...]: ...
+
+    @property
+    def weights(self) -> tuple[float, ...]: ...
 
     @property
     def prompt_field(self) -> str: ...
@@ -161,6 +165,8 @@ class RowSet:
 
     rows: Sequence[Prompt]
     is_finite: bool = True
+    sizes: tuple[int, ...] = ()
+    """Number of rows of each entry of data.train."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -203,9 +209,11 @@ def load(
         return _train_task(config, tokenizer, seed)
     if which == "train":
         rows, seen = PackedPrompts(), set[int]() if config.drop_duplicates else None
+        ends = [0]
         for source, name in zip(sources, names, strict=True):
             _read_into(rows, Path(source), name, config, tokenizer, cap, seen)
-        return RowSet(rows)
+            ends.append(len(rows))
+        return RowSet(rows, sizes=tuple(b - a for a, b in itertools.pairwise(ends)))
     sets = []
     for source, name in zip(sources, names, strict=True):
         if source in TASKS:
@@ -392,6 +400,11 @@ def _train_task(config: PromptSettings, tokenizer: Tokens, seed: int) -> TaskSet
             f"either {name} or files"
         )
     task = TASKS[config.train[0]]
+    if config.weights:
+        raise ConfigError(
+            f"--data.weights {show(config.weights[0])}: has no effect on the generated task "
+            f"{task.NAME}; unset it"
+        )
     if config.drop_duplicates:
         log.warning("--data.drop_duplicates: has no effect on the generated task %s", task.NAME)
     return TaskSet(task, "train", seed, config.num_prompts, _encoder(config, tokenizer))

@@ -183,6 +183,8 @@ METRICS = [
     Metric("val-core/<set>/acc/maj@<k>", "", "score of the most frequent answer of k samples"),
     Metric("val-core/<set>/acc/best@<k>", "", "expected best score of k samples, unbiased"),
     Metric("val-core/<set>/acc/greedy", "", "score of the greedy response"),
+    Metric("val-core/<set>/nll/mean", "nats", "rlcore sft: mean nll of learned tokens"),
+    Metric("val-aux/<set>/nll/num_tokens", "tokens", "rlcore sft: learned tokens of the set"),
     Metric("val-aux/<set>/acc/std_err@<k>", "", "standard error of mean@k over prompts"),
     Metric("val-aux/<set>/acc/<stat>", "", "further statistic of the scores of a data set"),
     Metric("val-aux/<set>/response_length/<stat>", "tokens", "response lengths in evaluation"),

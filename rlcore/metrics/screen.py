@@ -98,9 +98,14 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def evaluation_lines(step: int, total_steps: int, metrics: Mapping[str, float]) -> list[str]:
-    """Format an evaluation, one line per data set: mean score with its standard error, and the
-    other scores."""
-    lines = []
+    """Format an evaluation, one line per data set: mean score with its standard error and the other
+    scores, or the mean negative log-likelihood of `rlcore sft` with the perplexity."""
+    lines = [
+        f"{_position(step, total_steps)}  {key.split('/')[1]} nll {value:.4f}  perplexity "
+        f"{math.exp(min(value, 99)):.4g}"
+        for key, value in metrics.items()
+        if key.startswith("val-core/") and key.endswith("/nll/mean")
+    ]
     for name, points in accuracies([{"step": step, **metrics}]).items():
         _, mean, error = points[-1]
         parts = [_position(step, total_steps), f"{name} accuracy {mean:.3f}{_plus_minus(error)}"]

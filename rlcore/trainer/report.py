@@ -20,13 +20,13 @@ from rlcore.records import Group, Sample
 from rlcore.sched.reward_timeout import reasons_of
 from rlcore.sync.memory import highest_bytes
 from rlcore.trainer.plan import StepPlan
-from rlcore.trainer.run import Run
+from rlcore.trainer.run import Run, Training
 from rlcore.utils import collective
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 
-def add_update(run: Run, metrics: dict[str, float], model: str) -> None:
+def add_update(run: Training, metrics: dict[str, float], model: str) -> None:
     """Add the metrics of one update of `model` (actor or critic) to the current step. A step
     reports means over its updates, the last learning rate, and the number of skipped updates."""
     so_far = run.progress.metrics
@@ -43,7 +43,7 @@ def add_update(run: Run, metrics: dict[str, float], model: str) -> None:
     count_skips(run, metrics, model)
 
 
-def count_skips(run: Run, metrics: dict[str, float], model: str) -> None:
+def count_skips(run: Training, metrics: dict[str, float], model: str) -> None:
     """Count consecutive updates of `model` whose loss or gradient was not finite.
 
     Raises:
@@ -297,11 +297,16 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
         "perf/throughput": m["perf/total_num_tokens"] / seconds / run.ranks.size,
         "perf/gen_tokens_per_s": sampled / gen_s,
         "timing_per_token_ms/gen": 1000 * gen_s / sampled,
-        "perf/cpu_memory_gb": memory_gb(),
     }
     if trained and "timing_s/update_actor" in m:  # Critic-only steps lack `update_actor`.
         out["perf/train_tokens_per_s"] = trained / m["timing_s/update_actor"]
         out["timing_per_token_ms/update_actor"] = 1000 * m["timing_s/update_actor"] / trained
+    return out | memory()
+
+
+def memory() -> dict[str, float]:
+    """Return this rank's memory: host, and device if there is one."""
+    out = {"perf/cpu_memory_gb": memory_gb()}
     if torch.cuda.is_available():
         out["perf/max_memory_allocated_gb"] = highest_bytes() / 1e9
         out["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
@@ -364,7 +369,7 @@ UNFINISHED = "RLCORE_UNFINISHED"
 creates the file if it saves a checkpoint and exits with code 0 before its last step."""
 
 
-def interrupted(run: Run) -> None:
+def interrupted(run: Training) -> None:
     """Report that the run has saved a checkpoint and stopped before its last step."""
     if run.ranks.rank == 0:
         if file := os.environ.get(UNFINISHED):
@@ -377,7 +382,7 @@ def interrupted(run: Run) -> None:
         )
 
 
-def end(run: Run) -> None:
+def end(run: Training) -> None:
     """Write summary.json, draw curve.png, and print the final table."""
     if run.observers.writer is None or run.observers.screen is None:
         return

@@ -290,12 +290,11 @@ class Checkpoints:
         )
 
     def _state(self, step: int) -> dict[str, Any]:
-        assert self.data.source is not None
         assert self.data.order is not None
         state = {
             "format": FORMAT,
             "step": step,
-            "source": self.data.source.state(),
+            "source": self.data.source.state() if self.data.source is not None else None,
             "sampler": self.data.order.state(),
             "kl": self.kl.state(),
             "deadlines": self.deadlines.state() if self.deadlines is not None else None,
@@ -366,9 +365,10 @@ class Checkpoints:
         self.kl.restore(state["kl"])
         if self.deadlines is not None and state.get("deadlines"):
             self.deadlines.restore(state["deadlines"])
-        if self.data.source is not None and self.data.order is not None:
+        if self.data.order is not None:
             self.data.order.restore(state["sampler"])
-            self.data.source.restore(state["source"], self.data.order.state()["num_rows"])
+            if self.data.source is not None:
+                self.data.source.restore(state["source"], self.data.order.state()["num_rows"])
         if self.sizes is not None:
             saved = state.get("sizes", {})
             if type(self.sizes).__name__ in saved:  # Skip the state of another policy class.

@@ -18,24 +18,15 @@ from rlcore.trainer.resume import Checkpoints
 from rlcore.utils.spans import Spans
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """All parts of one rank of a run."""
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Parts of one rank that any training needs, with or without sampling."""
 
     cfg: Config
     hf: HFConfig
     """Architecture of the model in training."""
     folder: Path
     ranks: Ranks
-    algo: ModuleType
-    kl: AdaptiveController
-    """Adaptive controller that scales the KL coefficients."""
-    device: Device
-    """Device that moves engine, learner and critic on and off the accelerator."""
-    rollout: Rollout
-    async_rollout: AsyncRollout | None = None
-    """Asynchronous sampling, with --mode async; None in other modes."""
-    sampling: Sampling
     data: Data
     progress: Progress
     spans: Spans
@@ -47,6 +38,26 @@ class Run:
     """Function called when all steps and saves are done."""
     close: Callable[[], None] = lambda: None
     """Function that stops all parts in reverse order of their start. Idempotent."""
+
+    @property
+    def step(self) -> int:
+        """Number of the current or most recent step; 0 before the first step."""
+        return self.progress.step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Training):
+    """All parts of one rank of a run."""
+
+    algo: ModuleType
+    kl: AdaptiveController
+    """Adaptive controller that scales the KL coefficients."""
+    device: Device
+    """Device that moves engine, learner and critic on and off the accelerator."""
+    rollout: Rollout
+    async_rollout: AsyncRollout | None = None
+    """Asynchronous sampling, with --mode async; None in other modes."""
+    sampling: Sampling
 
     @property
     def learner(self) -> Learner:
@@ -64,11 +75,6 @@ class Run:
     def engine(self) -> Engine | None:
         """This rank's engine, or its part of a multi-rank engine; None if the rank only trains."""
         return self.device.parts.engine
-
-    @property
-    def step(self) -> int:
-        """Number of the current or most recent step; 0 before the first step."""
-        return self.progress.step
 
     @property
     def trains_actor(self) -> bool:

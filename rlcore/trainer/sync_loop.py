@@ -14,7 +14,7 @@ from rlcore.protocols import Part
 from rlcore.records import EndRound, Group, RequestId, Sample
 from rlcore.rollout.worker import COUNTS, RoundCallbacks, Streamer
 from rlcore.trainer import advantages, evaluate, learn, phases, plan, report
-from rlcore.trainer.run import Run
+from rlcore.trainer.run import Run, Training
 from rlcore.utils import collective
 from rlcore.utils import seed as seeds
 
@@ -70,7 +70,7 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
     run.on_done()
 
 
-def sync_stop_request(run: Run, asks: bool) -> None:
+def sync_stop_request(run: Training, asks: bool) -> None:
     """If `asks` is true, agree on the end of this step: end the run if any rank has received
     SIGTERM or a callback on rank 0 asks for it, and save if rank 0's last checkpoint is too old.
     Collective over all ranks."""
@@ -86,19 +86,19 @@ def sync_stop_request(run: Run, asks: bool) -> None:
         run.progress.request_save()
 
 
-def evaluates(run: Run) -> bool:
+def evaluates(run: Training) -> bool:
     """Return whether an evaluation follows this step."""
     cfg = run.cfg.eval
     return _is_due(run, cfg.every, cfg.at_end)
 
 
-def saves(run: Run) -> bool:
+def saves(run: Training) -> bool:
     """Return whether a checkpoint follows this step."""
     cfg, progress = run.cfg.checkpoint, run.progress
     return progress.stops or progress.save_is_due or _is_due(run, cfg.every, cfg.at_end)
 
 
-def _is_due(run: Run, every: int, at_end: bool) -> bool:
+def _is_due(run: Training, every: int, at_end: bool) -> bool:
     last = run.step == run.cfg.run.steps
     return bool((at_end and last) or (every and run.step % every == 0))
 

@@ -136,16 +136,21 @@ def _rank(group: Group) -> int:
 
 def broadcast_text(text: str, group: Group = None) -> str:
     """Return the first rank's text on every rank."""
+    return broadcast_bytes(text.encode(), group).decode()
+
+
+def broadcast_bytes(data: bytes, group: Group = None) -> bytes:
+    """Return the first rank's bytes on every rank."""
     if is_alone(group):
-        return text
+        return data
     mine = _rank(group) == 0
-    data = text.encode() + b"." if mine else b""  # torch cannot send an empty tensor
+    data = data + b"." if mine else b""  # torch cannot send an empty tensor
     size = int(reduce_floats([float(len(data))], "max", group)[0])
     buffer = torch.zeros(size, dtype=torch.uint8)
     if mine:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(buffer, group=group, group_src=0)
-    return bytes(buffer.tolist()).decode()[:-1]
+    return buffer.numpy().tobytes()[:-1]
 
 
 def gather_texts(text: str, group: Group = None) -> list[str]:

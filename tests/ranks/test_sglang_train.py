@@ -128,7 +128,7 @@ def test_one_engine_over_two_ranks_samples_what_the_torch_engine_does(done: Runs
 def test_the_tiny_recipe_learns_as_with_the_torch_engine(tmp_path: Path) -> None:
     """A few steps of what a user starts, from a warm start that is probed less."""
     model = tmp_path / "models" / "label-s0"  # where the recipe looks for it
-    warm = [sys.executable, "-m", "rlcore", "sft", "--out", model]
+    warm = [sys.executable, "-m", "rlcore", "tiny", "--out", model]
     warm += ["--probe_from", "150", "--probe_every", "25", "--probe_prompts", "256"]
     subprocess.run(warm, cwd=runs.ROOT, check=True, timeout=400)
     ends = {}

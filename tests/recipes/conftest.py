@@ -16,7 +16,7 @@ STAND_IN = """
 import json, os, pathlib, sys, time
 folder = pathlib.Path(os.environ["RECORD"])
 command = sys.argv[1]
-if command == "sft":
+if command == "tiny":
     out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
     out.mkdir(exist_ok=True)
 rank = os.environ.get("RANK", "0")

@@ -13,7 +13,7 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 
-from rlcore.cli import settings, sft
+from rlcore.cli import settings, tiny
 from rlcore.config.schema import RolloutConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.quantize import FORMATS
@@ -30,7 +30,7 @@ argv = sys.argv[2:]
 key = lambda name: argv[len(argv) - 1 - argv[::-1].index("--" + name) + 1]
 begin = time.time()
 time.sleep(float(os.environ.get("SLEEP_S", "0")))
-if sys.argv[1] == "sft":
+if sys.argv[1] == "tiny":
     pathlib.Path(key("out")).mkdir(parents=True)
     sys.exit(0)
 if key("rollout.quantize") == os.environ.get("FAILS"):
@@ -271,7 +271,7 @@ def test_a_running_mean_is_of_the_numbers_in_its_window(exp):
 def model(tmp_path_factory):
     """The tiny task's model with random weights."""
     start, folder = (tmp_path_factory.mktemp("m") / name for name in ("start", "model"))
-    sft.write_start(sft.SFTConfig(out=folder, layers=1), start)
+    tiny.write_start(tiny.TinyConfig(out=folder, layers=1), start)
     hf = HFConfig.from_folder(start)
     save_folder(iter(weights(hf, 0, std=0.1).items()), hf, start, folder)
     return folder

@@ -256,9 +256,9 @@ def test_the_tiny_model_of_a_seed_is_made_once(bench):
     recipe = bench.recipe("tiny_qwen3")
     rc, out = bench.run("bash", recipe, "--run.seed", "3")
     assert rc == 0, out
-    made = bench.records("sft")
+    made = bench.records("tiny")
     assert ranks(made) == TWO_RANKS
-    assert made[0]["argv"][:3] == ["sft", "--seed", "3"]
+    assert made[0]["argv"][:3] == ["tiny", "--seed", "3"]
     assert (bench.folder / "runs/models/label-s3").is_dir()
 
     assert len(bench.commands("bash", recipe, "--run.seed=3")) == 1
@@ -270,7 +270,7 @@ def test_every_process_of_torchrun_waits_until_one_has_made_the_model(bench):
     command = (*bench.torchrun, "--standalone", "--nproc-per-node", 2, bench.recipe("tiny_qwen3"))
     rc, out = bench.run(*command)
     assert rc == 0, out
-    assert ranks(bench.records("sft")) == TWO_RANKS
+    assert ranks(bench.records("tiny")) == TWO_RANKS
     assert ranks(bench.records()) == TWO_RANKS
     models = bench.folder / "runs/models"
     assert sorted(p.name for p in models.iterdir()) == ["label-s0", "label-s0.lock"]
@@ -285,7 +285,7 @@ def test_a_model_of_the_users_own_is_not_made(bench):
 def test_a_warm_start_that_fails_ends_the_recipe(bench):
     rc, out = bench.run("bash", bench.recipe("tiny_qwen3"), EXIT_0="3")
     assert rc != 0
-    assert bench.records("sft")  # the other rank may be ended before it has begun
+    assert bench.records("tiny")  # the other rank may be ended before it has begun
     assert bench.records() == []
     assert not (bench.folder / "runs/models/label-s0").exists()
 
@@ -293,9 +293,9 @@ def test_a_warm_start_that_fails_ends_the_recipe(bench):
 @pytest.mark.ranks(2)
 def test_sigterm_during_the_warm_start_leaves_no_worker(bench):
     process = bench.start("bash", bench.recipe("tiny_qwen3"), SLEEP_S="300")
-    wait_for(lambda: len(bench.records("sft")) == 2)
+    wait_for(lambda: len(bench.records("tiny")) == 2)
     process.send_signal(signal.SIGTERM)
     rc, _ = bench.end(process, 60)
     assert rc == 143
-    workers = [r["pid"] for r in bench.records("sft")]
+    workers = [r["pid"] for r in bench.records("tiny")]
     wait_for(lambda: not any(map(alive, workers)), 10)

@@ -15,7 +15,7 @@ import pytest
 from rlcore import algos
 from rlcore.cli.judge import JudgeConfig
 from rlcore.cli.settings import parse
-from rlcore.cli.sft import SFTConfig
+from rlcore.cli.tiny import TinyConfig
 from rlcore.config import other_names, resolve, rules, schema
 from rlcore.config.schema import Config
 from rlcore.envs import registry as envs
@@ -467,7 +467,7 @@ SECTIONS = (
     *map(rewards.config_class, (*rewards.REWARDS, "http://host/path")),
     *map(envs.config_class, envs.ENVS),
     JudgeConfig,
-    SFTConfig,
+    TinyConfig,
 )
 """Every class of a section, and of the options of a subcommand."""
 

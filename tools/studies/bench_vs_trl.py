@@ -95,7 +95,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--json", default="", help="write the rows and the settings to this file")
-    p.add_argument("--model", default="", help="start model; default: made by rlcore sft")
+    p.add_argument("--model", default="", help="start model; default: made by rlcore tiny")
     p.add_argument("--dir", default=str(ROOT / "build" / "bench_vs_trl"), help="working folder")
     p.add_argument("--steps", type=int, default=10)
     p.add_argument("--prompts", type=int, default=32, help="prompts per step")
@@ -145,8 +145,8 @@ def start_model(a: argparse.Namespace, folder: Path) -> Path:
     model = folder / f"label-s{a.seed}"
     if not (model / "model.safetensors").is_file():
         print(f"warm start of seed {a.seed} ...", flush=True)
-        sft = [sys.executable, "-m", "rlcore", "sft", "--out", str(model), "--seed", str(a.seed)]
-        call(sft, a.timeout, threads=a.threads)
+        tiny = [sys.executable, "-m", "rlcore", "tiny", "--out", str(model), "--seed", str(a.seed)]
+        call(tiny, a.timeout, threads=a.threads)
     return model
 
 

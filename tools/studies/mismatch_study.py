@@ -22,7 +22,7 @@ models are published, so that all precisions compute with the same ones; tempera
                one: all of forced length, no stop token. `own ...`: responses that end by
                themselves, of a trained model; the longest third, the shortest third, and as many
                first tokens of the longest as the shortest have
-    model      `random` and `sft`, 0.4 M weights: at its start and after `rlcore sft`; `deep` and
+    model      `random` and `sft`, 0.4 M weights: at its start and after `rlcore tiny`; `deep` and
                `moe`: random, hidden 256, 8 layers; with `--trained FOLDER` also `rl`
 
 Differs from the study (fengyao.notion.site/off-policy-rl; 512 prompts of DAPO-Math-17k, vLLM and
@@ -329,7 +329,7 @@ def warm_started(a: argparse.Namespace) -> Path | None:
     path = a.dir / "models" / f"label-s{a.seed}"
     if (path / "model.safetensors").is_file():
         return path
-    command = [sys.executable, "-m", "rlcore", "sft", "--seed", str(a.seed), "--out", str(path)]
+    command = [sys.executable, "-m", "rlcore", "tiny", "--seed", str(a.seed), "--out", str(path)]
     if a.quick:
         print(f"--quick leaves sft out: {path} is not there; {' '.join(command[1:])} makes it")
         return None

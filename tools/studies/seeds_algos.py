@@ -52,7 +52,7 @@ def warm_start(folder: Path, seed: int) -> None:
     """The start model of a seed, where it is not there yet."""
     out = folder / f"models/label-s{seed}"
     if not (out / "model.safetensors").is_file():
-        command = [sys.executable, "-m", "rlcore", "sft", "--seed", str(seed), "--out", str(out)]
+        command = [sys.executable, "-m", "rlcore", "tiny", "--seed", str(seed), "--out", str(out)]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 

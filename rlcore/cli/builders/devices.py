@@ -28,25 +28,27 @@ def ranks_per_node(world: World) -> int:
 
 
 def memory_plan(
-    cfg: Config, hf: HFConfig, world: World, *, trains: bool = True
+    cfg: Config, hf: HFConfig, world: World, *, trains: bool = True, samples: bool = True
 ) -> tuple[memory.MemoryPlan, int]:
     """Return this rank's memory plan, and the memory of its GPU in bytes (0 without a GPU). If
-    `trains` is false, no rank has a learner, as in `rlcore eval`."""
+    `trains` is false, no rank has a learner, as in `rlcore eval`; if `samples` is false, no rank
+    has an engine, as in `rlcore sft`."""
     cuda = world.device.type == "cuda"
     gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory if cuda else 0
-    others = beside(judges_of(cfg)) if cuda and world.samples else memory.NOBODY
+    samples = samples and world.samples
+    others = beside(judges_of(cfg)) if cuda and samples else memory.NOBODY
     if not (world.trains and trains):
         plan = memory.make_sampler(cfg, hf, world.rank, gpu_bytes=gpu_bytes, beside=others)
         return plan, gpu_bytes
     layout = layout_of(cfg.train, world.train_ranks, world.rank)
     plan = memory.make(
-        cfg, hf, layout, gpu_bytes=gpu_bytes, cuda=cuda, beside=others, has_engine=world.samples
+        cfg, hf, layout, gpu_bytes=gpu_bytes, cuda=cuda, beside=others, has_engine=samples
     )
     return plan, gpu_bytes
 
 
 def make_residency(
-    cfg: Config, hf: HFConfig, world: World, *, trains: bool = True
+    cfg: Config, hf: HFConfig, world: World, *, trains: bool = True, samples: bool = True
 ) -> memory.Residency:
     """Return the object that checks this rank's memory against its plan.
 
@@ -55,7 +57,7 @@ def make_residency(
     """
     if problems := rules.of_world(cfg, world.size, ranks_per_node(world)):
         raise ConfigError("\n".join(problems))
-    plan, gpu_bytes = memory_plan(cfg, hf, world, trains=trains)
+    plan, gpu_bytes = memory_plan(cfg, hf, world, trains=trains, samples=samples)
     if plan.problems:
         raise ConfigError("\n".join(plan.problems))
     if said := memory.too_large(plan, gpu_bytes):

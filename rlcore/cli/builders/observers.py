@@ -41,10 +41,10 @@ def make_sinks(cfg: Config) -> list[Sink]:
 
 
 def watch(
-    start: BuildContext, screen: Screen | None, heartbeat: Heartbeat
+    start: BuildContext, screen: Screen | None, heartbeat: Heartbeat | None = None
 ) -> Callable[[str], None]:
     """Return the function to call with the name of each new phase. The function updates screen,
-    flight record and watchdog, and sends a heartbeat to ranks that only sample.
+    flight record and watchdog, and sends a heartbeat to ranks that only sample, if there are any.
 
     If a phase hangs, the watchdog raises the alarm. With gloo the watchdog also ends the process,
     since Megatron's gradient reduction has a timeout with NCCL but none with gloo. Generation,
@@ -72,7 +72,8 @@ def watch(
 
     def listen(phase: str) -> None:
         dog.beat("" if phase in ("gen", "testing", "wait_learner") else phase)
-        heartbeat.alive()
+        if heartbeat is not None:
+            heartbeat.alive()
         world.phase(phase)
         if screen is not None:
             screen.phase(phase)

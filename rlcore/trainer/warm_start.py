@@ -7,35 +7,15 @@ decayed rate and frequent probes keep the final accuracy near the target.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-import numpy as np
-
-from rlcore.data.packing import pack_samples
-from rlcore.records import Sample, request_of
-from rlcore.tensors import Batch, LossInputs, LossOutput
+from rlcore.data.conversations import Demonstration
 from rlcore.trainer import evaluate
 from rlcore.trainer.run import Run
+from rlcore.trainer.sft import batch_of, nll
 from rlcore.utils import collective
-
-
-class Demonstration(NamedTuple):
-    """One demonstration: prompt and response as token ids."""
-
-    prompt: list[int]
-    response: list[int]
-    """Tokens of the response, including the end of sequence."""
-    said: list[bool]
-    """Whether the policy shall learn each response token; False for tokens from an environment."""
-
 
 Demonstrations = Callable[[int], Demonstration]
 """Function that returns the demonstration with a given index."""
-
-
-def nll(x: LossInputs) -> LossOutput:
-    """Compute the negative log-likelihood of the demonstration."""
-    return LossOutput(per_token=-x.log_probs, metrics={"actor/sft_nll": -x.log_probs.detach()})
 
 
 def train(
@@ -54,7 +34,7 @@ def train(
         run.progress.begin(step)
         with run.spans.phase("step"), run.spans.phase("update_actor"):
             rows = [demonstrations((step - 1) * rows_per_step + i) for i in range(rows_per_step)]
-            num_tokens = sum(sum(row.said) for row in rows)
+            num_tokens = sum(int(row.learn.sum()) for row in rows)
             run.learner.accumulate(
                 batch_of(rows[run.ranks.dp_rank :: len(run.ranks.model_parallel_groups)]), nll
             )
@@ -88,21 +68,3 @@ def probe(run: Run) -> float:
     name = run.data.eval_sets[0][0] if run.data.eval_sets else ""
     mine = found.get(f"val-core/{name}/acc/mean@1", 0.0)
     return collective.reduce_floats([mine], "max")[0]
-
-
-def batch_of(rows: list[Demonstration]) -> Batch:
-    """Pack demonstrations into a batch, as if they had been sampled."""
-    samples = []
-    for i, (prompt, response, said) in enumerate(rows):
-        n = len(response)
-        samples.append(
-            Sample(
-                id=request_of("d", i),
-                prompt=np.array(prompt, np.int32),
-                tokens=np.array(response, np.int32),
-                logps=np.zeros(n, np.float32),
-                versions=np.where(said, 0, -1).astype(np.int32),
-                finish="stop",
-            )
-        )
-    return pack_samples(samples)

@@ -1,0 +1,179 @@
+"""Train on demonstrations: supervised fine-tuning with the RL learner, its layouts and checkpoints.
+
+Each step takes the next rows of the shuffled data, divides them among the data-parallel ranks by
+length, and makes one optimizer step on the mean negative log-likelihood of all learned tokens.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlcore.data.conversations import Demonstration
+from rlcore.data.data_order import ShuffledEpochs
+from rlcore.data.packing import pack_samples
+from rlcore.protocols import Learner
+from rlcore.records import Sample, request_of
+from rlcore.sched.seqlen_balancing import balanced_partitions
+from rlcore.tensors import Batch, LossInputs, LossOutput
+from rlcore.trainer import report, sync_loop
+from rlcore.trainer.run import Training
+from rlcore.utils import collective, net
+
+_EVAL_TOKENS = 1 << 18
+"""Number of tokens of validation data that are computed, and broadcast, at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning(Training):
+    """All parts of one rank of a supervised fine-tuning."""
+
+    learner: Learner
+    rows: Sequence[Demonstration] = ()
+    """Demonstrations to train on, on rank 0; empty on the other ranks."""
+    order: ShuffledEpochs | None = None
+    """Order of `rows`, on rank 0."""
+    held_out: Sequence[tuple[str, Sequence[Demonstration]]] = ()
+    """Validation sets by name; their rows only on rank 0."""
+
+
+def nll(x: LossInputs) -> LossOutput:
+    """Compute the negative log-likelihood of the demonstration."""
+    return LossOutput(per_token=-x.log_probs, metrics={"actor/sft_nll": -x.log_probs.detach()})
+
+
+def batch_of(rows: Sequence[Demonstration]) -> Batch:
+    """Pack demonstrations into a batch, as if they had been sampled."""
+    samples = []
+    for i, row in enumerate(rows):
+        samples.append(
+            Sample(
+                id=request_of("d", i),
+                prompt=row.prompt,
+                tokens=row.response,
+                logps=np.zeros(len(row.response), np.float32),
+                versions=np.where(row.learn, 0, -1).astype(np.int32),
+                finish="stop",
+            )
+        )
+    return pack_samples(samples)
+
+
+def train(run: Tuning) -> None:
+    """Run the steps after the restored step up to --run.steps, with evaluations and checkpoints."""
+    cfg = run.cfg
+    if run.step == 0 and cfg.eval.at_start and run.held_out:
+        evaluate(run)
+        _report(run)
+    while run.step < cfg.run.steps and not run.progress.stops:
+        run.progress.begin(run.step + 1)
+        with run.spans.phase("step"):
+            _one_step(run)
+            sync_loop.sync_stop_request(run, True)  # collective over all ranks
+        if run.held_out and sync_loop.evaluates(run):
+            evaluate(run)
+        _report(run)
+        if sync_loop.saves(run):
+            with run.spans.phase("save_checkpoint"):
+                saved = run.checkpoints.save(run.progress, run.observers.writer)
+            if saved is not None and run.observers.callbacks is not None:
+                run.observers.callbacks.on_save(run.step, saved)
+    if run.step < cfg.run.steps and not run.progress.is_complete:
+        report.interrupted(run)
+    else:
+        report.end(run)
+        if cfg.checkpoint.export_hf:
+            run.checkpoints.export_hf(run.hf)
+        if run.observers.callbacks is not None:
+            run.observers.callbacks.on_end(run.step)
+    run.on_done()
+
+
+def evaluate(run: Tuning) -> None:
+    """Add the mean negative log-likelihood of the learned tokens of each validation set to the
+    metrics of the step. Collective over all ranks."""
+    with run.spans.phase("testing"):
+        for name, rows in run.held_out:
+            parts = _parts(rows)
+            total = num_tokens = 0.0
+            for i in range(int(collective.reduce_floats([float(len(parts))], "max")[0])):
+                mine, _ = _mine(run, parts[i] if parts else [])
+                batch = batch_of(mine)
+                learned = run.learner.logprobs(batch)[batch.mask].double()
+                sums = [-float(learned.sum()), float(len(learned))]
+                if not run.ranks.leads_model_parallel_group:
+                    sums = [0.0, 0.0]
+                sums = collective.reduce_floats(sums)
+                total, num_tokens = total + sums[0], num_tokens + sums[1]
+                run.spans.alive()
+            run.progress.add({f"val-core/{name}/nll/mean": total / num_tokens})
+            run.progress.add({f"val-aux/{name}/nll/num_tokens": num_tokens})
+
+
+def _parts(rows: Sequence[Demonstration]) -> list[list[Demonstration]]:
+    """Divide rows into parts of about `_EVAL_TOKENS` tokens."""
+    parts: list[list[Demonstration]] = []
+    size = 0
+    for row in rows:
+        if not parts or size + len(row) > _EVAL_TOKENS:
+            parts.append([])
+            size = 0
+        parts[-1].append(row)
+        size += len(row)
+    return parts
+
+
+def _one_step(run: Tuning) -> None:
+    """Make one optimizer step. Collective over all ranks."""
+    rows: list[Demonstration] = []
+    if run.order is not None:
+        rows = [run.rows[row] for _, row in run.order.next(run.cfg.data.prompts_per_step)]
+    with run.spans.phase("exchange"):
+        mine, counts = _mine(run, rows)
+    num_tokens, num_learned = counts
+    with run.spans.phase("update_actor"):
+        started = time.perf_counter()
+        run.learner.accumulate(batch_of(mine), nll)
+        report.add_update(run, run.learner.apply(float(num_learned)), "actor")
+        seconds = time.perf_counter() - started
+    run.progress.add(
+        {
+            "perf/total_num_tokens": float(num_tokens),
+            "perf/train_tokens_per_s": num_tokens / seconds,
+            "training/trained_rows": float(run.cfg.data.prompts_per_step),
+        }
+    )
+
+
+def _mine(run: Tuning, rows: Sequence[Demonstration]) -> tuple[list[Demonstration], list[int]]:
+    """Distribute rank 0's rows. Return those of this data-parallel rank, and the numbers of all and
+    of all learned tokens. Collective over all ranks."""
+    sent = collective.broadcast_bytes(net.encode(list(rows)))
+    whole = net.decode(sent, list[Demonstration])
+    lengths = [len(row) for row in whole]
+    parts = balanced_partitions(lengths, len(run.ranks.model_parallel_groups))
+    counts = [sum(lengths), sum(int(row.learn.sum()) for row in whole)]
+    return [whole[i] for i in parts[run.ranks.dp_rank]], counts
+
+
+def _report(run: Tuning) -> None:
+    """Write the metrics of the step and print its line."""
+    metrics, timings = run.progress.take(), run.spans.take()
+    writer, screen = run.observers.writer, run.observers.screen
+    if writer is None or screen is None or run.order is None:
+        return
+    metrics |= {f"timing_s/{name}": s for name, s in timings.items()}
+    metrics |= report.memory()
+    if run.step:
+        metrics["training/global_step"] = float(run.step)
+        metrics["training/epoch"] = run.order.position / len(run.rows)
+        metrics["perf/time_per_step"] = metrics["timing_s/step"]
+    writer.write(run.step, metrics)
+    if run.step:
+        screen.step(run.step, metrics)
+    screen.evaluation(run.step, metrics)
+    if run.observers.callbacks is not None:
+        if run.step:
+            run.observers.callbacks.on_step(run.step, metrics)
+        run.observers.callbacks.on_eval(run.step, metrics)
