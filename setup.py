@@ -6,6 +6,8 @@ RLCORE_CUDA=0 leaves the CUDA kernels out, RLCORE_CUDA=1 insists on them; else t
 nvcc is and torch is a CUDA build. RLCORE_CUDA_ARCHS is CMake's list of architectures. The ops of
 torch need its headers. `pip install .` unpacks the pinned torch for the build; with
 `--no-build-isolation`, as tools/setup.sh has it, they are those of the environment.
+
+The folder recipes/ is installed as rlcore/recipes, which `rlcore recipe` reads outside a checkout.
 """
 
 import hashlib
@@ -20,6 +22,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
@@ -53,6 +56,19 @@ def cuda() -> tuple[str, str]:
     if not wanted and re.search(r"^cuda\b.*= None", of_torch, re.M):
         return "OFF", ": torch is a CPU build, RLCORE_CUDA=1 makes them nonetheless"
     return names[wanted], ""
+
+
+class PythonBuild(build_py):
+    """The packages, and the recipes as the folder rlcore/recipes."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:  # the checkout has them
+            return
+        target = Path(self.build_lib) / "rlcore" / "recipes"
+        shutil.rmtree(target, ignore_errors=True)  # an earlier build may have left other files
+        no_pages = shutil.ignore_patterns("__pycache__", "*.md")  # their links need the checkout
+        shutil.copytree(ROOT / "recipes", target, ignore=no_pages)
 
 
 class CMakeBuild(build_ext):
@@ -138,5 +154,5 @@ class CMakeBuild(build_ext):
 
 setup(
     ext_modules=[Extension("rlcore._C", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_py": PythonBuild, "build_ext": CMakeBuild},
 )

@@ -56,23 +56,33 @@ shows_only() { # settings of the run: whether they ask for a text and start no e
   return 1
 }
 
+is_checkout() { # or a folder to which `rlcore recipe copy` has copied recipes
+  [[ -f $ROOT/tools/setup.sh ]]
+}
+
 find_python() { # settings of the run: sets PYTHON; installs only if the recipe was started with bash
-  local missing flags=(--quiet)
-  shows_only "$@" || [[ $(option rollout.engine torch "$@") != sglang ]] || flags+=(--sglang)
-  if [[ -z ${PYTHON:-} && -z ${LOCAL_WORLD_SIZE:-} ]] && ! in_srun; then
-    bash "$ROOT/tools/setup.sh" "${flags[@]}"
+  local missing flags=(--quiet) needed='torch megatron transformers msgspec zmq tyro'
+  local where="run bash tools/setup.sh once, in a folder that this node can read"
+  local repair="run bash tools/setup.sh once, where this node can see it, and start with the"
+  repair+=" .venv/bin/torchrun that it makes"
+  if is_checkout; then
+    shows_only "$@" || [[ $(option rollout.engine torch "$@") != sglang ]] || flags+=(--sglang)
+    if [[ -z ${PYTHON:-} && -z ${LOCAL_WORLD_SIZE:-} ]] && ! in_srun; then
+      bash "$ROOT/tools/setup.sh" "${flags[@]}"
+    fi
+    PYTHON=${PYTHON:-${RLCORE_VENV:-$ROOT/.venv}/bin/python}
+    export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$ROOT"
+  else
+    PYTHON=${PYTHON:-python} needed="rlcore $needed"
+    where="activate the environment in which rlcore is installed, or set PYTHON to its Python"
+    repair=$where
   fi
-  PYTHON=${PYTHON:-${RLCORE_VENV:-$ROOT/.venv}/bin/python}
-  command -v "$PYTHON" >/dev/null ||
-    die "$PYTHON does not exist: run bash tools/setup.sh once, in a folder that this node can read"
+  command -v "$PYTHON" >/dev/null || die "$PYTHON does not exist: $where"
   missing=$("$PYTHON" -c '
+import sys
 from importlib.util import find_spec
-needed = "torch megatron transformers msgspec zmq tyro".split()
-print(*[name for name in needed if find_spec(name) is None])')
-  [[ -z $missing ]] ||
-    die "$PYTHON has no ${missing// /, }: run bash tools/setup.sh once, where this node can" \
-      "see it, and start with the .venv/bin/torchrun that it makes"
-  export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$ROOT"
+print(*[name for name in sys.argv[1].split() if find_spec(name) is None])' "$needed")
+  [[ -z $missing ]] || die "$PYTHON has no ${missing// /, }: $repair"
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 }
 

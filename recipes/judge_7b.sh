@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-__doc__=r'''GRPO on Qwen2.5-7B with Qwen2.5-7B as the judge on the same GPUs, 2 nodes of 8 GPUs of 80 GB.
+__doc__=r'''GRPO on Qwen2.5-7B, judged by Qwen2.5-7B on the same GPUs: 2 nodes of 8 GPUs of 80 GB.
 Layout and lengths are those of RollPacker (arXiv 2509.21009): TP 2, engines of one GPU, responses of
 8k, half of the layers of the judge on the GPU, CUDA MPS.
 Not run at this size: no number to expect is known.

@@ -17,7 +17,9 @@ import psutil
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+if (ROOT / "rlcore" / "__init__.py").is_file():  # of a checkout; a copy uses the installed rlcore
+    sys.path.insert(0, str(ROOT))
 
 from rlcore.utils import listen  # noqa: E402
 
