@@ -36,6 +36,7 @@ SECTIONS = "model", "data", "rollout", "reward", "env", "eval"
 """Sections of a run's config.json that its evaluation starts from."""
 TRAINING = (
     "data.train",
+    "data.weights",
     "data.drop_duplicates",
     "rollout.draft",
     "rollout.adaptive_tp",

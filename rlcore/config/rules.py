@@ -212,6 +212,12 @@ def _data(cfg: Config) -> list[str]:
         out.append("--model.path: is empty; give the Hugging Face folder of the start model")
     if cfg.run.steps and not cfg.data.train and not cfg.env.TASK:
         out.append("--data.train: is empty; give prompt files (.jsonl, .parquet) or the task label")
+    weights, entries = cfg.data.weights, len(cfg.data.train)
+    if weights and len(weights) != entries:
+        out.append(
+            f"--data.weights {' '.join(map(bounds.show, weights))}: must be one number for each "
+            f"entry of data.train, which has {entries}"
+        )
     if not (cfg.run.steps or cfg.data.val or cfg.env.TASK):
         out.append("--data.val: is empty; give the prompts to evaluate on")
     elif cfg.eval.every and not cfg.data.val and not cfg.env.TASK:

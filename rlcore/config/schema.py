@@ -117,6 +117,9 @@ class DataConfig:
     as the prompt of an earlier row, in any of the files."""
     shuffle: bool = True
     """Whether to shuffle the prompts in every epoch."""
+    weights: Annotated[tuple[float, ...], above(0)] = ()
+    """Proportions in which prompts are drawn from the entries of data.train, one number for each
+    entry, which then has epochs of its own. Empty: the entries are joined to one set."""
     num_prompts: Annotated[int, at_least(0)] = 0
     """Maximum number of rows per training file, or number of rows of a generated task; 0: all rows
     of a file, or an endless task."""

@@ -1,15 +1,19 @@
-"""Epochs, resuming, and what a changed data set says."""
+"""Epochs, mixtures, resuming, and what a changed data set says."""
 
 import json
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.data.data_order import ShuffledEpochs
+from rlcore.cli.settings import parse
+from rlcore.config import rules
+from rlcore.data.data_order import ShuffledEpochs, WeightedEpochs
 
 sizes = st.integers(1, 30)
 steps = st.lists(st.integers(0, 40), max_size=6)
+mixtures = st.lists(st.tuples(sizes, st.integers(1, 50)), min_size=1, max_size=8)
 
 
 @settings(deadline=None, max_examples=50)
@@ -69,3 +73,85 @@ def test_a_changed_data_set_is_refused(other, sentence):
 def test_an_empty_data_set_is_refused():
     with pytest.raises(ValueError, match="a data set of 0 rows"):
         ShuffledEpochs(0, 0)
+
+
+@settings(deadline=None, max_examples=100)
+@given(mixtures, st.integers(0, 100), st.booleans(), steps)
+def test_a_mixture_is_always_within_one_row_of_its_proportions(mixture, seed, shuffle, cuts):
+    sizes, weights = zip(*mixture, strict=True)
+    sampler = WeightedEpochs(sizes, weights, seed, shuffle)
+    got = [pair for n in cuts for pair in sampler.next(n)]
+    assert got == WeightedEpochs(sizes, weights, seed, shuffle).next(sum(cuts))
+    assert sampler.position == len(got) == len(set(got)), "a row comes once in an epoch"
+    firsts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    drawn = [[] for _ in sizes]
+    for n, (epoch, row) in enumerate(got, 1):
+        i = next(i for i in range(len(sizes)) if row < firsts[i + 1])
+        drawn[i].append((epoch, row - firsts[i]))
+        for rows, weight in zip(drawn, weights, strict=True):
+            assert abs(len(rows) - Fraction(weight * n, sum(weights))) < 1
+    for rows, size in zip(drawn, sizes, strict=True):
+        assert [epoch for epoch, _ in rows] == [i // size for i in range(len(rows))]
+        whole = rows[: len(rows) // size * size]
+        assert sorted(whole) == [(e, r) for e in range(len(whole) // size) for r in range(size)]
+        assert shuffle or rows == sorted(rows)
+
+
+def test_a_mixture_worked_by_hand():
+    sampler = WeightedEpochs([4, 2], [3, 1], 0, shuffle=False)
+    assert sampler.next(8) == [(0, 0), (0, 1), (0, 2), (0, 4), (0, 3), (1, 0), (1, 1), (0, 5)]
+    assert (sampler.position, sampler.epoch) == (8, 1)
+    assert sampler.state()["num_rows"] == 6
+
+
+def test_the_data_sets_of_a_mixture_have_orders_of_their_own():
+    rows = [row for _, row in WeightedEpochs([50, 50], [1, 1], 0).next(100)]
+    first, second = [r for r in rows if r < 50], [r - 50 for r in rows if r >= 50]
+    assert sorted(first) == sorted(second) and first != second
+
+
+@settings(deadline=None, max_examples=50)
+@given(mixtures, st.integers(0, 100), st.integers(0, 90), st.integers(0, 90))
+def test_a_restored_mixture_goes_on_as_if_nothing_had_happened(mixture, seed, before, after):
+    sizes, weights = zip(*mixture, strict=True)
+    straight = WeightedEpochs(sizes, weights, seed)
+    straight.next(before)
+    other = WeightedEpochs(sizes, weights, seed)
+    other.restore(json.loads(json.dumps(straight.state())))
+    assert other.state() == straight.state()
+    assert other.next(after) == straight.next(after)
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (WeightedEpochs([3, 2], [1, 2], 0), "rows in data.train: the checkpoint has 6, this run"),
+        (WeightedEpochs([2, 4], [1, 2], 0), "each entry .*the checkpoint has .4, 2., this run has"),
+        (WeightedEpochs([4, 2], [1, 3], 0), "data.weights: the checkpoint has .1.0, 2.0., this"),
+        (WeightedEpochs([4, 2], [1, 2], 1), "run.seed: the checkpoint has 0, this run has 1"),
+        (WeightedEpochs([4, 2], [1, 2], 0, False), "data.shuffle: the checkpoint has True, this"),
+        (ShuffledEpochs(6, 0), "rows in each entry of data.train: the checkpoint has .4, 2., this"),
+    ],
+)
+def test_a_changed_mixture_is_refused(other, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        other.restore(WeightedEpochs([4, 2], [1, 2], 0).state())
+
+
+def test_a_mixture_refuses_a_checkpoint_without_weights():
+    with pytest.raises(ValueError, match="the checkpoint has None, this run has .4, 2., so the"):
+        WeightedEpochs([4, 2], [1, 2], 0).restore(ShuffledEpochs(6, 0).state())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("a.jsonl b.jsonl --data.weights 3 1", ""),
+        ("a.jsonl b.jsonl --data.weights 3 0.5 1", "3 0.5 1: must be one number for each entry of"),
+        ("a.jsonl b.jsonl --data.weights 1 0", "--data.weights 1 0: each must be above 0"),
+    ],
+)
+def test_weights_are_positive_and_one_for_each_entry(words, sentence):
+    cfg = parse(["--model.path", "m", "--eval.every", "0", "--data.train", *words.split()])
+    found = "\n".join(rules.broken(cfg))
+    assert sentence in found if sentence else not found

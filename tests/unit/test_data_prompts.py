@@ -10,9 +10,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from rlcore.cli.builders.prompts import load_data
+from rlcore.cli.settings import parse
 from rlcore.config.schema import DataConfig
 from rlcore.data import label_task
 from rlcore.data.prompts import load, overlap
+from rlcore.records import Sampling
 
 DATA = Path(os.environ.get("RLCORE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 real = pytest.mark.skipif(not DATA.exists(), reason="no real data: set RLCORE_DATA")
@@ -225,6 +228,22 @@ def test_duplicates_are_left_out_over_all_files(write, caplog):
     assert len(val) == 3, "validation data is as it is"
     with pytest.raises(ValueError, match=r"c.jsonl: every prompt is one of an earlier row; leave"):
         _train(one, write("c.jsonl", _row("three!")), **keys)
+
+
+def test_weights_mix_the_files_and_a_task_has_none(write):
+    one = write("a.jsonl", b"junk", _row("a"))
+    two = write("b.jsonl", _row("b"), _row("c"), _row("d"))
+    words = ["--model.path", "m", "--data.no_shuffle", "--data.train", one, two]
+
+    def order(*more):
+        found = load_data(parse([*words, *more]), TOKENIZER, eval_sets=[])
+        work = found.source.issue(8, Sampling())
+        return "".join(todo.prompt.text for todo in work), found.order.state()["num_rows"]
+
+    assert order() == ("abcdabcd", 4)
+    assert order("--data.weights", "1", "3") == ("bcadbcad", 4)
+    with pytest.raises(ValueError, match=r"--data.weights 2: has no effect on the generated task"):
+        _train("label", weights=(2.0,))
 
 
 def test_parquet_rows_are_as_jsonl_rows(tmp_path, write, caplog):

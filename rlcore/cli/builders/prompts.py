@@ -8,7 +8,7 @@ from rlcore.cli.builders.learner import wants
 from rlcore.config import rules
 from rlcore.config.schema import Config
 from rlcore.data import prompts
-from rlcore.data.data_order import ShuffledEpochs
+from rlcore.data.data_order import ShuffledEpochs, WeightedEpochs
 from rlcore.hf.tokenizer import Tokenizer
 from rlcore.records import Prompt
 from rlcore.sched.prompt_source import EpochPrompts
@@ -52,13 +52,21 @@ def load_data(
         held_out = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
         return Data(eval_sets=[(name, found.rows) for name, found in held_out])
     train = prompts.load(cfg.data, "train", tokenizer, cfg.run.seed)
-    order = ShuffledEpochs(len(train) if train.is_finite else None, cfg.run.seed, cfg.data.shuffle)
+    order = order_of(cfg, train)
     if eval_sets is None:
         held_out = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
         prompts.overlap(train, held_out)  # warns of validation prompts in the training data
         eval_sets = [(name, found.rows) for name, found in held_out]
     source = make_source(cfg, order, train.__getitem__)
     return Data(order=order, source=source, eval_sets=eval_sets)
+
+
+def order_of(cfg: Config, train: prompts.PromptSet) -> ShuffledEpochs | WeightedEpochs:
+    """Return the order of the training prompts, a mixture if data.weights is set."""
+    seed, shuffle = cfg.run.seed, cfg.data.shuffle
+    if cfg.data.weights and isinstance(train, prompts.RowSet):
+        return WeightedEpochs(train.sizes, cfg.data.weights, seed, shuffle)
+    return ShuffledEpochs(len(train) if train.is_finite else None, seed, shuffle)
 
 
 def max_replaced(cfg: Config) -> int:
@@ -69,7 +77,7 @@ def max_replaced(cfg: Config) -> int:
 
 
 def make_source(
-    cfg: Config, sampler: ShuffledEpochs, prompt_of: Callable[[int], Prompt]
+    cfg: Config, sampler: ShuffledEpochs | WeightedEpochs, prompt_of: Callable[[int], Prompt]
 ) -> EpochPrompts | TailBatching:
     """Return the prompt source of --schedule. `prompt_of` returns the prompt of a row."""
     sizes = {
