@@ -62,6 +62,8 @@ def _main(argv: Sequence[str]) -> int:
                 f"{', '.join(SECTIONS)}"
             )
     cfg = settings.parse(words)
+    if not cfg.data.val:
+        cfg = replace(cfg, eval=replace(cfg.eval, every=0))
     rules.check(cfg)
     cfg = _tunes(cfg)
 
@@ -82,8 +84,6 @@ def _tunes(cfg: "Config") -> "Config":
                     f"--data.{key} {entry}: a generated task has no answers to learn; give files "
                     "(rlcore tiny trains a tiny model on a task)"
                 )
-    if not cfg.data.train:
-        raise ConfigError("--data.train: is empty; give files with rows to learn")
     return replace(
         cfg,
         train=replace(cfg.train, offload=False, fused_loss=False, epochs=1, samples_per_update=0),

@@ -78,10 +78,14 @@ PANELS = (
 
 
 def curve(run_dir: Path, out: Path | None = None) -> Path:
-    """Draw `<run_dir>/curve.png`: reward, held-out accuracy, response length, time by phase. Return
-    the figure's path; raise ValueError if the run has no metrics."""
+    """Draw `<run_dir>/curve.png`: reward, held-out accuracy, response length, time by phase; of
+    `rlcore sft` loss, gradient norm, learning rate, time. Return the figure's path; raise
+    ValueError if the run has no metrics."""
     rows = _rows(run_dir)
     figure, axes = _figure(f"{run_dir.name}: {_steps(rows)} steps")
+    if any("actor/sft_nll" in row for row in rows):
+        _losses(axes, rows)
+        return _save(figure, axes, out or run_dir / "curve.png")
     _reward(axes[0], rows, COLORS[0], "")
     for i, (name, points) in enumerate(accuracies(rows).items()):
         _accuracy(axes[1], points, COLORS[i % len(COLORS)], name)
@@ -254,6 +258,23 @@ def _accuracy(
     ax.plot(steps, means, style, color=color, marker="o", markersize=4, linewidth=1.8, label=ends)
     if np.isfinite(errors).any():
         ax.fill_between(steps, means - errors, means + errors, color=color, alpha=0.2, linewidth=0)
+
+
+def _losses(axes: Sequence["Axes"], rows: Rows) -> None:
+    axes[0].set(title="Loss of learned tokens", ylabel="nats per token")
+    _line(axes[0], rows, "actor/sft_nll", COLORS[0], "training")
+    held_out = dict.fromkeys(name for row in rows for name in row if name.endswith("/nll/mean"))
+    for i, name in enumerate(held_out):
+        steps, values = _series(rows, name)
+        ends = f"{name.split('/')[1]}: {values[0]:.3f} to {values[-1]:.3f}"
+        axes[0].plot(steps, values, color=COLORS[(i + 1) % len(COLORS)], marker="o", label=ends)
+    axes[1].set(title="Gradient norm before clipping", yscale="log")
+    _line(axes[1], rows, "actor/grad_norm", COLORS[0], "", np.median)
+    axes[2].set(title="Learning rate")
+    axes[2].plot(*_series(rows, "actor/lr"), color=COLORS[0])
+    _times(axes[3], rows)
+    for ax in axes:
+        ax.set_xlabel("step")
 
 
 def _lengths(ax: "Axes", rows: Rows) -> None:

@@ -1,0 +1,112 @@
+"""Which tokens of a row `rlcore sft` learns."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlcore.config.schema import DataConfig
+from rlcore.data import conversations
+from rlcore.hf.tokenizer import Tokenizer, load_tokenizer, make_char_tokenizer
+from rlcore.utils.errors import ConfigError
+
+CHARS = [chr(i) for i in range(32, 127)] + ["\n"]
+THINKS = """{% for m in messages %}[{{ m.role[0] }}]{% if m.role == 'assistant' and not loop.last
+%}{{ m.content.split('/')[-1] }}{% else %}{{ m.content }}{% endif %}<eos>
+{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"""
+"""As Qwen3's template: without the thoughts (before /) of all answers but the last."""
+PLAIN = THINKS.replace(".split('/')[-1]", "")
+
+
+def tokenizer(folder: Path, template: str = PLAIN) -> Tokenizer:
+    make_char_tokenizer(folder, CHARS)
+    (folder / "chat_template.jinja").write_text(template)
+    return load_tokenizer(folder)
+
+
+def said(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]
+
+
+def marked(row: Any, tokens: Tokenizer, **data: Any) -> list[str]:
+    """The texts of a row's demonstrations; what is learned stands in braces."""
+    texts = []
+    for found in conversations.demonstrations(row, DataConfig(**data), tokens):
+        assert found.prompt.dtype == found.response.dtype == np.int32 and len(found.prompt)
+        assert found.learn[0] and found.learn[-1]
+        text = tokens.decode(found.prompt, skip_special_tokens=False)
+        for token, learn in zip(found.response.tolist(), found.learn, strict=True):
+            piece = tokens.decode([token], skip_special_tokens=False)
+            text += f"{{{piece}}}" if learn else piece
+        texts.append(text.replace("}{", ""))
+    return texts
+
+
+def test_an_answer_is_learned_with_its_end_behind_the_engines_prompt(tmp_path: Path) -> None:
+    row = {"question": "2+2?", "answer": 4}
+    assert marked(row, tokenizer(tmp_path)) == ["[u]2+2?<eos>\n[a]{4<eos>}"]
+    assert marked(row, tokenizer(tmp_path), system="Add.", suffix=" =") == [
+        "[s]Add.<eos>\n[u]2+2? =<eos>\n[a]{4<eos>}"
+    ]
+    assert marked(row, tokenizer(tmp_path), template="none", suffix="=") == ["2+2?={4<eos>}"]
+
+
+def test_every_message_of_the_assistant_is_learned_and_nothing_else(tmp_path: Path) -> None:
+    row = {"messages": said("a", "b", "c", "d")}
+    found = marked(row, tokenizer(tmp_path), prompt_field="messages", suffix="!")
+    assert found == ["[u]a<eos>\n[a]{b<eos>}\n[u]c!<eos>\n[a]{d<eos>}"]
+
+
+def test_a_template_that_rewrites_earlier_answers_gives_one_row_for_each(tmp_path: Path) -> None:
+    row = {"messages": said("a", "hm/b", "c", "so/d")}
+    found = marked(row, tokenizer(tmp_path, THINKS), prompt_field="messages")
+    assert found == ["[u]a<eos>\n[a]{hm/b<eos>}", "[u]a<eos>\n[a]b<eos>\n[u]c<eos>\n[a]{so/d<eos>}"]
+
+
+def test_an_answer_without_an_end_gets_one(tmp_path: Path) -> None:
+    tokens = tokenizer(tmp_path, PLAIN.replace("<eos>", ""))
+    assert marked({"question": "a", "answer": "b"}, tokens) == ["[u]a[a]{b<eos>}"]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ([1], "the row is a list"),
+        ({"answer": "b"}, "no field 'question'"),
+        ({"question": "a"}, "no field 'answer'"),
+        ({"question": "a", "answer": " "}, "the answer is empty"),
+        ({"question": "", "answer": "b"}, "field 'question' is empty"),
+        ({"question": said("a", "b")[1:]}, "neither text nor a list of messages"),
+        ({"question": [*said("a"), {"role": "assistant"}]}, "a message lacks its content as text"),
+        ({"question": "\u00e9", "answer": "b"}, "cannot encode"),
+    ],
+)
+def test_an_invalid_row_says_why(tmp_path: Path, row: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        marked(row, tokenizer(tmp_path))
+
+
+def test_a_template_that_ignores_its_own_generation_prompt_is_refused(tmp_path: Path) -> None:
+    tokens = tokenizer(tmp_path, PLAIN.replace("%}[a]{%", "%}[bot]{%"))
+    with pytest.raises(ValueError, match="its own generation prompt"):
+        marked({"question": "a", "answer": "b"}, tokens)
+
+
+def test_a_file_leaves_out_bad_and_long_rows_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlcore.utils import log
+
+    monkeypatch.setattr(log.log, "propagate", True)
+    tokens, file = tokenizer(tmp_path), tmp_path / "rows.jsonl"
+    rows = [{"question": "a" * n, "answer": "b"} for n in (1, 60, 2, 3)] + [{"question": "a"}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    data = DataConfig(max_prompt_tokens=40)
+    assert [len(row.prompt) for row in conversations.read(file, data, tokens)] == [9, 10, 11]
+    assert "rows.jsonl:5: no field 'answer'; row skipped" in caplog.text
+    assert "dropped 1 prompts longer than --data.max_prompt_tokens 40" in caplog.text
+    assert len(conversations.read(file, data, tokens, 2)) == 2
+    with pytest.raises(ConfigError, match="rows.jsonl:5: no field 'answer'; fix the row"):
+        conversations.read(file, DataConfig(max_prompt_tokens=40, bad_rows="refuse"), tokens)
