@@ -4,6 +4,7 @@
     rlcore eval ORG/NAME --data.val a.jsonl b.parquet --reward my_pkg.fn --rollout.engine sglang
     rlcore eval runs/NAME                             # its newest checkpoint, data and reward
     rlcore eval runs/NAME --step 40 --eval.greedy --json FILE
+    rlcore eval runs/NAME --step 0                    # the model that it started from
     torchrun --nproc-per-node 8 -m rlcore eval ...    # 8 engines share the prompts
 
 PATH is a Hugging Face folder, a model on the hub, a run, or a checkpoint of a run. The further
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rlcore.cli import exits
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import read_json
 
 if TYPE_CHECKING:  # importing torch would slow down the command line
     from torch import Tensor, device
@@ -92,7 +94,9 @@ def _main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("path", help="model folder, name on the hub, run, or checkpoint")
     parser.add_argument(
-        "--step", type=int, help="step of the run's checkpoint; default: the newest"
+        "--step",
+        type=int,
+        help="step of the run's checkpoint, 0: the start model; default: the newest",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to a file")
     if argv and argv[0].startswith("--") and argv[0] != "--help":
@@ -116,7 +120,6 @@ def _source(path: str, step: int | None, model: str) -> tuple[Path | None, list[
     """Return the checkpoint, if `path` is a run or a checkpoint, and the words of its settings.
     `model`: folder of the run's start model, if it was moved; its config.json is read."""
     from rlcore.cli import export
-    from rlcore.config import resolve
     from rlcore.trainer import resume, seal
 
     folder = Path(path)
@@ -124,19 +127,31 @@ def _source(path: str, step: int | None, model: str) -> tuple[Path | None, list[
         if step is not None:
             raise ConfigError(f"--step {step}: {path} is no run, and has no checkpoints")
         return None, ["--model.path", path]
+    if step == 0 and resume.found(folder):
+        words = _words(folder)
+        if "--model.random_init" in words:
+            raise ConfigError(f"--step 0: {path} started from random weights, which are not saved")
+        return None, words
     try:
         source = export.source_of(folder, step, model)
     except ConfigError as error:
         raise ConfigError(str(error).replace("--model ", "--model.path ")) from error
     if fault := seal.fault(source.checkpoint, None):
         raise ConfigError(f"{source.checkpoint}: {fault}; choose another checkpoint with --step")
-    saved = json.loads((source.checkpoint.parents[1] / "config.json").read_text())
-    keys: dict[str, Any] = {"run.dir": str(source.checkpoint.parents[2])}
+    return source.checkpoint, _words(source.checkpoint.parents[1])
+
+
+def _words(run: Path) -> list[str]:
+    """Return the words of the settings with which a run is evaluated."""
+    from rlcore.config import resolve
+
+    saved = read_json(run / "config.json")
+    keys: dict[str, Any] = {"run.dir": str(run.parent), "run.seed": saved["run"]["seed"]}
     keys |= {f"select.{name}": saved["select"][name] for name in ("reward", "env")}
     for section in SECTIONS:
         keys |= {f"{section}.{name}": value for name, value in saved[section].items()}
     keys = {key: value for key, value in keys.items() if key not in TRAINING and value != ""}
-    return source.checkpoint, resolve.words(keys)
+    return resolve.words(keys)
 
 
 def _evaluates(cfg: "Config", path: str) -> "Config":

@@ -68,6 +68,22 @@ def test_equal_weights_have_equal_scores_from_a_run_its_export_and_transformers(
     assert first["metrics"] != of_run["metrics"]
 
 
+def test_step_0_is_the_model_that_a_run_started_from(found: Found) -> None:
+    """Also its held-out prompts are those of the run, which the seed chooses."""
+    argv = runs.arguments(found.run / "hf", found.folder / "runs", "b", "--run.steps", 1)
+    argv.remove("--model.random_init")
+    words = [*argv, *KEYS[2:], "--run.seed", 5]
+    runs.run(1, [{"name": "b", "argv": list(map(str, words))}], found.folder / "second").check("b")
+    start = found.evaluate(found.folder / "runs" / "b", "--step", 0)
+    assert start["model"] == str(found.run / "hf") and start["seed"] == 5
+    reward = "--reward", "tests.scores.variety"
+    model = found.evaluate(found.run / "hf", *SCORES, *reward, "--run.seed", 5)
+    assert start["metrics"] == model["metrics"]
+    assert start["metrics"] != found.evaluate(found.run / "hf", *SCORES, *reward)["metrics"]
+    trained = found.evaluate(found.folder / "runs" / "b")
+    assert trained["metrics"] != start["metrics"] and trained["seed"] == 5
+
+
 def test_several_ranks_share_the_prompts_and_find_the_same(found: Found) -> None:
     alone = found.evaluate(found.run)
     file = found.folder / "both.json"
@@ -99,6 +115,7 @@ BAD = {
     "no run": (["{run}/hf", "--step", "3"], "--step 3: .*hf is no run, and has no checkpoints"),
     "no step": (["{run}", "--step", "7"], "--step 7: .* has no such checkpoint; it has 1, 2"),
     "order": (["--data.val", "label"], "rlcore eval --data.val: give the model or run first"),
+    "random start": (["{run}", "--step", "0"], "--step 0: .* started from random weights, which"),
     "key": (["{run}", "--eval.samples", "7"], "--eval.samples: there is no such key"),
 }
 
