@@ -1,9 +1,10 @@
 """`python -m rlcore preflight`: check machines, network, data and reward before a run.
 
     bash recipes/grpo_7b.sh --preflight                    # with the keys of a recipe
-    torchrun ... -m rlcore preflight [any key of rlcore train] [--json]
+    torchrun ... -m rlcore preflight [any key of rlcore train] [--json [FILE]]
 
 Every rank checks its machine, and one table shows all nodes. Exit code 1: a check has failed.
+--json prints the table as JSON; --json FILE prints it as text and also writes JSON to the file.
 """
 
 import json
@@ -12,6 +13,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -44,8 +46,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table of all checks, as JSON with `--json`. Return 1 if a check has failed, 2 if
-    the keys are invalid."""
+    """Print the table of all checks. Return 1 if a check has failed, 2 if the keys are invalid."""
     return exits.guard(lambda: _main(argv))
 
 
@@ -55,10 +56,11 @@ def _main(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0
-    cfg = settings.parse([word for word in argv if word != "--json"])
+    as_json, words = _output(argv)
+    cfg = settings.parse(words)
     from rlcore.cli.checks import ranks
 
-    place, as_json = ranks.Place.here(), "--json" in argv
+    place = ranks.Place.here()
     report = of_rank(cfg, place)
     if place.size == 1:
         return show([report], as_json)
@@ -67,6 +69,16 @@ def _main(argv: Sequence[str]) -> int:
     if store is None:
         return show([report], as_json) if place.local_rank == 0 else 1
     return of_all(cfg, place, store, report, as_json)
+
+
+def _output(argv: Sequence[str]) -> tuple[bool | Path, list[str]]:
+    """Return whether to print JSON or the file to write JSON to, and the words without --json."""
+    if "--json" not in argv:
+        return False, list(argv)
+    i = argv.index("--json")
+    if argv[i + 1 : i + 2] and not argv[i + 1].startswith("--"):
+        return Path(argv[i + 1]), [*argv[:i], *argv[i + 2 :]]
+    return True, [*argv[:i], *argv[i + 1 :]]
 
 
 def of_rank(cfg: "Config", place: "Place") -> Report:
@@ -93,7 +105,9 @@ def of_rank(cfg: "Config", place: "Place") -> Report:
     return report
 
 
-def of_all(cfg: "Config", place: "Place", store: "TCPStore", report: Report, as_json: bool) -> int:
+def of_all(
+    cfg: "Config", place: "Place", store: "TCPStore", report: Report, as_json: bool | Path
+) -> int:
     """Make the checks between ranks, and let one rank print the table. Return the exit code, the
     same on all ranks that have joined."""
     from torch.distributed import PrefixStore
@@ -130,10 +144,13 @@ def of_all(cfg: "Config", place: "Place", store: "TCPStore", report: Report, as_
     return code
 
 
-def show(reports: Sequence[Report], as_json: bool) -> int:
-    """Print the results. Return the exit code."""
-    text = json.dumps(table(reports), indent=1) if as_json else "\n".join(lines(reports))
-    print(text, flush=True)
+def show(reports: Sequence[Report], as_json: bool | Path) -> int:
+    """Print the results, as JSON if `as_json` is true. If it is a file, write JSON to the file.
+    Return the exit code."""
+    as_data = json.dumps(table(reports), indent=1)
+    print(as_data if as_json is True else "\n".join(lines(reports)), flush=True)
+    if isinstance(as_json, Path):
+        as_json.write_text(as_data + "\n")
     return int(any(result.state == "FAIL" for result, _ in merged(reports)))
 
 

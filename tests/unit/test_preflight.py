@@ -4,6 +4,7 @@ The driver, nvidia-smi and CUDA are stand-ins, so that torch seems to find eight
 GPU has run these checks. Several ranks: tests/ranks/test_preflight.py.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -506,6 +507,15 @@ def test_the_table_as_json_has_hosts_and_ranks(capsys: pytest.CaptureFixture) ->
     row = {"check": "driver", "state": "FAIL", "text": "old", "hosts": ["a", "b"], "ranks": [0, 1]}
     assert preflight.table(reports) == [row]
     assert '"text": "old"' in capsys.readouterr().out
+
+
+def test_the_table_is_printed_and_also_written_to_a_file(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    argv, file = runs.arguments(model, tmp_path / "runs", "x"), tmp_path / "found.json"
+    assert preflight.main([*argv[:3], "--json", str(file), *argv[3:]]) == 0
+    assert "  PASS  settings   keys, model" in capsys.readouterr().out
+    assert {row["check"]: row["state"] for row in json.loads(file.read_text())}["data"] == "PASS"
 
 
 def test_gpus_reduce_within_each_node_before_all_ranks() -> None:
