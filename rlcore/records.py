@@ -22,8 +22,11 @@ GroupId = str
 """Name of a group (all responses to one issued prompt): a request id up to the last dot."""
 Version = Annotated[int, Meta(ge=0)]
 """Number of training steps that produced the weights; 0: the weights loaded at the start."""
-Finish = Literal["stop", "length", "abort", "failed"]
-"""Reason why a response ended. `failed`: the environment failed; the response is not trained on."""
+Finish = Literal["stop", "length", "turns", "abort", "failed"]
+"""Reason why a response ended. `length`, `turns`: cut at the limit of tokens, or of an episode's
+turns. `failed`: the environment failed; the response is not trained on."""
+CUT: tuple[Finish, ...] = ("length", "turns")
+"""Reasons by which a limit has cut a response."""
 HoldMode = Literal["in_place", "recompute", "release"]
 """Treatment of running requests during a weight update. `in_place`: the engine keeps tokens and KV
 cache. `recompute`: the engine keeps the tokens and prefills them again. `release`: the engine

@@ -35,6 +35,7 @@ from rlcore.envs.kind import EnvKind
 from rlcore.envs.pool import EnvError, EnvPool
 from rlcore.protocols import Engine, PauseMode, Tag
 from rlcore.records import (
+    CUT,
     Aborted,
     AnyEvent,
     Bucket,
@@ -425,7 +426,7 @@ class EpisodeEngine:
         details = {
             "env/turns": float(so_far.num_turns),
             "env/wait_s": so_far.env_s,
-            "env/cut": float(finish == "length"),
+            "env/cut": float(finish in CUT),
             **{f"env/{name}": value for name, value in so_far.numbers.items()},
         }
         outcome = EpisodeOutcome(so_far.score, so_far.text, details)

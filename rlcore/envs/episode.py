@@ -109,7 +109,8 @@ async def play(
     name: RequestId,
 ) -> Finish:
     """Play an episode to its end and record it in `so_far`. Turn ids, which seed the sampling, are
-    derived from `name`. Returns `length` if a limit was reached, else `stop`. Raises EnvError."""
+    derived from `name`. Returns `length` or `turns` if that limit was reached, else `stop`. Raises
+    EnvError."""
 
     def room() -> int:
         return sampling.max_tokens - len(so_far.tokens)
@@ -136,4 +137,4 @@ async def play(
         if step.is_over:
             return "length" if turn.finish == "length" and not room() else "stop"
         seen = dialogue.observation(step.seen, so_far.last)
-    return "length"
+    return "turns"

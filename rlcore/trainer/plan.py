@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rlcore.algos.advantage import is_equal
 from rlcore.algos.base import AlgoConfig
-from rlcore.records import Group
+from rlcore.records import CUT, Group
 from rlcore.sched.seqlen_balancing import balanced_partitions
 from rlcore.utils import seed as seeds
 
@@ -174,7 +174,7 @@ def make(
         rows += [
             r
             for r, finish in zip(members, finishes, strict=True)
-            if not (drop_cut and finish == "length") and r.id not in excluded
+            if not (drop_cut and finish in CUT) and r.id not in excluded
         ]
     seeds.rng(seed, "rows").shuffle(rows)
     updates = []

@@ -201,11 +201,24 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
                 "num_tokens": g.lengths[k],
                 "finish": g.finishes[k],
             }
+            if run.cfg.select.env:
+                row["segments"] = segments_of(run, worker.samples[ref.id])
             if room > 0:
                 row["tokens"] = tokens = of_tokens(run, worker.samples[ref.id], room)
                 room -= len(tokens["pieces"])
             rows.append(row)
     run.observers.writer.rollouts(run.step, rows)
+
+
+def segments_of(run: Run, sample: Sample) -> list[list[str]]:
+    """Return an episode's text as [author, text], the author being `policy` or `environment`."""
+    assert run.observers.pieces is not None
+    found, start = [], 0
+    for is_sampled, count in _stretches((sample.versions >= 0).astype(int).tolist()):
+        pieces = run.observers.pieces(sample.tokens[start : start + count].tolist())
+        found.append(["policy" if is_sampled else "environment", "".join(pieces)])
+        start += count
+    return found
 
 
 def of_tokens(run: Run, sample: Sample, most: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Environments on two ranks: one samples and one trains, in turn and asynchronously, and processes
 of environments and the engine are killed."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,12 @@ def test_episodes_of_a_rank_that_samples_are_trained_by_one_that_trains(found: F
         assert row["training/trained_rows"] == 16 and row["env/turns"] == 2
         assert row["env/episodes"] == 16 and row["env/latency_s"] >= 0
         assert row["training/rollout_probs_diff_max"] < 1e-4
+    lines = (found.runs / "sync" / "rollouts.jsonl").read_text().splitlines()
+    for sample in map(json.loads, lines):
+        authors, texts = zip(*sample["segments"], strict=True)
+        assert authors == ("policy", "environment", "policy")
+        assert "".join(texts).replace("<eos>", "") == sample["response"]
+    assert lines
 
 
 def test_asynchronous_episodes_are_not_too_old_and_killed_processes_cost_no_sample(found) -> None:

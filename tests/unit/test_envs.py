@@ -180,7 +180,7 @@ def test_limits_cut_an_episode(make):
     engine = make("Sums", max_turns=2)
     engine.submit(episodes(1))
     sample = by_id(collect(engine, ended(1)))["t0.0"].sample
-    assert sample.finish == "length" and len(sample.tokens) == 8
+    assert sample.finish == "turns" and len(sample.tokens) == 8
     engine = make("Sums")
     engine.submit(episodes(1, max_tokens=9))  # two tokens are left after the second turn's 8
     sample = by_id(collect(engine, ended(1)))["t0.0"].sample

@@ -101,6 +101,29 @@ def test_a_reader_finds_a_response_and_sees_its_tokens_in_colour(tmp_path):
         assert page.errors == [] and page.js("document.title") == "run"
 
 
+@needs_browser
+@pytest.mark.parametrize("has_tokens", [False, True], ids=["text", "tokens"])
+def test_the_environments_part_of_an_episode_is_marked(tmp_path, has_tokens):
+    row = _row(1, 1, 0, finish="turns", response="go ok up", num_tokens=3)
+    row["segments"] = [["policy", "go"], ["environment", " ok "], ["policy", "up"]]
+    if has_tokens:
+        tokens = _tokens(["go", " ok ", "up"], [-0.1, 0.0, -0.2])
+        row["tokens"] = tokens | {"versions": [[3, 1], [-1, 1], [4, 1]]}
+    path, _ = view.write(_run(tmp_path / "run", [row]))
+    with browser.Browser(tmp_path) as page:
+        page.open(path)
+        page.until("document.querySelector('#response .env') !== null")
+        env = "[...document.querySelectorAll('#response .env')].map(s => s.textContent)"
+        assert page.js(env) == [" ok "]
+        assert page.js("document.querySelector('#response').textContent") == "go ok up"
+        assert page.js("keys.textContent").startswith("environment")
+        assert "end: turns" in page.js("document.querySelector('#detail').textContent")
+        if has_tokens:
+            page.js("document.querySelector('input[value=version]').click()")
+            assert page.js("keys.textContent") == "environmentversion 3version 4"
+        assert page.errors == []
+
+
 @pytest.mark.slow
 @needs_browser
 def test_ten_thousand_responses_are_a_hundred_elements_of_a_list(tmp_path):
