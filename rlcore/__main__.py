@@ -16,6 +16,7 @@ COMMANDS = {
     "judge": "make the tiny judge of recipes/judge_tiny.sh",
     "eval": "evaluate a model, or a run's checkpoint: rlcore eval MODEL --data.val FILE",
     "export": "write a checkpoint as a Hugging Face folder: rlcore export RUN",
+    "report": "write a report of a run, with plot and all numbers: rlcore report RUN",
     "plot": "plot the metrics of runs: rlcore plot RUN...",
     "view": "write a run's rollouts as an HTML page: rlcore view RUN",
     "trace": "merge the traces of all ranks for ui.perfetto.dev: rlcore trace RUN",

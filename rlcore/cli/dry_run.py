@@ -18,7 +18,7 @@ from rlcore.utils.files import read_json
 if TYPE_CHECKING:  # importing torch would slow down the command line
     from rlcore.cli.inputs import Findings
     from rlcore.mcore.layout import ParallelLayout
-    from rlcore.trainer.memory import OtherMemory
+    from rlcore.trainer.memory import MemoryPlan, OtherMemory
 
 GPU_GB = 80.0
 """Memory of a GPU in GB that is assumed if this machine has no GPU."""
@@ -95,14 +95,7 @@ def show(cfg: Config, every: bool = False) -> int:
     if hf is not None and not problems:
         gpu_bytes, source = gpu_gb(cfg) * memory.GB, gpu_source(cfg)
         most = gpu_bytes or GPU_GB * memory.GB
-        if apart:
-            cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, offload=False))
-            alone = memory.worst_of(cfg, hf, train_ranks, gpu_bytes=most, has_engine=False)
-            sampler = memory.make_sampler(cfg, hf, train_ranks, gpu_bytes=most, beside=beside)
-            plans = [alone, sampler]
-        else:
-            plans = [memory.worst_of(cfg, hf, world, gpu_bytes=most, beside=beside)]
-        for plan in plans:
+        for plan in memory_plans(cfg, hf, world, most, beside):
             print("\n".join(memory.table(plan, world, per_node)))
             problems += plan.problems if gpu_bytes else ()
             if large := memory.too_large(plan, gpu_bytes):
@@ -132,20 +125,42 @@ def show(cfg: Config, every: bool = False) -> int:
     return 0
 
 
+def memory_plans(
+    cfg: Config, hf: HFConfig, world: int, gpu_bytes: float, beside: "OtherMemory"
+) -> list["MemoryPlan"]:
+    """Return the memory plan of the rank that needs most, or with separate rollout ranks one plan
+    for either kind of rank. `beside`: memory of judges on the same GPUs."""
+    from rlcore.trainer import memory
+
+    if not cfg.cluster.rollout_ranks:
+        return [memory.worst_of(cfg, hf, world, gpu_bytes=gpu_bytes, beside=beside)]
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, offload=False))
+    train_ranks = max(world - cfg.cluster.rollout_ranks, 1)
+    return [
+        memory.worst_of(cfg, hf, train_ranks, gpu_bytes=gpu_bytes, has_engine=False),
+        memory.make_sampler(cfg, hf, train_ranks, gpu_bytes=gpu_bytes, beside=beside),
+    ]
+
+
 def settings_of(cfg: Config) -> str:
     """Return a line for each of --algo, --reward, --env, --mode, --schedule and for each key that
     differs from its default."""
+    lines = [f"setting      --{key} {value}" for key, value in changed(cfg).items()]
+    return "\n".join([*lines, "setting      --dry-run all prints every key"])
+
+
+def changed(cfg: Config) -> dict[str, str]:
+    """Return --algo, --reward, --env, --mode, --schedule and the keys that differ from their
+    defaults, with their values."""
     from rlcore.cli import settings
 
     selectors = resolve.keys(cfg.select)
     default = settings.parse([f"--{name}={value}" for name, value in selectors.items() if value])
-    other = [
-        f"{key} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+    return {
+        key: " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
         for key, value in (selectors | resolve.keys(cfg)).items()
         if (key in selectors and value) or value != resolve.keys(default).get(key, "")
-    ]
-    lines = [f"setting      --{line}" for line in other]
-    return "\n".join([*lines, "setting      --dry-run all prints every key"])
+    }
 
 
 def is_elsewhere(cfg: Config) -> bool:

@@ -54,7 +54,10 @@ class Screen:
             self._bar.step(step)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the lines of an evaluation, one per data set."""
+        """Print the lines of an evaluation after a step, one per data set."""
+        self._step = step
+        if self._bar is not None:
+            self._bar.step(step)
         for line in evaluation_lines(step, self._total_steps, metrics):
             self._say(line)
 
@@ -123,7 +126,15 @@ def evaluation_lines(step: int, total_steps: int, metrics: Mapping[str, float]) 
 def evaluation_table(metrics: Mapping[str, float]) -> list[str]:
     """Format an evaluation as a table: per data set the mean score with its standard error over
     prompts, and a row for every other score."""
-    rows = [("data set", "score", "value", "prompts")]
+    rows = [("data set", "score", "value", "prompts"), *evaluation_rows(metrics)]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)) for row in rows]
+    return [lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])]
+
+
+def evaluation_rows(metrics: Mapping[str, float]) -> list[tuple[str, str, str, str]]:
+    """Return the cells of `evaluation_table`: data set, score, value, number of prompts."""
+    rows = []
     for name, points in accuracies([{"step": 0, **metrics}]).items():
         core = f"val-core/{name}/acc/"
         prompts = f"{metrics[f'val-aux/{name}/num_prompts']:.0f}"
@@ -135,9 +146,7 @@ def evaluation_table(metrics: Mapping[str, float]) -> list[str]:
             rows.append((name, key.removeprefix(core), shown, prompts))
         length = metrics[f"val-aux/{name}/response_length/mean"]
         rows.append((name, "tokens", f"{length:.1f}", prompts))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)) for row in rows]
-    return [lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])]
+    return rows
 
 
 def final_table(summary: Mapping[str, Any]) -> list[str]:
@@ -170,13 +179,22 @@ def final_table(summary: Mapping[str, Any]) -> list[str]:
     return [*lines, "", f"{steps} steps: {', '.join(speeds)}" if speeds else f"{steps} steps"]
 
 
-def _accuracy_table(summary: Mapping[str, Any]) -> list[str]:
+def changes(summary: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
+    """Return the accuracy before and after training, and the standard error of their difference
+    (NaN if it is not known), by data set. `summary`: result of `sinks.summarise`."""
     prefix = "val/accuracy_start/"
-    names = [key.removeprefix(prefix) for key in summary if key.startswith(prefix)]
-    lines = _heading("accuracy", "before", "after", "change") if names else []
-    for name in names:
+    found = {}
+    for name in (key.removeprefix(prefix) for key in summary if key.startswith(prefix)):
         before, after = (summary[f"val/accuracy_{which}/{name}"] for which in ("start", "end"))
         error = math.hypot(*(summary[f"val/std_err_{which}/{name}"] for which in ("start", "end")))
+        found[name] = before, after, error
+    return found
+
+
+def _accuracy_table(summary: Mapping[str, Any]) -> list[str]:
+    found = changes(summary)
+    lines = _heading("accuracy", "before", "after", "change") if found else []
+    for name, (before, after, error) in found.items():
         change = f"{after - before:+.3f}{_plus_minus(error)}"
         lines.append(_columns(name, f"{before:.3f}", f"{after:.3f}", change))
     return lines
