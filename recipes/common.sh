@@ -97,8 +97,18 @@ torch_run() { # torchrun's own flags, then -m module arguments: the command, in 
 
 ONE_NODE=(--standalone --local-addr localhost)
 
+in_child() { # run COMMAND; TERM and INT of this process end it
+  local child code=0
+  (forget_torchrun && exec "${COMMAND[@]}") &
+  child=$!
+  trap 'kill -TERM "$child"; wait "$child" || exit 143' TERM INT
+  wait "$child" || code=$?
+  trap - TERM INT
+  return "$code"
+}
+
 make_once() { # folder, arguments of rlcore: the first process makes the folder with `--out`
-  local folder=$1 child
+  local folder=$1
   shift
   [[ ! -d $folder ]] || return 0
   mkdir -p "$(dirname "$folder")"
@@ -106,14 +116,45 @@ make_once() { # folder, arguments of rlcore: the first process makes the folder 
   flock -w 3600 8 || die "waited an hour for $folder.lock; end the process that holds it"
   if [[ ! -d $folder ]]; then
     torch_run "${ONE_NODE[@]}" -m rlcore "$@" --out "$folder.part-$$"
-    (forget_torchrun && exec "${COMMAND[@]}") &
-    child=$!
-    trap 'kill -TERM "$child"; wait "$child" || exit 143' TERM INT
-    wait "$child"
-    trap - TERM INT
+    in_child
     mv -T "$folder.part-$$" "$folder" || [[ -d $folder ]]
   fi
   exec 8>&-
+}
+
+stage() { # name, arguments of rlcore: run it on all GPUs of this node; its seconds go into REPORT
+  local name=$1 start=$SECONDS code=0 restarts=0
+  shift
+  [[ $name != train ]] || restarts=${MAX_RESTARTS:-0}
+  echo "rlcore: --report: $name"
+  torch_run "${ONE_NODE[@]}" --max-restarts "$restarts" -m rlcore "$@"
+  in_child || code=$?
+  printf '%s\t%d\n' "$name" $((SECONDS - start)) >>"$REPORT/stages.tsv"
+  return "$code"
+}
+
+report() { # settings of the run: check, train, evaluate before and after, write the report to REPORT
+  local name run command words code=0
+  name=$(option run.name "" "$@") run=$(option run.dir runs "$@")/$name
+  mapfile -d '' -t words <"/proc/$$/cmdline"
+  printf -v command '%q ' "${words[@]}"
+  command=${command% }
+  mkdir -p "$REPORT"
+  [[ ! -f $REPORT/command.txt || $(<"$REPORT/command.txt") == "$command" ]] ||
+    die "--report $REPORT: has the report of another command; choose another folder"
+  printf '%s\n' "$command" >"$REPORT/command.txt"
+  rm -f "$REPORT/before.json" "$REPORT/after.json" # of an earlier start
+  local scores=(--eval.samples_per_prompt "$(option eval.samples_per_prompt 4 "$@")")
+  stage preflight preflight "$@" --json "$REPORT/preflight.json" ||
+    die "--report $REPORT: the preflight has found what fails; the lines above say what to do"
+  stage train train "$@"
+  stage eval_before eval "$run" --step 0 "${scores[@]}" --run.name "$name-before" \
+    --json "$REPORT/before.json" || code=$?
+  stage eval_after eval "$run" "${scores[@]}" --run.name "$name-after" \
+    --json "$REPORT/after.json" || code=$?
+  export NODES GPUS_PER_NODE
+  "$PYTHON" -m rlcore report "$run" --out "$REPORT"
+  return "$code"
 }
 
 dry_run() { # one process, which reads the size of the world in NODES and GPUS_PER_NODE
@@ -126,17 +167,26 @@ dry_run() { # one process, which reads the size of the world in NODES and GPUS_P
   exec "$PYTHON" -u -m rlcore "$@"
 }
 
-launch() { # "${ARRAY[@]}"... "$@": train with these settings; --preflight only checks the nodes
-  local command=train keys=() args arg
+launch() { # "${ARRAY[@]}"... "$@": train with these settings, with --report DIR see `report`;
+  # --preflight only checks the nodes
+  local command=train keys=() args
   local nodes=1 rank=0 head=${HEAD_ADDR:-} port=${HEAD_PORT:-29500}
   : "${NODES:=1}" "${GPUS_PER_NODE:=8}"
-  for arg in "$@"; do
-    if [[ $arg == --preflight ]]; then
-      command=preflight
-    else
-      keys+=("$arg")
-    fi
+  REPORT=
+  while (($#)); do
+    case $1 in
+      --preflight) command=preflight ;;
+      --report)
+        REPORT=${2:-}
+        [[ -n $REPORT && $REPORT != --* ]] || die "--report: give the folder of the report"
+        shift
+        ;;
+      --report=*) REPORT=${1#*=} ;;
+      *) keys+=("$1") ;;
+    esac
+    shift
   done
+  set -- "${keys[@]}"
   args=("$command" --run.name "$(basename "$0" .sh)" "${keys[@]}")
   find_python "$@"
   if shows_only "$@"; then
@@ -163,6 +213,8 @@ launch() { # "${ARRAY[@]}"... "$@": train with these settings; --preflight only 
     nodes=$NODES rank=$NODE_RANK
   fi
 
+  [[ -z $REPORT || ($nodes == 1 && -z ${LOCAL_WORLD_SIZE:-}) ]] ||
+    die "--report $REPORT: works on one node; start the recipe with bash, without torchrun"
   if declare -F prepare >/dev/null; then
     prepare "$@"
   fi
@@ -170,6 +222,10 @@ launch() { # "${ARRAY[@]}"... "$@": train with these settings; --preflight only 
     exec "$PYTHON" -u -m rlcore "${args[@]}"
   fi
   forget_torchrun
+  if [[ -n $REPORT && $command == train ]]; then
+    report "${args[@]:1}"
+    exit
+  fi
   local where=("${ONE_NODE[@]}")
   if ((nodes > 1)); then
     where=(--nnodes "$nodes" --node-rank "$rank" --master-addr "$head" --master-port "$port")

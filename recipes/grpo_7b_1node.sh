@@ -6,6 +6,7 @@ Not run at this size: no number to expect is known.
     bash recipes/grpo_7b_1node.sh --data.train my.parquet --data.val my_val.parquet
     bash recipes/grpo_7b_1node.sh --model.path ORG/NAME --reward my_reward.score ...
     bash recipes/grpo_7b_1node.sh --dry-run                # memory plan; runs nothing
+    bash recipes/grpo_7b_1node.sh --report DIR ...         # checks, evaluates, writes DIR/report.md
     sbatch --nodes 1 recipes/slurm/job.sbatch recipes/grpo_7b_1node.sh
     GPUS_PER_NODE=4 bash recipes/grpo_7b_1node.sh ...      # fewer GPUs
 

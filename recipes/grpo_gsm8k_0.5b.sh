@@ -5,6 +5,7 @@ there are GPUs, by the torch engine elsewhere. Not run at full size: no number t
     export MODEL_PATH=~/models/Qwen2.5-0.5B TRAIN_DATA=train.jsonl VAL_DATA=test.jsonl
     bash recipes/grpo_gsm8k_0.5b.sh                         # all GPUs of this node
     GPUS_PER_NODE=1 bash recipes/grpo_gsm8k_0.5b.sh         # one of them
+    bash recipes/grpo_gsm8k_0.5b.sh --report DIR            # checks, evaluates, writes DIR/report.md
     torchrun --nproc-per-node 8 recipes/grpo_gsm8k_0.5b.sh  # your own torchrun
     bash recipes/grpo_gsm8k_0.5b.sh --train.lr 5e-7         # any key; the last one wins
 

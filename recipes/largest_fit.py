@@ -52,7 +52,10 @@ def main(argv: list[str]) -> int:
     models, rest = argv[:cut], argv[cut + 1 :]
     cut = rest.index("--")
     sizes, words = [size.split(":") for size in rest[:cut]], rest[cut + 1 :]
-    words = [word for word in words if word != "--preflight"]  # of the recipe
+    words = [word for word in words if word != "--preflight"]  # of the recipe, as --report DIR
+    if "--report" in words:
+        at = words.index("--report")
+        del words[at : at + 2]
     if {"--help", "-h"} & set(words):  # The text is the same for all models.
         print(*sizes[0], models[0])
         return 0

@@ -54,6 +54,7 @@ fi
 two_jobs() { # keys of both
   local name url pid pids=() failed=0 seed=$SEED memory
   memory=$(awk '/^MemTotal/ { printf "%d", $2 / 2e6 }' /proc/meminfo) # GB: each pool has half of it
+  [[ -z $(option report "" "$@") ]] || die "--report: reports one job; start it with ALONE=1"
   find_python "$@"
   command -v redis-server >/dev/null ||
     die "redis-server is not installed, and the jobs share it: run bash tools/setup.sh --mux as root"
