@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 UNUSED = {
     "apex": "its tests are skipped where it is missing",
     "transformer_engine": "its tests are skipped where it is missing",
+    "datasets": "for data sets on the Hugging Face hub",
     "gymnasium": "for --env gymnasium",
     "httpx": "for rewards behind a URL",
     "prometheus_client": "for --log.prometheus_port",

@@ -26,6 +26,7 @@ from rlcore.cli.builders.sizes import make_elastic, size_policy
 from rlcore.cli.builders.weights import check_allocator
 from rlcore.config.schema import Config
 from rlcore.data import prompts
+from rlcore.data.hub import UnreachableError, is_name
 from rlcore.hf import hub
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import HEAD, expected
@@ -60,11 +61,12 @@ class Findings:
     @contextlib.contextmanager
     def check(self, setting: str, *, may_lack: bool = False) -> Iterator[None]:
         """Collect a ConfigError of the `with` block in `problems`. If only this machine may lack
-        the file or package of the setting (`may_lack`), collect the error in `unchecked`."""
+        the file, package or network of the setting (`may_lack`), collect the error in `unchecked`.
+        """
         try:
             yield
         except ConfigError as error:
-            if may_lack:
+            if may_lack or (self.elsewhere and isinstance(error, UnreachableError)):
                 self.unchecked[setting] = str(error)
             else:
                 self.problems += str(error).splitlines()
@@ -276,12 +278,12 @@ def data(cfg: Config, tokens: Tokenizer | None, found: Findings) -> None:
     one = replace(cfg.data, num_prompts=1, num_val_prompts=1)
     for key in ("train", "val"):
         here = []
-        for source in getattr(cfg.data, key):
+        for source in prompts.entries(cfg.data, key):
             if source in prompts.TASKS or not found.may_lack(source):
                 here.append(source)
                 continue
-            with found.check(f"--data.{key} {source}", may_lack=True):
-                prompts.read_file(Path(source), source, one, _NoTokenizer())
+            with found.check(f"--data.{key} {source}", may_lack=not is_name(source)):
+                prompts.read_file(Path(source), source, one, tokens or _NoTokenizer())
         if here and (tokens is not None or not prompts.TASKS.keys() & set(here)):
             with found.check(f"--data.{key}"):
                 some = tuple(here)

@@ -88,10 +88,12 @@ class DataConfig:
     """Prompts for training and validation."""
 
     train: tuple[str, ...] = ()
-    """Prompt files (.jsonl, .parquet), or one generated task: `label`, `oneline`, `frozenlake` or
-    `blackjack`."""
+    """Prompt files (.jsonl, .parquet), data sets on the Hugging Face hub as
+    ORG/NAME[@REVISION][:CONFIG]:SPLIT, or one generated task: `label`, `oneline`, `frozenlake` or
+    `blackjack`. ORG/NAME alone is its split `train`."""
     val: tuple[str, ...] = ()
-    """Validation files or generated tasks, each reported under its own name."""
+    """Validation files, data sets on the hub (ORG/NAME alone is its split `test`) or generated
+    tasks, each reported under its own name."""
     prompts_per_step: Annotated[int, above(0)] = 32
     """Number of prompts that one step trains on."""
     prompt_field: str = "question"

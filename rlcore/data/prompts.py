@@ -1,11 +1,12 @@
-"""Prompt sets: JSONL and parquet files, or a generated task, as tokenised `Prompt` records.
+"""Prompt sets: JSONL and parquet files, data sets on the Hugging Face hub, or a generated task, as
+tokenised `Prompt` records.
 
 Invalid rows are reported with file and line, too long prompts are counted, and the run continues. A
 file without a usable row is an error. Rows are tokenised when they are read, because the length
 filter needs the tokens and row numbers count only kept rows.
 
-Own code instead of `datasets`, which keeps a second copy of the files in a cache. Errors of this
-module name file and line.
+Files are read by own code instead of `datasets`, which keeps a second copy of them in a cache and
+knows no lines. It reads data sets on the hub (`hub.py`), whose errors name row numbers.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from typing import Any, Literal, Protocol, overload
 
 import numpy as np
 
-from rlcore.data import cards_task, label_task, lake_task, oneline_task
+from rlcore.data import cards_task, hub, label_task, lake_task, oneline_task
 from rlcore.data.generated import NUM_VAL, Split, TaskRow
 from rlcore.data.packed import PackedPrompts
 from rlcore.records import Prompt
@@ -190,18 +191,19 @@ def load(
 def load(
     config: PromptSettings, which: Literal["train", "val"], tokenizer: Tokens, seed: int
 ) -> PromptSet | list[tuple[str, RowSet]]:
-    """Load prompt sets. `train` joins the files of data.train, in their order, into one set; `val`
-    returns (name, set) for each entry of data.val, named by the file's stem. data.num_prompts
-    (data.num_val_prompts) limits each file, after data.drop_duplicates. `seed` does not change a
+    """Load prompt sets. `train` joins the entries of data.train, in their order, into one set;
+    `val` returns (name, set) for each entry of data.val, named by `names_of`. data.num_prompts
+    (data.num_val_prompts) limits each entry, after data.drop_duplicates. `seed` does not change a
     task's validation rows.
 
     Raises ValueError if a file is missing, has an unknown type or no usable row. With data.bad_rows
     `refuse`, an invalid row also raises ValueError.
     """
-    sources = config.train if which == "train" else config.val
+    sources = entries(config, which)
     if not sources and which == "train":
         raise ConfigError(
-            f"--data.train: is empty; give .jsonl or .parquet files, or a task: {', '.join(TASKS)}"
+            "--data.train: is empty; give .jsonl or .parquet files, data sets on the hub, or a "
+            f"task: {', '.join(TASKS)}"
         )
     cap = config.num_prompts if which == "train" else config.num_val_prompts
     names = names_of(sources)
@@ -223,6 +225,13 @@ def load(
         else:
             sets.append((name, RowSet(read_file(Path(source), name, config, tokenizer, cap))))
     return sets
+
+
+def entries(config: PromptSettings, which: Literal["train", "val"]) -> tuple[str, ...]:
+    """Return the entries of data.train or data.val. Names on the hub without a split get one:
+    `train`, or `test` for validation."""
+    sources, split = (config.train, "train") if which == "train" else (config.val, "test")
+    return tuple(hub.with_split(source, split) for source in sources)
 
 
 def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
@@ -418,32 +427,43 @@ def _encoder(config: PromptSettings, tokenizer: Tokens) -> Callable[[str], list[
 
 
 def names_of(sources: Sequence[str]) -> list[str]:
-    """Return a name per file or task: the stem, with its folder if two stems are equal.
+    """Return a name per file, task or data set on the hub: the stem or NAME. If two are equal, they
+    get the folder, or organisation, configuration and split.
 
     Raises:
         ConfigError: two files have the same folder and stem.
     """
-    stems = [Path(s).stem for s in sources]
-    names = [
-        stem if stems.count(stem) == 1 else f"{Path(s).absolute().parent.name}/{stem}"
-        for s, stem in zip(sources, stems, strict=True)
-    ]
+    labels = [_labels(source) for source in sources]
+    shorts = [short for short, _ in labels]
+    names = [short if shorts.count(short) == 1 else long for short, long in labels]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ConfigError(f"data files {twice[0]}: two files have this name; rename one")
     return names
 
 
+def _labels(source: str) -> tuple[str, str]:
+    """Return the short and the long name of an entry of data.train or data.val."""
+    if hub.is_name(source):
+        return hub.labels(source)
+    path = Path(source).absolute()
+    return path.stem, f"{path.parent.name}/{path.stem}"
+
+
 def rows_of(path: Path) -> Iterator[tuple[str, Any, int]]:
     """Yield (`file:line`, row, approximate size in bytes) for every row of a .jsonl or .parquet
-    file; an invalid line yields its exception as the row.
+    file, or of a data set on the hub; an invalid line yields its exception as the row.
 
     Raises:
         ConfigError: the file is missing, has another type, or cannot be read.
     """
+    if hub.is_name(str(path)):
+        yield from hub.rows(hub.with_split(str(path), "train"))
+        return
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(
-            f"data file {path}: must end in .jsonl or .parquet, or be a task: {', '.join(TASKS)}"
+            f"data file {path}: must end in .jsonl or .parquet, or be a task: {', '.join(TASKS)}; "
+            "or a data set on the hub, such as openai/gsm8k:main:train"
         )
     if why := files.fault(path):
         raise ConfigError(f"data file {path}: {why}")

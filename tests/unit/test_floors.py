@@ -29,6 +29,7 @@ DOORS = {
     "transformer_engine": "rlcore/mcore/",
     "apex": "rlcore/mcore/",
     "sglang": "rlcore/rollout/sglang_engine/",
+    "datasets": "rlcore/data/hub.py",
     "tensorboard": "rlcore/metrics/sinks.py",
     "torch.utils.tensorboard": "rlcore/metrics/sinks.py",
     "wandb": "rlcore/metrics/sinks.py",
