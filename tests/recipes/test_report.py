@@ -49,8 +49,11 @@ def test_the_keys_of_the_command_name_run_and_samples(bench: Bench) -> None:
     assert found[3][found[3].index("--eval.samples_per_prompt") + 1] == "16"
 
 
-def test_another_command_does_not_write_into_a_report(bench: Bench) -> None:
-    assert len(stages(bench, "--report", "out")) == len(stages(bench, "--report", "out")) == 5
+def test_the_same_command_starts_anew_and_another_one_is_refused(bench: Bench) -> None:
+    assert len(stages(bench, "--report", "out")) == 5
+    old = bench.folder / "out/before.json"
+    old.touch()
+    assert len(stages(bench, "--report", "out")) == 5 and not old.exists()
     rc, out = bench.run("bash", bench.recipe(), "--report", "out", "--run.seed", "1")
     assert rc == 2 and not bench.records("preflight")
     assert "--report out: has the report of another command; choose another folder" in out

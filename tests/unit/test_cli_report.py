@@ -39,14 +39,14 @@ def run(tmp_path: Path) -> Path:
     resolve.save(cfg, folder / "config.json")
     rows = [
         {"step": 0, **scores(0.2, 0.03, 1)},
-        {"step": 1, "timing_s/step": 3.0, "timing_s/gen": 2.0, "memory/device_gb/gen": 40.0},
+        {"step": 1, "timing_s/step": 3.0, "timing_s/gen": 2.0, "memory/device_gb/gen": 41.5},
         {
             "step": 2,
             "timing_s/step": 5.0,
             "timing_s/gen": 3.0,
-            "memory/device_gb/gen": 41.5,
+            "memory/device_gb/gen": 40.0,
             "perf/max_memory_allocated_gb": 60.25,
-            **scores(0.25, 0.04, 1),
+            **scores(0.28, 0.04, 1),
         },
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -119,8 +119,8 @@ def test_the_plan_stands_beside_the_memory_that_was_in_use(run: Path, tmp_path: 
 def test_without_its_stages_a_run_reports_its_own_evaluations(run: Path) -> None:
     text, found = written(run, run / "report")
     assert (
-        "Held-out accuracy of val: 0.200 before, 0.250 after training. The change of "
-        "+0.050 +- 0.050 does not exceed two standard errors (0.100)."
+        "Held-out accuracy of val: 0.200 before, 0.280 after training. The change of "
+        "+0.080 +- 0.050 does not exceed two standard errors (0.100)."
     ) in text
     assert "Before: step 0, after: step 2. Samples of each prompt: 1." in text
     assert "| wall time | not measured |" in text and "    command: not recorded" in text
@@ -132,7 +132,7 @@ def test_one_missing_evaluation_is_not_compared_with_the_other_kind(run: Path) -
     out = run / "report"
     out.mkdir()
     (out / "after.json").write_text(evaluation("end", 0.9, 0.01))
-    assert "0.200 before, 0.250 after" in written(run, out)[0]
+    assert "0.200 before, 0.280 after" in written(run, out)[0]
 
 
 def test_a_run_without_evaluations_says_that_they_were_not_measured(run: Path) -> None:
@@ -143,6 +143,12 @@ def test_a_run_without_evaluations_says_that_they_were_not_measured(run: Path) -
     assert "not measured: the run has no evaluation before and after training." in text
     assert found["before"] is found["after"] is None and found["changes"] == {}
     assert "Peak of all ranks: not measured in tensors, not measured reserved" in text
+
+
+def test_an_evaluation_after_the_first_steps_is_not_one_before_training(run: Path) -> None:
+    rows = [{"step": step, "timing_s/step": 3.0, **scores(0.2, 0.03, 1)} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "before and after training: not measured." in written(run, run / "report")[0]
 
 
 def test_a_change_without_a_standard_error_is_not_judged() -> None:
