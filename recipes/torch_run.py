@@ -34,7 +34,7 @@ GRACE_S = 660.0
 def main() -> int:
     """0, or the exit code of the rank that failed first; 128 and the number for a signal."""
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
-        lambda record: not record.getMessage().startswith("failed (exitcode")
+        lambda record: not record.getMessage().startswith(("failed (exitcode", "Sending process"))
     )
     signal.signal(signal.SIGTERM, pass_on)
     try:

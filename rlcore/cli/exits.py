@@ -3,19 +3,28 @@
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from rlcore.utils.errors import ConfigError
 
+FIRST_S = 3.0
+"""Seconds by which the first rank of a node comes before the others with a refusal."""
+
 
 def guard(body: Callable[[], int]) -> int:
     """Run `body` and return its exit code. On a `ConfigError` print it and return 2. On any other
-    exception print an error that names the traceback's file and return 1."""
+    exception print an error that names the traceback's file and return 1.
+
+    The ranks of a node refuse the same settings: the first one prints why, and torchrun then ends
+    the others before they do."""
     try:
         return body()
     except ConfigError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(FIRST_S)
         print(error, file=sys.stderr)
         return 2
     except Exception as error:

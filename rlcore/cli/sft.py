@@ -104,8 +104,6 @@ def _work(cfg: "Config", here: "World", warnings: Sequence[str], epochs: float) 
         for line in warnings:
             log.warning("WARNING: %s", line)
         run = build(cfg, here, epochs)
-    except ConfigError as e:
-        return failed(cfg, here, e, alarm=False)
     except Exception as e:
         return failed(cfg, here, e)
     try:

@@ -116,8 +116,6 @@ def _train(cfg: "Config", here: "World", warnings: Sequence[str]) -> int:
         if here.device.type == "cuda":
             native.warn_without_kernels()
         built = builders.run(cfg, here)
-    except ConfigError as e:  # no alarm: wrong settings need no flight records
-        return failed(cfg, here, e, alarm=False)
     except Exception as e:
         return failed(cfg, here, e)
     try:
@@ -133,11 +131,12 @@ def _train(cfg: "Config", here: "World", warnings: Sequence[str]) -> int:
     return 0
 
 
-def failed(cfg: "Config", here: "World", error: Exception, alarm: bool = True) -> int:
+def failed(cfg: "Config", here: "World", error: Exception) -> int:
     """Log why the run ends; the traceback goes only to the rank's log file.
 
     Only the rank that fails first prints the reason, since other ranks see only that a rank exited.
-    With `alarm` the other ranks are notified. Return the exit code: 2 for a `ConfigError`, else 1.
+    The other ranks are told; after a `ConfigError` they exit without a report, and the code is 2,
+    else 1.
     """
     from rlcore.cli.builders.folder import run_folder
     from rlcore.utils.log import log
@@ -150,8 +149,10 @@ def failed(cfg: "Config", here: "World", error: Exception, alarm: bool = True) -
     first = here.fails_first()
     log.log(logging.ERROR if first else logging.DEBUG, "%s", reason)
     log.debug("traceback", exc_info=error)
-    if alarm and here.health is not None:
-        if first:
+    if here.health is not None:
+        if first and refused:
+            here.health.refuse()
+        elif first:
             here.health.alarm(f"failed: {reason}")
         else:
             here.health.wait_for_alarm()

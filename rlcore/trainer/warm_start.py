@@ -14,6 +14,8 @@ from rlcore.trainer.run import Run
 from rlcore.trainer.sft import batch_of, nll
 from rlcore.utils import collective
 
+SHOWN_EVERY = 25
+"""Number of steps between two lines on the screen; the run's metrics have all probes."""
 Demonstrations = Callable[[int], Demonstration]
 """Function that returns the demonstration with a given index."""
 
@@ -50,8 +52,7 @@ def train(
             metrics = run.progress.take()
             metrics |= {f"timing_s/{k}": s for k, s in run.spans.take().items()}
             run.observers.writer.write(step, metrics)
-            if "timing_s/testing" in metrics:
-                run.observers.screen.step(step, metrics)
+            if done or step % SHOWN_EVERY == 0:
                 run.observers.screen.evaluation(step, metrics)
         else:
             run.progress.take()

@@ -59,6 +59,9 @@ none of them can, the first rank that can reports it."""
 VERDICT = "verdict.json"
 """File next to the flight records, with the report and the suspected ranks."""
 EXIT_TERM = 128 + signal.SIGTERM
+EXIT_REFUSED = 2
+REFUSED = "refused"
+"""Reason of an alarm that asks for no report: a rank has said why it refuses the settings."""
 
 
 class Health:
@@ -77,6 +80,8 @@ class Health:
         self._store: TimedStore | None = None
         self._silence_s = max(silence_s, SILENT_S)
         self._forged = 0
+        self._is_refused = False
+        """Whether a rank, maybe this one, refuses the run's settings."""
         self._is_lost = False
         """Whether torchrun's agent has exited with the store, which never comes back."""
         self._looked_at = self._answered_at = self._look_at = time.monotonic()
@@ -164,6 +169,15 @@ class Health:
             logging.shutdown()
             os._exit(1)
 
+    def refuse(self) -> None:
+        """End the other ranks without a report, because this rank has said why it refuses the
+        run's settings. Return when they have had the time to hear it."""
+        if self._store is None:
+            return
+        self._is_refused = True
+        self._call(self._new_alarm(REFUSED))
+        time.sleep(1.5 * self._beat_s)
+
     def wait_for_alarm(self) -> None:
         """Wait until another rank's alarm has been handled, at most `2 * GRACE_S`."""
         self._poke()
@@ -222,6 +236,9 @@ class Health:
             if not is_alarmed:
                 return
             alarm = _alarm_of(self._store.get("alarm"), self.flight.world_size)
+            if alarm["reason"] == REFUSED and not self._is_refused:
+                self._is_refused = True
+                self._terminate(REFUSED)
         except ValueError as error:
             self._drop_forged(error)
             return
@@ -255,8 +272,9 @@ class Health:
         """Handle a SIGTERM from the user, from the scheduler, or from torchrun after another rank
         has exited. With a grace period, the training loop reads the property `ends`, and the rank
         exits after saving."""
+        self._beat()  # a refusal of another rank may be the cause
         now = time.monotonic()
-        if not self._grace_s or (self._ended_at is not None and now > self._ended_at + AGAIN_S):
+        if self._is_refused or not self._grace_s or (self._ended_at is not None and now > self._ended_at + AGAIN_S):
             self._terminate("ended by SIGTERM")
         if self._ended_at is None:
             self._ended_at, self._alarms = now, 0
@@ -351,7 +369,10 @@ class Health:
         )
 
     def _terminate(self, why: str) -> None:
-        """Write the flight record and end this process."""
+        """Write the flight record and end this process; without a record if settings are refused."""
+        if self._is_refused:
+            logging.shutdown()
+            os._exit(EXIT_REFUSED)
         _exit_later(EXIT_TERM)
         with self._lock:
             known = self._alarm

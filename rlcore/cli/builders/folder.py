@@ -45,6 +45,7 @@ def open_folder(cfg: Config, world: World) -> None:
             raise cannot_be_made(cfg, e) from e
     collective.barrier(world.everyone)
     log.setup(world.rank, folder / "logs")
+    log.announce("run folder", str(folder))
     if aside is not None:
         log.log.info("moved the earlier run of this name to %s", aside)
     for line in rules.warnings(cfg) if world.rank == 0 else ():
