@@ -127,9 +127,8 @@ def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
     from contextlib import ExitStack
 
     from rlcore.algos.kl import AdaptiveController
-    from rlcore.cli.builders import devices, folder, learner, model, observers
+    from rlcore.cli.builders import devices, folder, learner, model, observers, prompts
     from rlcore.cli.builders.start import BuildContext
-    from rlcore.data.data_order import ShuffledEpochs
     from rlcore.hf.tokenizer import load_tokenizer
     from rlcore.metrics.screen import Screen
     from rlcore.trainer.callbacks import Callbacks
@@ -145,7 +144,8 @@ def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
         hf = model.model_config(cfg)
         tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, hf.eos_ids)
         with waiting("reading data"):
-            rows, held_out = read(model.with_room(cfg, hf).data, tokenizer, here.rank == 0)
+            parts, held_out = read(model.with_room(cfg, hf).data, tokenizer, here.rank == 0)
+        rows = [row for part in parts for row in part]
         num_rows = int(collective.reduce_floats([float(len(rows))], "max")[0])
         if epochs:
             steps = max(1, round(epochs * num_rows / cfg.data.prompts_per_step))
@@ -165,7 +165,7 @@ def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
             models = learner.make_models(start)
         assert models.learner is not None
         ranks = models.ranks(here)
-        order = ShuffledEpochs(num_rows, cfg.run.seed, cfg.data.shuffle) if not here.rank else None
+        order = prompts.order_of(cfg, list(map(len, parts))) if start.is_first else None
         data = Data(order=order)
         checkpoints = Checkpoints(
             cfg=cfg,
@@ -214,18 +214,21 @@ def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
 
 def read(
     data: "DataConfig", tokenizer: "Tokenizer", is_first: bool
-) -> "tuple[list[Demonstration], list[tuple[str, list[Demonstration]]]]":
-    """Return the rows to learn, and the validation sets by name; without rows if not `is_first`.
+) -> "tuple[list[list[Demonstration]], list[tuple[str, list[Demonstration]]]]":
+    """Return the rows of each entry of data.train, and the validation sets by name; without rows if
+    not `is_first`.
 
     Raises:
-        ConfigError: a file cannot be read, or has no usable row.
+        ConfigError: an entry cannot be read, or has no usable row.
     """
     from rlcore.data import conversations, prompts
 
-    def rows(file: str, cap: int) -> "list[Demonstration]":
-        return conversations.read(Path(file), data, tokenizer, cap) if is_first else []
+    seen = set[bytes]() if data.drop_duplicates else None
 
-    names = prompts.names_of(data.val)
-    learned = [row for file in data.train for row in rows(file, data.num_prompts)]
-    sets = zip(names, data.val, strict=True)
-    return learned, [(name, rows(file, data.num_val_prompts)) for name, file in sets]
+    def rows(entry: str, cap: int, seen: set[bytes] | None = None) -> "list[Demonstration]":
+        return conversations.read(Path(entry), data, tokenizer, cap, seen) if is_first else []
+
+    val = prompts.entries(data, "val")
+    learned = [rows(entry, data.num_prompts, seen) for entry in prompts.entries(data, "train")]
+    sets = zip(prompts.names_of(val), val, strict=True)
+    return learned, [(name, rows(entry, data.num_val_prompts)) for name, entry in sets]

@@ -116,7 +116,7 @@ class DataConfig:
     `refuse`: end the run."""
     drop_duplicates: bool = False
     """Whether to leave out rows of the training files whose prompt has the same letters and digits
-    as the prompt of an earlier row, in any of the files."""
+    as the prompt of an earlier row, in any of the files; in `rlcore sft`, the same tokens."""
     shuffle: bool = True
     """Whether to shuffle the prompts in every epoch."""
     weights: Annotated[tuple[float, ...], above(0)] = ()

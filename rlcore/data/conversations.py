@@ -6,6 +6,7 @@ tokens that the engine would have been given: the chat template is rendered up t
 what the message adds is tokenised on its own.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,10 +51,15 @@ class Renderer(Protocol):
 
 
 def read(
-    path: Path, config: PromptSettings, tokenizer: Renderer, cap: int = 0
+    path: Path,
+    config: PromptSettings,
+    tokenizer: Renderer,
+    cap: int = 0,
+    seen: set[bytes] | None = None,
 ) -> list[Demonstration]:
     """Return the demonstrations of a file's usable rows, at most `cap` rows (0: all). Invalid rows,
-    and conversations longer than data.max_prompt_tokens, are left out and logged.
+    and conversations longer than data.max_prompt_tokens, are left out and logged. `seen`: hashes of
+    the conversations so far, which are left out; None: keep them.
 
     Raises:
         ConfigError: the file cannot be read, or has no usable row; or with data.bad_rows `refuse`,
@@ -76,6 +82,11 @@ def read(
         if (longest := max(map(len, made))) > config.max_prompt_tokens:
             report.long(place, longest)
             continue
+        if seen is not None:
+            if (key := _hash(made[-1])) in seen:
+                report.duplicate()
+                continue
+            seen.add(key)
         found += made
         num_rows += 1
     report.tell(num_rows, config)
@@ -120,6 +131,10 @@ def demonstrations(
             tokens.add(answer[end + 1 :], False)
         text = through
     yield tokens.taken()
+
+
+def _hash(row: Demonstration) -> bytes:
+    return hashlib.blake2b(row.prompt.tobytes() + row.response.tobytes(), digest_size=8).digest()
 
 
 def _messages(row: Any, config: PromptSettings) -> list[dict[str, Any]]:

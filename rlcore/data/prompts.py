@@ -316,7 +316,7 @@ def _read_into(
 
 
 class RowReport:
-    """RowReport on the skipped rows of one file: invalid rows, too long prompts and duplicates."""
+    """Report on the skipped rows of one file: invalid rows, too long prompts and duplicates."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

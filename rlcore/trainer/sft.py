@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlcore.data.conversations import Demonstration
-from rlcore.data.data_order import ShuffledEpochs
+from rlcore.data.data_order import ShuffledEpochs, WeightedEpochs
 from rlcore.data.packing import pack_samples
 from rlcore.protocols import Learner
 from rlcore.records import Sample, request_of
@@ -32,7 +32,7 @@ class Tuning(Training):
     learner: Learner
     rows: Sequence[Demonstration] = ()
     """Demonstrations to train on, on rank 0; empty on the other ranks."""
-    order: ShuffledEpochs | None = None
+    order: ShuffledEpochs | WeightedEpochs | None = None
     """Order of `rows`, on rank 0."""
     held_out: Sequence[tuple[str, Sequence[Demonstration]]] = ()
     """Validation sets by name; their rows only on rank 0."""

@@ -274,7 +274,11 @@ class Health:
         exits after saving."""
         self._beat()  # a refusal of another rank may be the cause
         now = time.monotonic()
-        if self._is_refused or not self._grace_s or (self._ended_at is not None and now > self._ended_at + AGAIN_S):
+        if (
+            self._is_refused
+            or not self._grace_s
+            or (self._ended_at is not None and now > self._ended_at + AGAIN_S)
+        ):
             self._terminate("ended by SIGTERM")
         if self._ended_at is None:
             self._ended_at, self._alarms = now, 0
@@ -369,7 +373,7 @@ class Health:
         )
 
     def _terminate(self, why: str) -> None:
-        """Write the flight record and end this process; without a record if settings are refused."""
+        """Write the flight record, unless settings are refused, and end this process."""
         if self._is_refused:
             logging.shutdown()
             os._exit(EXIT_REFUSED)

@@ -138,6 +138,17 @@ def test_one_model_goes_through_sft_grpo_eval_and_export(made: Made, whole: Path
     kit.assert_bitwise(load_file(made.folder / "exported" / "model.safetensors"), weights(run))
 
 
+def test_files_are_mixed_in_given_proportions(made: Made) -> None:
+    from rlcore.cli import sft
+
+    keys = ("--data.weights", 3, 1, "--run.steps", 4, "--eval.every", 0, "--checkpoint.every", 2)
+    words = made.words("mixed", *keys)
+    words.insert(words.index("--data.train") + 2, str(made.folder / "val.jsonl"))
+    assert sft.main(words) == 0
+    state = made.folder / "runs" / "mixed" / "checkpoints" / "step_000004" / "state.json"
+    assert json.loads(state.read_text())["sampler"]["positions"] == [24, 8]
+
+
 BAD = {
     "section": (["--rollout.tp", "2"], "rlcore sft --rollout.tp: fine-tuning has no use for it"),
     "selector": (["--reward", "math"], "rlcore sft --reward: fine-tuning has no use for it"),

@@ -110,3 +110,14 @@ def test_a_file_leaves_out_bad_and_long_rows_and_says_so(
     assert len(conversations.read(file, data, tokens, 2)) == 2
     with pytest.raises(ConfigError, match="rows.jsonl:5: no field 'answer'; fix the row"):
         conversations.read(file, DataConfig(max_prompt_tokens=40, bad_rows="refuse"), tokens)
+
+
+def test_the_same_conversation_is_read_once_and_another_answer_stays(tmp_path: Path) -> None:
+    tokens, file = tokenizer(tmp_path), tmp_path / "rows.jsonl"
+    rows = [{"question": "a", "answer": answer} for answer in "bcb"]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    seen: set[bytes] = set()
+    assert len(conversations.read(file, DataConfig(), tokens)) == 3
+    assert len(conversations.read(file, DataConfig(), tokens, 0, seen)) == 2
+    with pytest.raises(ConfigError, match="duplicate"):
+        conversations.read(file, DataConfig(drop_duplicates=True), tokens, 0, seen)

@@ -52,7 +52,8 @@ def load_data(
         held_out = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
         return Data(eval_sets=[(name, found.rows) for name, found in held_out])
     train = prompts.load(cfg.data, "train", tokenizer, cfg.run.seed)
-    order = order_of(cfg, train)
+    sizes = train.sizes if isinstance(train, prompts.RowSet) else ()
+    order = order_of(cfg, (sizes or [len(train)]) if train.is_finite else None)
     if eval_sets is None:
         held_out = prompts.load(cfg.data, "val", tokenizer, cfg.run.seed)
         prompts.overlap(train, held_out)  # warns of validation prompts in the training data
@@ -61,12 +62,13 @@ def load_data(
     return Data(order=order, source=source, eval_sets=eval_sets)
 
 
-def order_of(cfg: Config, train: prompts.PromptSet) -> ShuffledEpochs | WeightedEpochs:
-    """Return the order of the training prompts, a mixture if data.weights is set."""
+def order_of(cfg: Config, sizes: Sequence[int] | None) -> ShuffledEpochs | WeightedEpochs:
+    """Return the order of the training rows, a mixture if data.weights is set. `sizes`: number of
+    rows of each entry of data.train; None: an endless task."""
     seed, shuffle = cfg.run.seed, cfg.data.shuffle
-    if cfg.data.weights and isinstance(train, prompts.RowSet):
-        return WeightedEpochs(train.sizes, cfg.data.weights, seed, shuffle)
-    return ShuffledEpochs(len(train) if train.is_finite else None, seed, shuffle)
+    if cfg.data.weights and sizes is not None:
+        return WeightedEpochs(sizes, cfg.data.weights, seed, shuffle)
+    return ShuffledEpochs(sum(sizes) if sizes is not None else None, seed, shuffle)
 
 
 def max_replaced(cfg: Config) -> int:
