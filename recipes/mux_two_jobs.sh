@@ -68,7 +68,8 @@ two_jobs() { # keys of both
   for name in a b; do
     url=$("${mux[@]}" add "$name" --profile "$RUNS/mux_profile/mux_profile.json" --dir "$RUNS/mux")
     [[ -n $url ]] || die "rlcore mux add $name gave no address; see $RUNS/mux"
-    MUX_URL=$url bash "$0" "$@" --run.name "$name" --run.seed "$seed" --log.no_progress &
+    MUX_URL=$url bash "$0" "$@" --run.name "$name" --run.seed "$seed" --log.no_progress \
+      > >(exec sed -u "s/^/$name: /") 2>&1 &
     pids+=($!)
     seed=$((seed + 1))
   done

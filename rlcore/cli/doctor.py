@@ -98,8 +98,20 @@ def _state(run: Path) -> list[str]:
     if not rows:
         return [f"{run}: no step is complete"]
     ago = time.time() - (run / METRICS).stat().st_mtime
-    end = "finished" if (run / SUMMARY).exists() else "not finished"
-    return [f"{run}: {end}; last step {rows[-1]['step']}, {ago:.0f} s ago"]
+    is_done, last = (run / SUMMARY).exists(), rows[-1]["step"]
+    end = "finished" if is_done else "not finished"
+    return [f"{run}: {end}; last step {last}, {ago:.0f} s ago", *([] if is_done else _way_on(run))]
+
+
+def _way_on(run: Path) -> list[str]:
+    """Return from where the same command would go on with a run that has ended early."""
+    from rlcore.trainer import resume, seal
+
+    whole = [path for path in resume.found(run) if not seal.look(path)[0]]
+    if not whole:
+        return ["if it has ended: it has no checkpoint, and the same command starts anew"]
+    step = int(whole[0].name.removeprefix("step_"))
+    return [f"if it has ended: the same command resumes it after step {step}"]
 
 
 def _errors(run: Path) -> list[str]:

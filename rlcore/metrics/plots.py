@@ -100,7 +100,7 @@ def detail(run_dir: Path, out: Path | None = None) -> Path:
     """Draw `<run_dir>/detail.png`: lengths and all measured `PANELS`. Return the figure's path;
     raise ValueError if the run has no metrics."""
     rows, lengths = _rows(run_dir), _lengths_by_step(run_dir)
-    measured = {name for row in rows for name in row}
+    measured = {name for row in rows for name in row if row[name]}  # ages of sync runs are all 0
     panels = [p for p in PANELS if measured.intersection(p.lines.values())]
     ofs = [_histogram, lambda ax, found: _tails(ax, _parts(found)), _quantiles] if lengths else []
     if not panels and not ofs:

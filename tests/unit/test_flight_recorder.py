@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from rlcore.cli import doctor
 from rlcore.records import Aborted, Finished, Request, Rewarded, RewardResult, Sampling, Submit
+from rlcore.trainer import seal
 from rlcore.utils import verdict
 from rlcore.utils.flight_recorder import KEPT_EVENTS, FlightRecorder
 from rlcore.utils.health import Health, _state, meet
@@ -236,6 +237,15 @@ def test_doctor_of_a_run_without_records_says_how_far_it_is(tmp_path: Path, caps
     said = capsys.readouterr().out
     assert "last step 7," in said and "not finished" in said
     assert "no flight record" in said and "rank1: 2026 ERROR the disk is full" in said
+    assert "it has no checkpoint, and the same command starts anew" in said
+    for step in (4, 6):
+        folder = tmp_path / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text("{}")
+        if step == 4:
+            assert not seal.write(folder, None)
+    assert doctor.main([str(tmp_path)]) == 0
+    assert "the same command resumes it after step 4" in capsys.readouterr().out
     assert doctor.main([str(tmp_path / "nothing")]) == 2
 
 

@@ -61,6 +61,7 @@ def test_runs_are_compared_in_one_figure(tmp_path):
 
 def test_the_detail_has_a_panel_for_what_was_measured_and_none_for_the_rest(tmp_path):
     more = {"actor/entropy": 1.0, "perf/gen_tokens_per_s": 9.0}
+    more["training/off_policy/token_staleness/max"] = 0.0  # of a synchronous run
     run = _run(tmp_path / "run", [_step(s, **more) for s in range(1, 9)])
     assert _size(plots.detail(run)) == (1200, 400)  # entropy and speed
     rounds = [{"step": s, "counted": [["t0.0", 3, 1.0], ["t0.1", 40, 0.0]]} for s in range(1, 9)]
