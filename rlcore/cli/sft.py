@@ -8,7 +8,8 @@ A row has a question and an answer (--data.prompt_field, --data.answer_field), o
 --data.prompt_field a list of messages that ends with the assistant's. Only the assistant's messages
 are learned. A step trains --data.prompts_per_step rows, packed without padding into micro-batches
 of --train.tokens_per_micro_batch tokens. Layouts, checkpoints, resuming and export are those of
-`rlcore train`; the result is RUN/hf. --epochs (default 1) sets --run.steps where it is not given.
+`rlcore train`, and so are the keys (`rlcore train --help`); the result is RUN/hf. --epochs (default
+1) sets --run.steps where it is not given.
 """
 
 import argparse

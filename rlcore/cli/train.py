@@ -135,8 +135,8 @@ def failed(cfg: "Config", here: "World", error: Exception) -> int:
     """Log why the run ends; the traceback goes only to the rank's log file.
 
     Only the rank that fails first prints the reason, since other ranks see only that a rank exited.
-    The other ranks are told; after a `ConfigError` they exit without a report, and the code is 2,
-    else 1.
+    The other ranks are told; after a `ConfigError` they make no report. Return the exit code: 2 for
+    a `ConfigError`, else 1.
     """
     from rlcore.cli.builders.folder import run_folder
     from rlcore.utils.log import log
@@ -154,6 +154,6 @@ def failed(cfg: "Config", here: "World", error: Exception) -> int:
             here.health.refuse()
         elif first:
             here.health.alarm(f"failed: {reason}")
-        else:
+        elif not refused:
             here.health.wait_for_alarm()
     return 2 if refused else 1

@@ -60,8 +60,6 @@ VERDICT = "verdict.json"
 """File next to the flight records, with the report and the suspected ranks."""
 EXIT_TERM = 128 + signal.SIGTERM
 EXIT_REFUSED = 2
-REFUSED = "refused"
-"""Reason of an alarm that asks for no report: a rank has said why it refuses the settings."""
 
 
 class Health:
@@ -80,8 +78,6 @@ class Health:
         self._store: TimedStore | None = None
         self._silence_s = max(silence_s, SILENT_S)
         self._forged = 0
-        self._is_refused = False
-        """Whether a rank, maybe this one, refuses the run's settings."""
         self._is_lost = False
         """Whether torchrun's agent has exited with the store, which never comes back."""
         self._looked_at = self._answered_at = self._look_at = time.monotonic()
@@ -170,13 +166,14 @@ class Health:
             os._exit(1)
 
     def refuse(self) -> None:
-        """End the other ranks without a report, because this rank has said why it refuses the
-        run's settings. Return when they have had the time to hear it."""
+        """Tell the other ranks that this rank has said why it refuses the run's settings. Where
+        torchrun then ends them, they make no report."""
         if self._store is None:
             return
-        self._is_refused = True
-        self._call(self._new_alarm(REFUSED))
-        time.sleep(1.5 * self._beat_s)
+        try:
+            self._store.set("refused", "1")
+        except Exception as error:  # The store raises errors of several types.
+            self._note(error)
 
     def wait_for_alarm(self) -> None:
         """Wait until another rank's alarm has been handled, at most `2 * GRACE_S`."""
@@ -236,9 +233,6 @@ class Health:
             if not is_alarmed:
                 return
             alarm = _alarm_of(self._store.get("alarm"), self.flight.world_size)
-            if alarm["reason"] == REFUSED and not self._is_refused:
-                self._is_refused = True
-                self._terminate(REFUSED)
         except ValueError as error:
             self._drop_forged(error)
             return
@@ -272,13 +266,11 @@ class Health:
         """Handle a SIGTERM from the user, from the scheduler, or from torchrun after another rank
         has exited. With a grace period, the training loop reads the property `ends`, and the rank
         exits after saving."""
-        self._beat()  # a refusal of another rank may be the cause
+        if self._heard_refusal():
+            logging.shutdown()
+            os._exit(EXIT_REFUSED)
         now = time.monotonic()
-        if (
-            self._is_refused
-            or not self._grace_s
-            or (self._ended_at is not None and now > self._ended_at + AGAIN_S)
-        ):
+        if not self._grace_s or (self._ended_at is not None and now > self._ended_at + AGAIN_S):
             self._terminate("ended by SIGTERM")
         if self._ended_at is None:
             self._ended_at, self._alarms = now, 0
@@ -288,6 +280,16 @@ class Health:
                     "(--checkpoint.grace_s)",
                     self._grace_s,
                 )
+
+    def _heard_refusal(self) -> bool:
+        """Return whether a rank refuses the run's settings, as far as the store says."""
+        if self._store is None or self._is_mute:
+            return False
+        try:
+            return self._store.check(["refused"])
+        except Exception as error:  # The store raises errors of several types.
+            self._note(error)
+            return False
 
     def _cannot_finish(self) -> str:
         """Return why the run cannot finish its step after a SIGTERM; "" if it still can."""
@@ -373,10 +375,7 @@ class Health:
         )
 
     def _terminate(self, why: str) -> None:
-        """Write the flight record, unless settings are refused, and end this process."""
-        if self._is_refused:
-            logging.shutdown()
-            os._exit(EXIT_REFUSED)
+        """Write the flight record and end this process."""
         _exit_later(EXIT_TERM)
         with self._lock:
             known = self._alarm

@@ -105,7 +105,8 @@ def test_a_value_that_is_refused_in_the_middle_of_a_run_is_one_sentence(
     monkeypatch.setattr(builders, "run", lambda cfg, here: built)
     monkeypatch.setattr(sync_loop, "train", refuse)
     assert train.run(config(tmp_path)) == 1
-    said = capsys.readouterr().out
+    folder, said = capsys.readouterr().out.split("\n", 1)
+    assert folder.startswith("run folder: ")
     assert said.count("\n") == 1 and said.startswith("row 3 of a.jsonl cannot be sent")
     assert closed == [True]
 
@@ -130,7 +131,8 @@ def test_only_a_config_error_is_refused_and_any_other_names_its_traceback(
     cfg = config(tmp_path)
     assert train.run(cfg) == code
     file = open_run.run_folder(cfg) / "logs" / "rank0.log"
-    assert capsys.readouterr().out == said.format(file=file) + "\n"
+    folder, found = capsys.readouterr().out.split("\n", 1)
+    assert folder.startswith("run folder: ") and found == said.format(file=file) + "\n"
     assert "in fail\n" in file.read_text()
     assert exits.guard(lambda: fail(cfg, ALONE)) == code
     alone = capsys.readouterr().err
