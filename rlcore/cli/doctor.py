@@ -107,11 +107,15 @@ def _way_on(run: Path) -> list[str]:
     """Return from where the same command would go on with a run that has ended early."""
     from rlcore.trainer import resume, seal
 
-    whole = [path for path in resume.found(run) if not seal.look(path)[0]]
-    if not whole:
+    found = resume.found(run)
+    whole = [path for path in found if not seal.look(path)[0]]
+    if not found:
         return ["if it has ended: it has no checkpoint, and the same command starts anew"]
+    if not whole:
+        said = f"none of its {len(found)} checkpoints is complete; --run.resume fresh starts anew"
+        return [f"if it has ended: {said}"]
     step = int(whole[0].name.removeprefix("step_"))
-    return [f"if it has ended: the same command resumes it after step {step}"]
+    return [f"if it has ended: with --run.resume auto, the default, it goes on after step {step}"]
 
 
 def _errors(run: Path) -> list[str]:

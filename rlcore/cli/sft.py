@@ -29,8 +29,20 @@ if TYPE_CHECKING:  # importing torch would slow down the command line
     from rlcore.hf.tokenizer import Tokenizer
     from rlcore.trainer.sft import Tuning
 
-SECTIONS = "run", "model", "data", "train", "eval", "checkpoint", "cluster", "log", "debug"
+    Rows = tuple[list[list[Demonstration]], list[tuple[str, list[Demonstration]]]]
+
+SECTIONS = "run", "model", "data", "train", "eval", "checkpoint", "cluster", "log"
 """Sections of keys that fine-tuning uses."""
+UNUSED = {
+    "train": ("offload", "fused_loss", "samples_per_update"),
+    "eval": ("samples_per_prompt", "greedy", "temperature"),
+    "checkpoint": ("keep_best",),
+    "cluster": ("rollout_ranks", "rollout_cores"),
+    "log": ("rollouts", "rollout_tokens", "trace_steps"),
+}
+"""Keys of these sections that only sampling, or the change between sampling and training, uses."""
+ALIVE_S = 10.0
+"""Seconds after which ranks that wait for data hear from the rank that reads it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,31 +59,44 @@ def _main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--epochs", type=float, default=1.0, help="passes over the rows, in whole steps"
+        "--epochs", type=float, help="passes over the rows, in whole steps; default: 1"
     )
     args, words = parser.parse_known_args(list(argv))
-    if not (math.isfinite(args.epochs) and args.epochs > 0):
-        raise ConfigError(f"--epochs {args.epochs:g}: must be above 0")
     from rlcore.cli import settings, train
     from rlcore.config import rules
 
     names = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
-    for name in names:
-        if name.partition(".")[0] not in SECTIONS:
-            raise ConfigError(
-                f"rlcore sft --{name}: fine-tuning has no use for it; the sections of its keys are "
-                f"{', '.join(SECTIONS)}"
-            )
+    _check(names, args.epochs)
     cfg = settings.parse(words)
     if not cfg.data.val:
         cfg = replace(cfg, eval=replace(cfg.eval, every=0))
     rules.check(cfg)
     cfg = _tunes(cfg)
+    epochs = 0.0 if "run.steps" in names else args.epochs or 1.0
 
     def work(cfg: "Config", here: "World", warnings: Sequence[str]) -> int:
-        return _work(cfg, here, warnings, 0.0 if "run.steps" in names else args.epochs)
+        return _work(cfg, here, warnings, epochs)
 
     return train.run(cfg, work)
+
+
+def _check(names: Sequence[str], epochs: float | None) -> None:
+    """Raise ConfigError if fine-tuning has no use for a key."""
+    for name in names:
+        section, _, key = name.replace("-", "_").partition(".")
+        if name == "train.epochs":
+            raise ConfigError("rlcore sft --train.epochs: the passes over the rows are --epochs")
+        if section not in SECTIONS:
+            raise ConfigError(
+                f"rlcore sft --{name}: fine-tuning has no use for it; the sections of its keys are "
+                f"{', '.join(SECTIONS)}"
+            )
+        if key.removeprefix("no_") in UNUSED.get(section, ()):
+            raise ConfigError(f"rlcore sft --{name}: fine-tuning has no use for it; leave it out")
+    if epochs is not None and not (math.isfinite(epochs) and epochs > 0):
+        raise ConfigError(f"--epochs {epochs:g}: must be above 0")
+    if epochs is not None and "run.steps" in names:
+        raise ConfigError("--epochs: is given beside --run.steps; give only one of them")
 
 
 def _tunes(cfg: "Config") -> "Config":
@@ -85,8 +110,11 @@ def _tunes(cfg: "Config") -> "Config":
                     f"--data.{key} {entry}: a generated task has no answers to learn; give files "
                     "(rlcore tiny trains a tiny model on a task)"
                 )
+    if not cfg.data.train:
+        raise ConfigError("--data.train: is empty; give files with rows to learn")
     return replace(
         cfg,
+        run=replace(cfg.run, name=cfg.run.name or "sft"),
         train=replace(cfg.train, offload=False, fused_loss=False, epochs=1, samples_per_update=0),
         rollout=replace(cfg.rollout, samples_per_prompt=1, temperature=1.0, max_tokens=1),
     )
@@ -145,7 +173,7 @@ def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
         hf = model.model_config(cfg)
         tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, hf.eos_ids)
         with waiting("reading data"):
-            parts, held_out = read(model.with_room(cfg, hf).data, tokenizer, here.rank == 0)
+            parts, held_out = _read_while_alive(model.with_room(cfg, hf), tokenizer, here)
         rows = [row for part in parts for row in part]
         num_rows = int(collective.reduce_floats([float(len(rows))], "max")[0])
         if epochs:
@@ -173,6 +201,7 @@ def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
             folder=start.folder,
             ranks=ranks,
             learner=models.learner,
+            kind="sft",
             kl=AdaptiveController(cfg.algo.kl_target, cfg.algo.kl_horizon),
             data=data,
         )
@@ -182,8 +211,10 @@ def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
             with waiting(f"loading {checkpoint}"):
                 checkpoints.load(checkpoint, start.progress)
         seen = Observers()
-        screen = Screen(cfg.run.steps, progress=cfg.log.progress) if start.is_first else None
+        screen = None
         if start.is_first:
+            screen = Screen(cfg.run.steps, progress=cfg.log.progress)
+            start.on_close(screen.close)
             goes_on = checkpoint is not None and checkpoint.is_relative_to(start.folder)
             folder.save_settings(cfg, start.folder, goes_on=goes_on)
             seen = observers.make_observers(start, screen, tokenizer.pieces, ())
@@ -213,9 +244,26 @@ def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
     )
 
 
-def read(
-    data: "DataConfig", tokenizer: "Tokenizer", is_first: bool
-) -> "tuple[list[list[Demonstration]], list[tuple[str, list[Demonstration]]]]":
+def _read_while_alive(cfg: "Config", tokenizer: "Tokenizer", here: "World") -> "Rows":
+    """Read the rows on rank 0; the other ranks wait for it as long as it is alive. Collective."""
+    from concurrent.futures import ThreadPoolExecutor, wait
+
+    from rlcore.utils import collective
+
+    is_first, alive_s = here.rank == 0, min(ALIVE_S, cfg.cluster.timeout_s / 3)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read, cfg.data, tokenizer, is_first)
+        reads = True
+        while reads:
+            if is_first:
+                wait([reading], alive_s)
+                if reading.done():
+                    reading.result()  # raises its error before the other ranks go on
+            reads = bool(collective.reduce_floats([float(not reading.done())], "max")[0])
+    return reading.result()
+
+
+def read(data: "DataConfig", tokenizer: "Tokenizer", is_first: bool) -> "Rows":
     """Return the rows of each entry of data.train, and the validation sets by name; without rows if
     not `is_first`.
 

@@ -371,9 +371,10 @@ class RowReport:
         if self._num_bad:
             columns = ", ".join(_shown(c) for c, _ in self._columns.most_common(10)) or "none"
             reason, count = self._reasons.most_common(1)[0]
+            hint = "; set --data.prompt_field and --data.answer_field" if "field" in reason else ""
             raise ConfigError(
                 f"{self._path}: no usable row; {count} of {self._num_bad}: {reason}. The fields "
-                f"of the rows are {columns}; set --data.prompt_field and --data.answer_field"
+                f"of the rows are {columns}{hint}"
             )
         if self._num_long:
             raise ConfigError(

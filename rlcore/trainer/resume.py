@@ -16,7 +16,7 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlcore.algos.kl import AdaptiveController
 from rlcore.config.schema import Config
@@ -148,6 +148,8 @@ class Checkpoints:
     """Folder of the run."""
     ranks: Ranks
     learner: Learner | None
+    kind: Literal["rl", "sft"] = "rl"
+    """What trains the model; a run resumes from checkpoints of its own kind only."""
     critic: Learner | None = None
     kl: AdaptiveController
     data: Data
@@ -293,6 +295,7 @@ class Checkpoints:
         assert self.data.order is not None
         state = {
             "format": FORMAT,
+            "kind": self.kind,
             "step": step,
             "source": self.data.source.state() if self.data.source is not None else None,
             "sampler": self.data.order.state(),
@@ -325,6 +328,11 @@ class Checkpoints:
                 f"--run.resume {path}: has format {written} but this version reads "
                 f"{FORMAT}; resume with the version that wrote it, or start a new run with "
                 "--run.resume fresh"
+            )
+        if (kind := state.get("kind", "rl")) != self.kind:
+            raise ConfigError(
+                f"--run.name {self.folder.name}: {path} is of a run of {kind}, and this one is of "
+                f"{self.kind}; choose another name, or --run.resume fresh"
             )
         step = state.get("step")
         if not isinstance(step, int):

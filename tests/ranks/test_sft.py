@@ -153,6 +153,11 @@ BAD = {
     "section": (["--rollout.tp", "2"], "rlcore sft --rollout.tp: fine-tuning has no use for it"),
     "selector": (["--reward", "math"], "rlcore sft --reward: fine-tuning has no use for it"),
     "task": (["--data.train", "label"], "--data.train label: a generated task has no answers"),
+    "epochs of the updates": (["--train.epochs", "3"], "the passes over the rows are --epochs"),
+    "only sampling": (["--train.no_offload"], "--train.no_offload: fine-tuning has no use for it"),
+    "roles": (["--cluster.rollout_ranks", "1"], "rollout_ranks: fine-tuning has no use for it"),
+    "steps and epochs": (["--epochs", "1", "--run.steps", "3"], "give only one of them"),
+    "a run of rl": (["--run.name", "rl"], "is of a run of rl, and this one is of sft"),
     "epochs": (["--epochs", "0"], "--epochs 0: must be above 0"),
     "file": (["--data.train", "none.jsonl"], "none.jsonl: no such file"),
     "field": (["--data.answer_field", "reply"], "no usable row; .* no field 'reply'"),
@@ -166,6 +171,9 @@ def test_bad_input_is_refused_in_a_sentence(
     from rlcore.cli import sft
 
     words, sentence = BAD[name]
+    if name == "a run of rl":
+        argv = runs.arguments(made.model, made.folder / "runs", "rl", "--run.steps", 1)
+        runs.run(1, [{"name": "rl", "argv": argv}], made.folder / "gang of rl").check("rl")
     assert sft.main(made.words("bad", *words)) == 2
     said = capsys.readouterr()
     assert re.search(sentence, said.out + said.err)

@@ -65,9 +65,43 @@ def test_a_template_that_rewrites_earlier_answers_gives_one_row_for_each(tmp_pat
     assert found == ["[u]a<eos>\n[a]{hm/b<eos>}", "[u]a<eos>\n[a]b<eos>\n[u]c<eos>\n[a]{so/d<eos>}"]
 
 
-def test_an_answer_without_an_end_gets_one(tmp_path: Path) -> None:
-    tokens = tokenizer(tmp_path, PLAIN.replace("<eos>", ""))
-    assert marked({"question": "a", "answer": "b"}, tokens) == ["[u]a[a]{b<eos>}"]
+def test_an_answer_without_an_end_gets_one_which_stands_in_no_later_prompt(tmp_path: Path) -> None:
+    tokens = tokenizer(tmp_path, PLAIN.replace("<eos>", "."))
+    assert marked({"question": "a", "answer": "b"}, tokens) == ["[u]a.\n[a]{b.\n<eos>}"]
+    found = marked({"messages": said("a", "b", "c", "d")}, tokens, prompt_field="messages")
+    assert found == ["[u]a.\n[a]{b.\n<eos>}", "[u]a.\n[a]b.\n[u]c.\n[a]{d.\n<eos>}"]
+
+
+def test_thoughts_and_calls_of_the_last_message_reach_the_template(tmp_path: Path) -> None:
+    call = "{{ m.thought }}{{ m.content }}{% for c in m.tool_calls %}!{{ c.name }}{% endfor %}"
+    template = PLAIN.replace("{{ m.content }}{% endif %}", call + "{% endif %}")
+    last = {"role": "assistant", "content": None, "thought": "hm ", "tool_calls": [{"name": "f"}]}
+    found = marked({"question": [*said("a"), last]}, tokenizer(tmp_path, template))
+    assert found == ["[u]a<eos>\n[a]{hm !f<eos>}"]
+
+
+def test_an_answer_is_cut_out_of_the_tokens_of_the_whole_text(tmp_path: Path) -> None:
+    """As with SentencePiece, where a text alone begins with a space."""
+
+    class Spaced:
+        eos_ids = (0,)
+
+        def encode(self, text: str) -> list[int]:
+            return [1, *(ord(c) for c in text)]
+
+    tokens = conversations._Tokens(Spaced())  # type: ignore[arg-type]
+    tokens.add("", "ab", False)
+    assert tokens.rest("ab", "abc") == [ord("c")]
+    assert tokens.rest("ab", "xbc") == [1, ord("c")]
+
+
+def test_a_list_of_messages_needs_a_template(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a list of messages needs --data.template chat"):
+        marked({"question": said("a", "b")}, tokenizer(tmp_path), template="none")
+    plain = marked(
+        {"question": "a", "answer": "b"}, tokenizer(tmp_path), template="none", system="s"
+    )
+    assert plain == ["a{b<eos>}"]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +112,9 @@ def test_an_answer_without_an_end_gets_one(tmp_path: Path) -> None:
         ({"question": "a"}, "no field 'answer'"),
         ({"question": "a", "answer": " "}, "the answer is empty"),
         ({"question": "", "answer": "b"}, "field 'question' is empty"),
-        ({"question": said("a", "b")[1:]}, "neither text nor a list of messages"),
-        ({"question": [*said("a"), {"role": "assistant"}]}, "a message lacks its content as text"),
+        ({"question": said("a", "b")[1:]}, "has only messages of the assistant"),
+        ({"question": [*said("a"), {"role": "assistant"}]}, "the answer is empty"),
+        ({"question": [*said("a"), {"role": "assistant", "content": 3}]}, "content as text"),
         ({"question": "\u00e9", "answer": "b"}, "cannot encode"),
     ],
 )
@@ -108,6 +143,10 @@ def test_a_file_leaves_out_bad_and_long_rows_and_says_so(
     assert "rows.jsonl:5: no field 'answer'; row skipped" in caplog.text
     assert "dropped 1 prompts longer than --data.max_prompt_tokens 40" in caplog.text
     assert len(conversations.read(file, data, tokens, 2)) == 2
+    assert "ends an answer with" not in caplog.text
+    other = tokenizer(tmp_path, PLAIN.replace("<eos>", "."))
+    conversations.read(file, data, other)
+    assert "ends an answer with '[u]a.\\n[a]b.\\n', which is no end" in caplog.text
     with pytest.raises(ConfigError, match="rows.jsonl:5: no field 'answer'; fix the row"):
         conversations.read(file, DataConfig(max_prompt_tokens=40, bad_rows="refuse"), tokens)
 

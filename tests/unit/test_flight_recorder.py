@@ -245,7 +245,7 @@ def test_doctor_of_a_run_without_records_says_how_far_it_is(tmp_path: Path, caps
         if step == 4:
             assert not seal.write(folder, None)
     assert doctor.main([str(tmp_path)]) == 0
-    assert "the same command resumes it after step 4" in capsys.readouterr().out
+    assert "with --run.resume auto, the default, it goes on after step 4" in capsys.readouterr().out
     assert doctor.main([str(tmp_path / "nothing")]) == 2
 
 
