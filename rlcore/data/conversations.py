@@ -87,11 +87,7 @@ def read(
                 continue
             made = list(_encoded(chat, tokenizer))
         except (ValueError, RecursionError) as error:
-            if config.bad_rows == "refuse":
-                raise ConfigError(
-                    f"{place}: {error}; fix the row, or skip such rows with --data.bad_rows skip"
-                ) from error
-            report.bad(place, error, row)
+            report.bad(place, error, row, config)
             continue
         if (longest := max(map(len, made))) > config.max_prompt_tokens:
             report.long(place, longest)

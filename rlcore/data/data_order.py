@@ -127,8 +127,9 @@ class WeightedEpochs:
             rows.restore(rows.state() | {"position": position})
 
     def _next_set(self) -> int:
-        """Return the data set of the next row, so that each is always within one row of its share:
-        the one whose next row is due first, among those that are not ahead of their shares."""
+        """Return the data set of the next row. After n rows, a data set of share p has given p * n
+        rows, give or take one. Sets that have given more than that are passed over. Of the others,
+        the one that falls behind first is next."""
         drawn, total = [rows.position for rows in self._sets], self.position + 1
         behind = [i for i, share in enumerate(self._shares) if drawn[i] < share * total]
         return min(behind, key=lambda i: (drawn[i] + 1) / self._shares[i])

@@ -297,11 +297,7 @@ def _read_into(
                 continue
             prompt = _prompt(asked, name, config, tokenizer)
         except (ValueError, RecursionError) as error:
-            if config.bad_rows == "refuse":
-                raise ConfigError(
-                    f"{place}: {error}; fix the row, or skip such rows with --data.bad_rows skip"
-                ) from error
-            report.bad(place, error, row)
+            report.bad(place, error, row, config)
             continue
         if len(prompt.tokens) > config.max_prompt_tokens:
             report.long(place, len(prompt.tokens))
@@ -327,8 +323,16 @@ class RowReport:
         self._reasons: Counter[str] = Counter()
         self._columns: Counter[str] = Counter()
 
-    def bad(self, place: str, error: Exception, row: Any) -> None:
-        """Count an invalid row, and log the first ones with the reason. `place` is `file:line`."""
+    def bad(self, place: str, error: Exception, row: Any, config: PromptSettings) -> None:
+        """Count an invalid row, and log the first ones with the reason. `place` is `file:line`.
+
+        Raises:
+            ConfigError: data.bad_rows is `refuse`.
+        """
+        if config.bad_rows == "refuse":
+            raise ConfigError(
+                f"{place}: {error}; fix the row, or skip such rows with --data.bad_rows skip"
+            ) from error
         self._num_bad += 1
         _count(self._reasons, [str(error)])
         _count(self._columns, map(str, row) if isinstance(row, dict) else ())
