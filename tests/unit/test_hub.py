@@ -22,10 +22,11 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Stub(ThreadingHTTPServer):
-    """The hub: one model `org/tiny` with one commit, whose branch is `main` and whose tag `v1`."""
+    """The hub, for a handler: by default one model `org/tiny` with one commit, whose branch is
+    `main` and whose tag `v1`."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, folder: Path, handler: "type[Handler] | None" = None) -> None:
+        super().__init__(("127.0.0.1", 0), handler or Handler)
         self.folder, self.asked = folder, []
         self.gated = False
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow
@@ -21,7 +20,9 @@ from rlcore.data import hub, prompts
 from rlcore.data.prompts import names_of
 from rlcore.utils.errors import ConfigError
 from tests import kit, runs
+from tests.unit import test_hub
 from tests.unit.test_data_prompts import TOKENIZER
+from tests.unit.test_hub import Stub
 
 COMMITS = {"main": "0123456789abcdef0123456789abcdef01234567", "v1": "1" * 40}
 README = """---
@@ -45,24 +46,8 @@ configs:
 """
 
 
-class Stub(ThreadingHTTPServer):
+class Handler(test_hub.Handler):
     """The hub: one data set `org/sums`, whose branch `main` and tag `v1` are two commits."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.folder, self.asked = folder, []
-        self.gated = False
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Stub
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -97,20 +82,6 @@ class Handler(BaseHTTPRequestHandler):
             )
         else:
             self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
-
-    def say(self, value: object) -> None:
-        self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    def answer(self, code: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(code)
-        for name, value in ({"Content-Length": str(len(body))} | headers).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *args: object) -> None:
-        pass
 
 
 def write(file: Path, rows: list[dict[str, object]]) -> None:
@@ -150,7 +121,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stub(published: Path) -> Iterator[Stub]:
-    server = Stub(published)
+    server = Stub(published, Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     yield server
