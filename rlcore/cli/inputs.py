@@ -17,12 +17,12 @@ import torch
 from rlcore.cli import world
 from rlcore.cli.builders.engine import check_engine
 from rlcore.cli.builders.folder import cannot_be_made, run_folder
-from rlcore.cli.builders.learner import total_updates, wants
+from rlcore.cli.builders.learner import total_updates
 from rlcore.cli.builders.model import with_room
 from rlcore.cli.builders.prompts import counts_rows, load_data, with_tasks
 from rlcore.cli.builders.rewards import judge_sections, own_judges
 from rlcore.cli.builders.sharing import address_of, check_mux
-from rlcore.cli.builders.sizes import make_elastic, size_policy
+from rlcore.cli.builders.sizes import size_policy
 from rlcore.cli.builders.weights import check_allocator
 from rlcore.config.schema import Config
 from rlcore.data import prompts
@@ -45,6 +45,7 @@ from rlcore.rollout.replay import EventLog
 from rlcore.rollout.round_log import Log
 from rlcore.rollout.transport import listening_host
 from rlcore.trainer import callbacks, resume
+from rlcore.trainer.policies import estimator, make_elastic
 from rlcore.utils.errors import ConfigError
 
 
@@ -233,7 +234,7 @@ def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
         rollout_ranks=cfg.cluster.rollout_ranks,
     )
     with found.check("--mode stream"):
-        make_elastic(cfg, hf, ranks)
+        make_elastic(cfg, hf, ranks.size)
     with found.check("--rollout.adaptive_tp"):
         size_policy(cfg, hf, ranks)
 
@@ -243,7 +244,7 @@ def weights(cfg: Config, hf: HFConfig, found: Findings) -> None:
     if cfg.model.random_init:
         return
     folders = {"--model.path": cfg.model.path}
-    if wants(cfg) == "gae" and cfg.critic.path:
+    if estimator(cfg) == "gae" and cfg.critic.path:
         folders["--critic.path"] = cfg.critic.path
     for key, folder in folders.items():
         if f"{key} {folder}" in found.unchecked:

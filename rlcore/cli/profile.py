@@ -213,8 +213,8 @@ def start_engine(
 ) -> "ChildEngine":
     """Start an engine of `tp` ranks in a child process; return before the engine is ready."""
     from rlcore.cli.builders.engine import SGLANG_ENGINE, TORCH_ENGINE, engine_settings
-    from rlcore.cli.builders.sizes import with_tp
     from rlcore.rollout.child import ChildEngine
+    from rlcore.trainer.policies import with_tp
 
     sized = with_tp(cfg, tp)
     settings = engine_settings(sized, hf, here) | {

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rlcore.cli import exits
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import recipes_folder
 
 HEADER = re.compile(r"^__doc__=r'''(.+?)[.:]?(?:\s*\n\n|(?<=\.)\s)", re.M | re.S)
 """First sentence of a recipe's header."""
@@ -55,22 +56,9 @@ def _main(argv: Sequence[str]) -> int:
     return 0
 
 
-def home() -> Path:
-    """Return the folder of the recipes: in the installed package, or beside it in a checkout.
-
-    Raises:
-        ConfigError: the installation has no recipes.
-    """
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "recipes", package.parent / "recipes"):
-        if (folder / "common.sh").is_file():
-            return folder
-    raise ConfigError(f"{package} has no recipes: install rlcore again, with pip")
-
-
 def recipes() -> dict[str, Path]:
     """Return the file of each recipe, by name."""
-    files = sorted(home().glob("*.sh"))
+    files = sorted(recipes_folder().glob("*.sh"))
     return {path.stem: path for path in files if path.stem != "common"}
 
 
@@ -105,7 +93,7 @@ def copy(name: str, folder: Path) -> list[Path]:
         raise ConfigError(
             f"rlcore recipe copy {name}: there is no such recipe; known: {', '.join(known)}"
         )
-    root = home()
+    root = recipes_folder()
     targets = {folder / path.relative_to(root): path for path in needed(known[_bare(name)])}
     there = {target for target in targets if target.exists()}
     if other := [t for t in there if not t.is_file() or t.read_bytes() != targets[t].read_bytes()]:

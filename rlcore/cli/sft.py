@@ -156,11 +156,12 @@ def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
     from contextlib import ExitStack
 
     from rlcore.algos.kl import AdaptiveController
-    from rlcore.cli.builders import devices, folder, learner, model, observers, prompts
+    from rlcore.cli.builders import devices, folder, learner, model, observers
     from rlcore.cli.builders.start import BuildContext
     from rlcore.hf.tokenizer import load_tokenizer
     from rlcore.metrics.screen import Screen
     from rlcore.trainer.callbacks import Callbacks
+    from rlcore.trainer.policies import order_of
     from rlcore.trainer.progress import Data, Observers, Progress
     from rlcore.trainer.resume import Checkpoints
     from rlcore.trainer.sft import Tuning
@@ -194,7 +195,7 @@ def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
             models = learner.make_models(start)
         assert models.learner is not None
         ranks = models.ranks(here)
-        order = prompts.order_of(cfg, list(map(len, parts))) if start.is_first else None
+        order = order_of(cfg, list(map(len, parts))) if start.is_first else None
         data = Data(order=order)
         checkpoints = Checkpoints(
             cfg=cfg,

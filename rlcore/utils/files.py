@@ -83,3 +83,16 @@ def read_json(path: Path, hint: str = "fetch the file again") -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: not a JSON object; {hint}")
     return value
+
+
+def recipes_folder() -> Path:
+    """Return the folder of the recipes: in the installed package, or beside it in a checkout.
+
+    Raises:
+        ConfigError: the installation has no recipes.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "recipes", package.parent / "recipes"):
+        if (folder / "common.sh").is_file():
+            return folder
+    raise ConfigError(f"{package} has no recipes: install rlcore again, with pip")

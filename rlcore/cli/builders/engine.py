@@ -10,7 +10,6 @@ from torch.distributed import TCPStore
 
 from rlcore.cli.builders.folder import run_folder
 from rlcore.cli.builders.model import max_model_tokens
-from rlcore.cli.builders.sizes import with_tp
 from rlcore.cli.world import World
 from rlcore.config import rules
 from rlcore.config.schema import Config
@@ -22,6 +21,7 @@ from rlcore.protocols import Engine
 from rlcore.records import GroupId, Prompt
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.torch_engine.engine import TorchEngine
+from rlcore.trainer.policies import with_tp
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.listen import open_store
 from rlcore.utils.log import announce

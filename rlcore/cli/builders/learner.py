@@ -4,22 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rlcore import algos
 from rlcore.cli.builders.start import BuildContext
 from rlcore.cli.world import World
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.mcore.layout import model_parallel_groups
 from rlcore.protocols import Learner
+from rlcore.trainer.policies import estimator
 from rlcore.trainer.progress import Ranks
 
 if TYPE_CHECKING:
     from rlcore.mcore.learner import MegatronLearner
-
-
-def wants(cfg: Config) -> str:
-    """Return the name of the advantage estimator."""
-    return algos.estimator(algos.module(cfg.select.algo), cfg.algo)
 
 
 def total_updates(cfg: Config, alone: int = 0) -> int:
@@ -41,7 +36,7 @@ def make_learner(cfg: Config, hf: HFConfig, world: World) -> "MegatronLearner":
         device=world.device,
         temperature=cfg.rollout.temperature,
         seed=cfg.run.seed,
-        total_updates=total_updates(cfg, cfg.critic.warmup_steps if wants(cfg) == "gae" else 0),
+        total_updates=total_updates(cfg, cfg.critic.warmup_steps if estimator(cfg) == "gae" else 0),
         keep_reference=cfg.algo.needs_reference,
         timeout_s=cfg.cluster.timeout_s,
     )
@@ -102,7 +97,7 @@ def make_models(start: BuildContext) -> Models:
         return Models(model_parallel_groups=layout)
     learner, critic = make_learner(cfg, start.hf, world), None
     start.on_close(learner.close)
-    if wants(cfg) == "gae":
+    if estimator(cfg) == "gae":
         critic = make_critic(cfg, start.hf, world)
         start.on_close(critic.close)
     return Models(

@@ -7,9 +7,8 @@ from pathlib import Path
 from rlcore.cli.builders.engine import make_engine, make_episodes
 from rlcore.cli.builders.model import sampling_of
 from rlcore.cli.builders.observers import of_agent, watch
-from rlcore.cli.builders.prompts import is_chat, max_replaced
+from rlcore.cli.builders.prompts import is_chat
 from rlcore.cli.builders.rewards import make_deadlines, make_scorer, own_judges
-from rlcore.cli.builders.sizes import make_pipe, make_place
 from rlcore.cli.builders.start import BuildContext
 from rlcore.cli.world import make_hub
 from rlcore.config import rules
@@ -31,7 +30,7 @@ from rlcore.rollout.worker import NoScorer, RolloutWorker
 from rlcore.sched.prompt_source import EpochPrompts
 from rlcore.sched.reward_timeout import AdaptiveTimeout
 from rlcore.sched.roles import PromptSource
-from rlcore.sched.staleness import SampleBuffer
+from rlcore.trainer.policies import make_async_controller
 from rlcore.trainer.sizes import EngineSizes
 
 
@@ -172,21 +171,8 @@ def make_async_rollout(
             "--mode async needs EpochPrompts, which issues single prompts"
         )
         order = source
-        tp, leaders = cfg.rollout.tp, rollout_ranks[:: cfg.rollout.tp]
-        controller = controller_of(log_)(
-            buffer=SampleBuffer(
-                cfg.data.prompts_per_step, cfg.async_.alpha, cfg.async_.extra_prompts
-            ),
-            issue=lambda count: order.issue(count, sampling),
-            trainers=range(world.train_ranks),
-            rollout_ranks=rollout_ranks,
-            ranks=leaders,
-            members={first: range(first + 1, first + tp) for first in leaders},
-            place=make_pipe(cfg, leaders)
-            if cfg.rollout.routing == "histopipe"
-            else make_place(cfg),
-            deadline_s=cfg.rollout.stall_timeout_s,
-            max_replaced=max_replaced(cfg),
+        controller = make_async_controller(
+            cfg, world.size, lambda count: order.issue(count, sampling), controller_of(log_)
         )
     record = None
     if cfg.debug.record and world.trains:

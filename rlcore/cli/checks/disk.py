@@ -4,12 +4,12 @@ import math
 import shutil
 
 from rlcore.cli.builders.folder import run_folder
-from rlcore.cli.builders.learner import wants
 from rlcore.cli.checks import CheckResult
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected
 from rlcore.trainer import resume
+from rlcore.trainer.policies import estimator
 
 BYTES = 12
 """Bytes of a parameter in a checkpoint: the main parameter and two moments, in float32."""
@@ -24,7 +24,7 @@ def check(cfg: Config, hf: HFConfig) -> CheckResult:
         at = at.parent
     free = shutil.disk_usage(at).free
     parameters = sum(math.prod(shape) for shape in expected(hf).values())
-    one = parameters * BYTES * (2 if wants(cfg) == "gae" else 1)  # the critic is as large
+    one = parameters * BYTES * (2 if estimator(cfg) == "gae" else 1)  # the critic is as large
     number = saves(cfg)
     export = parameters * EXPORTED_BYTES[cfg.model.dtype] if cfg.checkpoint.export_hf else 0
     text = f"{_gb(free)} free for {folder}"
