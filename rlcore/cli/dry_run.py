@@ -103,7 +103,7 @@ def show(cfg: Config, every: bool = False) -> int:
             elif gpu_bytes:
                 size = f"{gpu_bytes / memory.GB:g} GB{source}"
                 print(f"  fits {size}; the largest phase is {plan.worst}")
-    if hf is not None and not problems and not apart:
+    if hf is not None and not problems:
         print(expected(cfg, hf, world))
     if hf is not None and not problems and cfg.select.mode == "async":
         print(split(cfg, hf, world, per_node))

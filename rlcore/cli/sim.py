@@ -1,7 +1,8 @@
 """`python -m rlcore sim`: simulate training on a cluster, to compare settings before booking one.
 
-python -m rlcore sim run --gpus 32 --tp 2 --gpu h100 --model 14b --lengths 16k
-python -m rlcore sim splits --gpus 40 --tp 1 --gpu h800 --model 8b --alpha 2
+python -m rlcore sim run --gpus 32 --gpu h100 --model 14b --lengths 16k --schedule tail_batching
+python -m rlcore sim splits --gpus 40 --gpu h800 --model 8b --alpha 2
+python -m rlcore sim calibrate
 python -m rlcore sim rollpacker --figure 11
 python -m rlcore sim rollmux --experiment trace200
 python -m rlcore sim rhymerl
@@ -18,11 +19,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlcore.cli import exits
-from rlcore.config.schema import TailConfig
 from rlcore.metrics.jsonl import write_atomic
-from rlcore.sim import report, rhymerl, roll_flash, rollmux, rollpacker, splits, table, user
-from rlcore.sim.cluster import SimRun, summarize
-from rlcore.sim.cost import GPUS, MODELS
+from rlcore.sim import (
+    calibrate,
+    report,
+    rhymerl,
+    roll_flash,
+    rollmux,
+    rollpacker,
+    splits,
+    table,
+    user,
+)
+from rlcore.sim.cluster import SimRun, simulate, summarize
+from rlcore.sim.cost import ERROR, GPUS, MODEL_FILES
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import read_json
 
@@ -39,7 +49,12 @@ def main(argv: Sequence[str]) -> int:
     systems = p.add_subparsers(dest="system", required=True)
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
-        return systems.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        return systems.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            allow_abbrev=False,  # --mode is a key of a run, not --model
+        )
 
     _add_run(add("run", "simulate steps on your cluster with your response lengths"))
     _add_splits(add("splits", "compare splits into sampling and training GPUs for --mode async"))
@@ -49,10 +64,15 @@ def main(argv: Sequence[str]) -> int:
     )
     _add_rhymerl(add("rhymerl", "simulate the savings of RhymeRL (history drafts and routing)"))
     _add_flash(add("roll_flash", "compare published and simulated results of ROLL Flash"))
-    a = p.parse_args(argv)
+    _add_calibrate(add("calibrate", "fit the cost model on published seconds, and say its error"))
+    a, keys = p.parse_known_args(argv)
+    a.keys = keys
+    if keys and a.system not in ("run", "splits"):
+        p.error(f"unrecognized arguments: {' '.join(keys)}")
     commands = {
         "run": _run,
         "splits": _splits,
+        "calibrate": _calibrate,
         "rollpacker": _papers,
         "rollmux": _rollmux,
         "rhymerl": _rhymerl,
@@ -66,56 +86,24 @@ def main(argv: Sequence[str]) -> int:
 
 def _add_run(p: argparse.ArgumentParser) -> None:
     p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    p.epilog = "All other keys are those of a run, such as --schedule tail_batching --rollout.tp 2."
     p.add_argument("--gpus", type=int, default=32, help="number of GPUs")
-    p.add_argument("--tp", type=int, default=2, help="GPUs per engine")
-    p.add_argument(
-        "--max-tp", type=int, default=0, help="maximum GPUs per engine for the planner; 0: fixed"
-    )
     p.add_argument("--gpu", default="h100", help=f"GPU: {', '.join(GPUS).lower()}")
     p.add_argument(
-        "--model", default="14b", help=f"model: {', '.join(MODELS).lower()}, or a config.json"
+        "--model", default="14b", help=f"model: {', '.join(MODEL_FILES).lower()}, or a config.json"
     )
     p.add_argument(
         "--profile",
         type=Path,
-        help="JSON file of `rlcore profile` with measured engine costs, instead of the data sheet",
+        help="JSON file of `rlcore profile` with measured engine costs, instead of the cost model",
     )
-    p.add_argument("--mfu", type=float, default=0.35, help="model FLOPs utilization in training")
-    p.add_argument(
-        "--reference", action="store_true", help="add the log-probs of a reference model"
-    )
-    p.add_argument("--prompts", type=int, default=128, help="prompts per step")
-    p.add_argument("--samples", type=int, default=8, help="responses per prompt")
     p.add_argument(
         "--lengths",
         default="16k",
-        help="response lengths: 16k, 32k, or a file (rlcore/sim/README.md)",
+        help="response lengths: 8k, 16k, 32k, or a file (rlcore/sim/README.md)",
     )
     p.add_argument(
         "--where", nargs="*", default=[], metavar="COLUMN=VALUE", help="rows of --lengths to use"
-    )
-    p.add_argument(
-        "--schedule",
-        choices=["all", "tail_batching"],
-        default="tail_batching",
-        help="policy that ends a rollout",
-    )
-    p.add_argument(
-        "--eta-prompts",
-        type=float,
-        default=TailConfig.eta_prompts,
-        help="prompts started in a short round, as a multiple of --prompts",
-    )
-    p.add_argument(
-        "--eta-samples",
-        type=float,
-        default=TailConfig.eta_samples,
-        help="responses started per prompt, as a multiple of --samples",
-    )
-    p.add_argument(
-        "--stream",
-        action="store_true",
-        help="let half of the engines stop early and train (--mode stream)",
     )
     p.add_argument("--reward", choices=user.REWARDS, default="none", help="kind of reward")
     p.add_argument("--judge", choices=user.JUDGES, default="shared", help="placement of a judge")
@@ -123,9 +111,6 @@ def _add_run(p: argparse.ArgumentParser) -> None:
         "--baseline", choices=user.BASELINES, default="verl", help="system to compare with"
     )
     p.add_argument("--steps", type=int, default=50, help="number of simulated steps")
-    p.add_argument(
-        "--max-running", type=int, default=1024, help="maximum concurrent requests per engine"
-    )
     p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     p.add_argument("--json", type=Path, help="JSON file for the results")
     p.add_argument(
@@ -136,19 +121,23 @@ def _add_run(p: argparse.ArgumentParser) -> None:
 
 
 def _run(a: argparse.Namespace) -> int:
-    for name in ("gpus", "tp", "prompts", "samples", "steps", "picture_steps", "max_running"):
+    for name in ("gpus", "steps", "picture_steps"):
         if getattr(a, name) < 1:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(a, name)}: must be at least 1")
     begin = time.monotonic()
-    plan, notes = user.plan(a)
-    plans = [plan]
+    job, notes = user.job(a, a.keys)
+    jobs = [job]
     if a.baseline != "none":
-        plans.insert(0, user.baseline(plan, a.baseline))
-    arms = {p.name: list(SimRun(p).steps(a.steps)) for p in plans}
-    sums = {name: summarize(steps) for name, steps in arms.items()}
+        jobs.insert(0, user.baseline(job, a.baseline))
+    # an asynchronous job has no rounds, of which a picture could be drawn
+    rounds = {j.name: j for j in jobs if j.cfg.select.mode != "async"}
+    arms = {name: list(SimRun(j).steps(a.steps)) for name, j in rounds.items()}
+    sums = {
+        j.name: summarize(arms[j.name]) if j.name in arms else simulate(j, a.steps) for j in jobs
+    }
     print("\n".join([*notes, "", *report.table(sums)]))
-    print(f"\n{a.steps} steps, simulated in {time.monotonic() - begin:.0f} s")
+    print(f"\n{a.steps} steps, simulated in {time.monotonic() - begin:.0f} s; {error_bar()}")
     first = {name: steps[: a.picture_steps] for name, steps in arms.items()}
     if a.json:
         options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()}
@@ -158,15 +147,15 @@ def _run(a: argparse.Namespace) -> int:
                 "options": options,
                 "notes": notes,
                 "arms": {name: asdict(s) for name, s in sums.items()},
-                "speed_up": next(iter(sums.values())).seconds / sums[plan.name].seconds,
+                "speed_up": next(iter(sums.values())).seconds / sums[job.name].seconds,
+                "error_bar": ERROR,
                 "steps": {name: [_facts(s) for s in steps] for name, steps in arms.items()},
             },
         )
-    if a.picture:
-        title = f"{a.model} over {a.gpus} x {a.gpu}, {a.prompts} x {a.samples}, lengths {a.lengths}"
-        report.gantt(first, a.picture, title)
+    if a.picture and first:
+        report.gantt(first, a.picture, f"{a.model} over {a.gpus} x {a.gpu}, lengths {a.lengths}")
         print(a.picture)
-    if a.trace:
+    if a.trace and first:
         a.trace.parent.mkdir(parents=True, exist_ok=True)
         report.trace(first, a.trace)
         print(a.trace)
@@ -191,25 +180,50 @@ def _facts(step) -> dict[str, object]:
 
 def _add_splits(p: argparse.ArgumentParser) -> None:
     _add_run(p)
-    p.set_defaults(schedule="all", steps=4)
+    p.set_defaults(steps=4)
     p.add_argument("--alpha", type=float, default=2.0, help="maximum sample age in policy versions")
 
 
 def _splits(a: argparse.Namespace) -> int:
-    for name in ("gpus", "tp", "prompts", "samples", "steps", "max_running"):
+    for name in ("gpus", "steps"):
         if getattr(a, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(a, name)}: must be at least 1")
-    others = a.schedule != "all", a.stream, a.max_tp, a.reward != "none", a.picture, a.trace
-    if a.alpha < 0 or any(others):
+            raise ConfigError(f"--{name} {getattr(a, name)}: must be at least 1")
+    if a.alpha < 0 or a.reward != "none" or a.picture or a.trace:
         raise ConfigError(
-            "splits: --alpha must be at least 0, and --schedule, --stream, --max-tp, --reward, "
-            "--picture and --trace work only with `sim run`"
+            "splits: --alpha must be at least 0, and --reward, --picture and --trace work only "
+            "with `sim run`"
         )
-    plan, notes = user.plan(a)
-    made = splits.table(plan, a.alpha, a.steps)
+    job, notes = user.job(a, a.keys)
+    made = splits.table(job, a.alpha, a.steps)
     print("\n".join([*notes, "", *table.show(made)]))
+    print(error_bar())
     if a.json:
         _write(a.json, {"what": made.title, "notes": [*notes, *made.notes], "rows": made.rows})
+    return 0
+
+
+def error_bar() -> str:
+    """Return a sentence on how far off simulated seconds may be."""
+    return f"seconds may be off by a factor of {ERROR} in both directions (`rlcore sim calibrate`)"
+
+
+def _add_calibrate(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument("--json", type=Path, help="JSON file for the results")
+    p.add_argument("--picture", type=Path, help="PNG file of published and simulated seconds")
+
+
+def _calibrate(a: argparse.Namespace) -> int:
+    begin = time.monotonic()
+    made, constants = calibrate.table(a.seed, print)
+    print("\n".join(table.show(made)))
+    print(f"\nseed {a.seed}, {time.monotonic() - begin:.0f} s")
+    if a.json:
+        head = {"what": made.title, "seed": a.seed, "constants": constants, "notes": made.notes}
+        _write(a.json, head | {"rows": made.rows})
+    if a.picture:
+        report.bars(made.rows, a.picture, made.title)
+        print(a.picture)
     return 0
 
 
@@ -322,22 +336,17 @@ def _rollmux(a: argparse.Namespace) -> int:
 
 
 def _add_rhymerl(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--steps", type=int, default=24, help="steps per compared setting")
+    p.add_argument("--rounds", type=int, default=8, help="steps per table cell")
     p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument("--picture", type=Path, help="PNG file of the table")
     p.add_argument("--json", type=Path, help="JSON file for the results")
 
 
 def _rhymerl(a: argparse.Namespace) -> int:
-    if a.steps < 4:
-        raise ConfigError(
-            f"--steps {a.steps}: must be at least 4, since the first third is a warm-up"
-        )
+    if a.rounds < 1:
+        raise ConfigError(f"--rounds {a.rounds}: must be at least 1")
     begin = time.monotonic()
-    made = rhymerl.report(a.steps, a.seed, print)
-    print(f"\n{a.steps} steps an arm, seed {a.seed}, {time.monotonic() - begin:.0f} s")
-    if a.json:
-        _write(a.json, {"what": "RhymeRL", "steps": a.steps, "seed": a.seed} | made)
-    return 0
+    return _show(rhymerl.table(a.rounds, a.seed), a, begin)
 
 
 def _add_flash(p: argparse.ArgumentParser) -> None:

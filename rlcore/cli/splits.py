@@ -2,6 +2,7 @@
 before the run has its own measurements. `sched/balance.py` has the planner."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from rlcore.config import rules
@@ -63,7 +64,7 @@ def _ranks(row: dict[str, float]) -> int:
 
 
 def by_data_sheet(plan: Balance, cfg: Config, hf: HFConfig, world: int, earlier: Path) -> str:
-    """Return advice on splits from the GPU's data sheet and the known response lengths. Also set in
+    """Return advice on splits from simulations with the known response lengths. Also set in
     `plan` how much time one request adds to a decode step.
 
     Raises:
@@ -72,11 +73,21 @@ def by_data_sheet(plan: Balance, cfg: Config, hf: HFConfig, world: int, earlier:
     import torch
 
     from rlcore.sim import expect
+    from rlcore.sim import splits as simulated
+    from rlcore.sim.cluster import simulate
 
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "H100"
     gpu = expect.gpu_named(name)
     if gpu is None:
         raise ValueError(f"the data sheet of {name} is not known")
-    rates, said = expect.rates(cfg, hf, world, gpu, earlier)
+    job, said = expect.job(cfg, hf, world, gpu, earlier)
+    rates = simulated.rates(job)
     plan.learn_load(rates.load)
-    return plan.say(rates, f"the data sheet of {world} x {gpu.name}") + f"; lengths {said}"
+
+    @cache
+    def seconds(rollout: int) -> float:
+        split = simulated.with_split(job, rollout, cfg.async_.alpha)
+        return simulate(split, expect.STEPS).seconds
+
+    source = f"simulation on {world} x {gpu.name}"
+    return plan.say(rates, source, seconds) + f"; lengths {said}"

@@ -63,6 +63,17 @@ def parse(
     return _given(cfg, [c for c in chunks if _section(c) not in _SECTIONS])
 
 
+def with_keys(cfg: Config, argv: Sequence[str]) -> Config:
+    """Return `cfg` with further keys, of which the selectors may be --mode and --schedule. Raise
+    ConfigError if a key or value is wrong."""
+    chosen, rest = _take_selectors(_split_equals(argv))
+    assert chosen.keys() <= {"mode", "schedule"}, "the other selectors choose classes of sections"
+    for name, value in chosen.items():
+        _check_choice(name, value)
+    select = dataclasses.replace(cfg.select, **typing.cast(Any, chosen))
+    return _given(dataclasses.replace(cfg, select=select), _chunks(rest))
+
+
 def keys(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return all keys with their values, such as {"run.seed": 0}, but without passwords."""
     flat: dict[str, Any] = {}

@@ -23,7 +23,7 @@ come from a run's metrics or from the simulator."""
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 WINDOW = 10
@@ -189,9 +189,22 @@ class Balance:
             found = self.metrics(row) or found
         return self.say(mean(self._rates), source) if found else ""
 
-    def say(self, rates: Rates, source: str) -> str:
-        """Describe the current and the proposed split for `rates`, which come from `source`."""
+    def proposed(self, rates: Rates) -> int:
+        """Return the number of sampling ranks that is best for `rates`."""
+        return best(rates, self._ranks, self._alpha, self._possible)
+
+    def say(
+        self,
+        rates: Rates,
+        source: str,
+        seconds: Callable[[int], float] | None = None,
+    ) -> str:
+        """Describe the current and the proposed split for `rates`, which come from `source`.
+        `seconds` returns the seconds of a step by the number of sampling ranks; default: the
+        formula."""
         proposed, now, then = self._compare(rates)
+        if seconds is not None:
+            now, then = seconds(self._rollout), seconds(proposed)
         share = rates.train_share(self._rollout, self._alpha) * self._ranks
         said = (
             f"{self._ranks - self._rollout} ranks train and {self._rollout} sample: {now:.3g} s "
@@ -204,6 +217,6 @@ class Balance:
     def _compare(self, rates: Rates) -> tuple[int, float, float]:
         """Return the proposed number of sampling ranks, and the seconds of a step with the current
         split and with the proposed split."""
-        proposed = best(rates, self._ranks, self._alpha, self._possible)
+        proposed = self.proposed(rates)
         now = rates.seconds(self._ranks - self._rollout, self._rollout, self._alpha)
         return proposed, now, rates.seconds(self._ranks - proposed, proposed, self._alpha)

@@ -21,6 +21,8 @@ from rlcore.records import (
     Hold,
     Holding,
     HoldMode,
+    Move,
+    Moved,
     Prompt,
     Ready,
     Request,
@@ -40,7 +42,7 @@ from rlcore.sched.staleness import SampleBuffer
 from rlcore.sim.cost import EngineCost
 from rlcore.sim.engine import SimRequest
 from rlcore.sim.rewards import UNLIMITED, Rewards
-from rlcore.sim.round import Engines, SimSettings
+from rlcore.sim.round import Engines, SimSettings, partial_of
 from rlcore.sim.workload import Workload
 
 
@@ -99,40 +101,19 @@ class SimAsyncRollout(Engines):
 
     def __init__(
         self,
-        costs: Sequence[EngineCost],
-        lengths: Callable[[Request], int],
+        world: SimSettings,
+        controller: AsyncController,
         *,
-        issue: Callable[[int], list[Work]],
-        batch: int,
-        alpha: float,
         train_s: Callable[[Sequence[int]], float],
         sync_s: float = 0.0,
-        extra: int = 0,
         mode: HoldMode = "recompute",
-        rewards: Rewards | None = None,
-        place: Router | None = None,
-        max_running: int = UNLIMITED,
     ) -> None:
         """
         Args:
-            lengths: returns the response length of a request.
-            issue: returns the requests for the next n prompts.
-            batch, alpha, extra: batch size, maximum staleness and extra groups in the buffer.
             train_s: returns the learner's seconds to train samples; lengths include the prompt.
             sync_s: seconds of a weight update.
         """
-        world = SimSettings(costs, lengths, rewards=rewards, max_running=max_running)
-        ranks = range(1, 1 + len(costs))
-        controller = AsyncController(
-            buffer=SampleBuffer(batch, alpha, extra),
-            issue=issue,
-            trainers=[0],
-            rollout_ranks=ranks,
-            ranks=ranks,
-            place=place or LeastLoaded(UNLIMITED),
-            deadline_s=1e12,
-        )
-        super().__init__(world, controller, first=1)
+        super().__init__(world, controller)
         self._flow, self._train_s, self._sync_s, self._mode = controller, train_s, sync_s, mode
         self._born: dict[str, int] = {}
         self._late: list[AnyEvent] = []
@@ -148,6 +129,7 @@ class SimAsyncRollout(Engines):
         self.is_over = False
         if not self.updates and self._version == 0:
             self._go(0)
+            self._begin_reports()
         while len(self.updates) < self._steps:
             self._next()
         return self.updates[-steps:]
@@ -155,21 +137,30 @@ class SimAsyncRollout(Engines):
     @property
     def busy(self) -> float:
         """Share of the time in which an engine was busy, averaged over the engines."""
-        for engine in self._engines:
+        for engine in self._engines.values():
             engine.advance(self._now)
-        return sum(r.busy_s for r in self._engines) / (self._now * len(self._engines))
+        return sum(r.busy_s for r in self._engines.values()) / (self._now * len(self._engines))
 
     # ---- events
 
     def _happens(self, what: str, who: int, it: Any) -> None:
         if what == "go":
             self._go(it)
+        elif what == "moved":
+            self._tell(Moved(rank=who, partials=it))
         else:
             self._tell(Holding(rank=0, mode=self._mode))
 
+    def _move(self, command: Move) -> None:
+        partials = {}
+        for job in self._engines[command.rank].abort(list(command.ids), self._now):
+            partials[job.id] = partial_of(job)
+        self._push(self._now, ("moved", command.rank, partials))
+        self._plan(command.rank)
+
     def _go(self, version: int) -> None:
         self._version = version
-        for rank, engine in enumerate(self._engines, 1):
+        for rank, engine in self._engines.items():
             engine.stand_still(self._now)
             if self._mode != "in_place":
                 jobs = engine.release(self._now)
@@ -179,7 +170,7 @@ class SimAsyncRollout(Engines):
                 engine.submit(again, self._now)
             self._plan(rank)
         self._obey(self._flow.go(version, self._now))
-        for rank in range(1, 1 + len(self._engines)):
+        for rank in self._engines:
             self._tell(Ready(rank=rank))
         late, self._late = self._late, []
         for event in late:
@@ -208,19 +199,22 @@ class SimAsyncRollout(Engines):
                 self._submit(command)
             elif isinstance(command, Abort):
                 self._abort(command)
-            elif isinstance(command, TrainOrder):
+            elif isinstance(command, TrainOrder) and command.rank == 0:
                 self._train(command)
             elif isinstance(command, Hold):
                 self._hold(command.rank)
+            elif isinstance(command, Move):
+                self._move(command)
             elif isinstance(command, Fail):
                 raise RuntimeError(command.reason)
 
     def _hold(self, rank: int) -> None:
-        engine = self._engines[rank - 1]
-        engine.advance(self._now)
-        for id in engine.begun:
-            self._born.setdefault(id, self._version)
-        self._planned[rank - 1] += 1  # cancel the engine's next event during the pause
+        if rank in self._engines:  # else one of the engine's other ranks
+            engine = self._engines[rank]
+            engine.advance(self._now)
+            for id in engine.begun:
+                self._born.setdefault(id, self._version)
+            self._planned[rank] += 1  # cancel the engine's next event during the pause
         self._tell(Held(rank=rank))
         if self._flow.done:
             self._push(self._now + self._sync_s, ("go", 0, self._version + 1))
@@ -241,3 +235,38 @@ class SimAsyncRollout(Engines):
         for i in refs:
             del self._requests[i], self._length[i], self._born[i]
         self._push(self._now + self._training, ("trained", 0, None))
+
+
+def async_rollout(
+    costs: Sequence[EngineCost],
+    lengths: Callable[[Request], int],
+    *,
+    issue: Callable[[int], list[Work]],
+    batch: int,
+    alpha: float,
+    train_s: Callable[[Sequence[int]], float],
+    sync_s: float = 0.0,
+    extra: int = 0,
+    mode: HoldMode = "recompute",
+    rewards: Rewards | None = None,
+    place: Router | None = None,
+    max_running: int = UNLIMITED,
+) -> SimAsyncRollout:
+    """Make a simulation with rank 0 as the learner and an engine on each further rank.
+
+    Args:
+        issue: returns the requests for the next n prompts.
+        batch, alpha, extra: batch size, maximum staleness and extra groups in the buffer.
+    """
+    ranks = range(1, 1 + len(costs))
+    world = SimSettings(costs, lengths, ranks=ranks, rewards=rewards, max_running=max_running)
+    controller = AsyncController(
+        buffer=SampleBuffer(batch, alpha, extra),
+        issue=issue,
+        trainers=[0],
+        rollout_ranks=ranks,
+        ranks=ranks,
+        place=place or LeastLoaded(UNLIMITED),
+        deadline_s=1e12,
+    )
+    return SimAsyncRollout(world, controller, train_s=train_s, sync_s=sync_s, mode=mode)

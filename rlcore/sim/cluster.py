@@ -1,85 +1,31 @@
-"""Simulate a run on a virtual cluster: steps of rollout, reward, training and weight update."""
+"""Simulate a job on a virtual cluster: steps of rollout, reward, training and weight update."""
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Literal
+from functools import cache, partial
 
 import numpy as np
 
-from rlcore.config.schema import StreamConfig, TailConfig
-from rlcore.records import GroupId, Prompt, Request, Sampling, group_of, response_of
-from rlcore.sched.planner import TPPlanner
+from rlcore.config import rules
+from rlcore.data.data_order import ShuffledEpochs
+from rlcore.records import GroupId, Prompt, Request, Sampling, Work, group_of, response_of
 from rlcore.sched.prompt_source import EpochPrompts
-from rlcore.sched.stream import StreamWindow, cells
-from rlcore.sched.tail_batching import TailBatching
-from rlcore.sim.cost import EngineCost
-from rlcore.sim.phases import TrainingCost
-from rlcore.sim.rewards import Rewards
+from rlcore.sched.roles import EngineSizePolicy
+from rlcore.sim.async_rollout import SimAsyncRollout, Update
+from rlcore.sim.job import SimJob
 from rlcore.sim.round import RoundResult, SimSettings
-from rlcore.sim.workload import Workload
-from rlcore.utils.errors import ConfigError
+from rlcore.trainer import policies
 from rlcore.utils.seed import derive
 
-RowOf = Callable[[Request], int]
 PHASES = ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "resize_engines")
 """Phases of a step in order, except that `resize_engines` comes first. `gen` lasts until the end of
-the round and includes scoring during the round; `reward` is the scoring after the round."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StreamRule:
-    """Rule for when half of the engines switch from decoding to training. `earliest` and `latest`
-    limit the share of finished responses at which these engines may switch."""
-
-    earliest: float = StreamConfig.earliest
-    latest: float = StreamConfig.latest
-    checks_cache: bool = True
-    """Whether to switch only if the decoding engines' KV caches hold all unfinished requests."""
-    once: bool = False
-    """Whether engines train only the groups that are complete at the switch to training."""
-    batch_tokens: int = 16_384
-    """Approximate number of tokens per training micro-batch of an engine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterPlan:
-    """Settings of a simulated run: virtual cluster, workload and policies."""
-
-    name: str
-    gpus: int
-    tp: int
-    costs: Callable[[int], EngineCost]
-    """Function that returns the costs of an engine with the given number of GPUs."""
-    training: TrainingCost
-    workload: Workload
-    num_prompts: int
-    num_samples: int
-    schedule: Literal["all", "tail_batching"] = "all"
-    eta_prompts: float = TailConfig.eta_prompts
-    eta_samples: float = TailConfig.eta_samples
-    rewards: Callable[[RowOf], Rewards] = lambda row_of: Rewards()
-    """Function that makes the reward scorers of a run, which may adapt during the run. Its argument
-    returns the data set row of a request's prompt."""
-    max_tp: int = 0
-    """Maximum `tp` that the planner may choose between rounds; 0: `tp` is fixed."""
-    min_tp: int = 1
-    """Minimum `tp` that the planner may choose; engines of this size must fit into GPU memory."""
-    reshard_s: Callable[[int], float] = lambda tp: 0.0
-    """Function that returns the seconds to change to engines of the given number of GPUs."""
-    overlap_logprobs: bool = False
-    """Whether idle GPUs compute log-probs of finished responses during rollout (RLHFuse)."""
-    stream: StreamRule | None = None
-    """Rule for when half of the engines train while the others decode; None: never."""
-    max_running: int = 1 << 30
-    """Maximum number of requests that an engine decodes at a time."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.gpus < 1 or self.gpus % self.tp:
-            raise ConfigError(f"{self.gpus} GPUs cannot be divided into engines of {self.tp}")
+the round and includes scoring during the round; `reward` is the scoring after the round. In an
+asynchronous job, `gen` is the learner's wait for samples."""
+REPORT_S = 5.0
+"""Seconds between reports of lengths, where a policy needs them. Real engines report more often;
+so few cost the simulation little, and a response gains some 500 tokens in that time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,21 +44,58 @@ class SimStep:
         return sum(self.phases.values())
 
 
-class SimRun:
-    """Simulation of a run with the settings of a `ClusterPlan`."""
+class SimPrompts:
+    """Prompts of a simulated job, and the lengths of their responses."""
 
-    def __init__(self, plan: ClusterPlan) -> None:
-        self._plan = plan
+    def __init__(self, job: SimJob) -> None:
+        self._job = job
         self._rows: dict[GroupId, int] = {}
         self._drawn: dict[GroupId, Sequence[int]] = {}
         self._counts: dict[GroupId, int] = {}
-        self._prompt_tokens = np.broadcast_to(np.int32(0), plan.workload.prompt_tokens)
-        self._source = self._make_source()
-        self._rewards = plan.rewards(lambda request: self._rows[group_of(request.id)])
-        self._planner: TPPlanner | None = None
-        if plan.max_tp:
-            self._planner = TPPlanner(plan.tp, plan.max_tp, min_tp=plan.min_tp)
-        self._tp = plan.tp
+        self._tokens = np.broadcast_to(np.int32(0), job.workload.prompt_tokens)
+        self.sampling = Sampling(max_tokens=job.workload.cap)
+        rows = job.cfg.data.num_prompts or None
+        self.source = policies.make_source(
+            job.cfg, ShuffledEpochs(rows, job.cfg.run.seed, shuffle=rows is not None), self._prompt
+        )
+
+    def _prompt(self, row: int) -> Prompt:
+        return Prompt(index=row, dataset="sim", tokens=self._tokens)
+
+    def start(self, work: Iterable[Work]) -> None:
+        """Remember which rows the groups of `work` belong to."""
+        for w in work:
+            self._rows[w.id], self._counts[w.id] = w.prompt.index, w.num_samples
+
+    def forget(self) -> None:
+        """Forget all groups: their round is over."""
+        self._rows.clear()
+        self._counts.clear()
+        self._drawn.clear()
+
+    def row(self, request: Request) -> int:
+        """Return the data set row of a request's prompt."""
+        return self._rows[group_of(request.id)]
+
+    def length(self, request: Request) -> int:
+        """Return the length of a request's response. The lengths of a group are drawn together."""
+        group = group_of(request.id)
+        if group not in self._drawn:
+            self._drawn[group] = self._job.workload.lengths(
+                self._rows[group], self._counts[group], derive(self._job.cfg.run.seed, group)
+            )
+        return self._drawn[group][response_of(request.id)]
+
+
+class SimRun:
+    """Simulation of a job with --mode sync or stream."""
+
+    def __init__(self, job: SimJob) -> None:
+        self._job = job
+        self._prompts = SimPrompts(job)
+        self._rewards = job.rewards(self._prompts.row)
+        self._planner = _planner(job)
+        self._tp = job.cfg.rollout.tp
         self._world = cache(self._make_world)
         self._now = 0.0
         self._number = 0
@@ -123,17 +106,16 @@ class SimRun:
             yield self._step()
 
     def _step(self) -> SimStep:
-        plan = self._plan
-        todo = self._source.next_round(Sampling(max_tokens=plan.workload.cap))
-        tp = self._planner.size(todo.kind) if self._planner else plan.tp
+        job, source = self._job, self._prompts.source
+        todo = source.next_round(self._prompts.sampling)
+        tp = self._planner.size(todo.kind) if self._planner else job.cfg.rollout.tp
         phases = dict.fromkeys(PHASES, 0.0)
         if tp != self._tp:
-            phases["resize_engines"], self._tp = plan.reshard_s(tp), tp
-        self._rows = {w.id: w.prompt.index for w in todo.work}
-        self._counts = {w.id: w.num_samples for w in todo.work}
-        self._drawn.clear()
+            phases["resize_engines"], self._tp = job.resize_s(tp), tp
+        self._prompts.start(todo.work)
         outcome = self._world(tp).run(todo)
-        self._source.settle(outcome.kept, outcome.dropped)
+        source.settle(outcome.kept, outcome.dropped)
+        self._prompts.forget()
         if self._planner:
             self._planner.after(todo.kind, outcome.preemptions, outcome.cache_used)
         phases |= self._after(outcome)
@@ -151,83 +133,101 @@ class SimRun:
 
     def _after(self, outcome: RoundResult) -> dict[str, float]:
         """Return the seconds of each phase for the samples of a finished round."""
-        training = self._plan.training
+        training = self._job.training
         lengths = [p + n for p, n, done in outcome.samples() if not done]
         logprobs = training.logprobs_s(lengths)
-        if self._plan.overlap_logprobs:
+        if self._job.overlap_logprobs:
             logprobs -= min(logprobs, outcome.idle * outcome.seconds)
+        update_s = training.update_s(lengths) + training.step_s + training.wake_s
         return {
             "gen": outcome.seconds,
             "reward": outcome.reward_s,
             "old_log_prob": logprobs,
-            "update_actor": training.update_s(lengths) + outcome.stream_left_s + training.step_s,
+            "update_actor": update_s + outcome.stream_left_s,
             "update_weights": training.sync_s,
         }
 
-    def _make_source(self) -> EpochPrompts | TailBatching:
-        plan, next_rows = self._plan, rows_in_order()
-        if plan.schedule == "all":
-            return EpochPrompts(
-                lambda n: [self._prompt_of(row) for _, row in next_rows(n)],
-                plan.num_prompts,
-                plan.num_samples,
-            )
-        return TailBatching(
-            next_rows,
-            self._prompt_of,
-            num_prompts=plan.num_prompts,
-            num_samples=plan.num_samples,
-            eta_prompts=plan.eta_prompts,
-            eta_samples=plan.eta_samples,
-        )
-
     def _make_world(self, tp: int) -> SimSettings:
-        plan, engines = self._plan, self._plan.gpus // tp
-        training, rule, cost = plan.training, plan.stream, plan.costs(tp)
-        elastic = None
-        if rule is not None and engines > 1:
-            elastic = StreamWindow(
-                cells([(r,) for r in range(engines)], [(r,) for r in range(engines)]),
-                cache_tokens=cost.cache_tokens if rule.checks_cache else math.inf,
-                max_running=plan.max_running,
-                batch_tokens=rule.batch_tokens,
-                earliest=rule.earliest,
-                latest=rule.latest,
-                check_every=StreamConfig.check_every,
-            )
+        job, training = self._job, self._job.training
+        cfg = policies.with_tp(job.cfg, tp)
+        cost = job.engine(tp)
+        first = job.gpus - job.rollout_gpus
+        elastic = policies.make_elastic(cfg, job.hf, job.gpus)
+
+        def train_s(lengths: Sequence[int], groups: int) -> float:
+            own = training.update_s(lengths) + training.logprobs_s(lengths)
+            return own * training.dp / groups
+
         return SimSettings(
-            [cost] * engines,
-            self._length,
+            [cost] * (job.rollout_gpus // tp),
+            self._prompts.length,
+            ranks=range(first, job.gpus, tp),
             rewards=self._rewards,
-            max_running=plan.max_running,
+            max_running=cfg.rollout.max_running_requests,
+            drafts=job.drafts,
             elastic=elastic,
-            # `training` is the cost on all GPUs, but an engine has only 1/engines of the GPUs
-            train_s=lambda n: engines * (training.update_s(n) + training.logprobs_s(n)),
-            trains_once=rule is not None and rule.once,
+            train_s=train_s,
+            turn_s=job.turns_s / 2,
+            controller=partial(policies.make_controller, cfg, job.gpus),
+            report_s=REPORT_S if elastic is not None else 0.0,
         )
 
-    def _prompt_of(self, row: int) -> Prompt:
-        return Prompt(index=row, dataset="sim", tokens=self._prompt_tokens)
 
-    def _length(self, request: Request) -> int:
-        group = request.group
-        if group not in self._drawn:
-            self._drawn[group] = self._plan.workload.lengths(
-                self._rows[group], self._counts[group], derive(self._plan.seed, group)
-            )
-        return self._drawn[group][response_of(request.id)]
+def _planner(job: SimJob) -> EngineSizePolicy | None:
+    def problems(tp: int) -> list[str]:
+        found = rules.of_world(policies.with_tp(job.cfg, tp), job.gpus, job.gpu.per_node)
+        if not found and (problem := job.problem(tp)):
+            found.append(problem)
+        return found
+
+    return policies.size_policy(job.cfg, job.gpu.per_node, problems)
 
 
-def rows_in_order() -> Callable[[int], list[tuple[int, int]]]:
-    """Return a function from n to the next n (epoch, row) pairs of an endless data set."""
-    at = 0
+class SimAsyncRun:
+    """Simulation of a job with --mode async."""
 
-    def next_rows(n: int) -> list[tuple[int, int]]:
-        nonlocal at
-        at += n
-        return [(0, row) for row in range(at - n, at)]
+    def __init__(self, job: SimJob) -> None:
+        self._job, self._prompts = job, SimPrompts(job)
+        cfg, source = job.cfg, self._prompts.source
+        assert isinstance(source, EpochPrompts)
+        first, tp = job.train_gpus, cfg.rollout.tp
 
-    return next_rows
+        def issue(count: int) -> list[Work]:
+            work = source.issue(count, self._prompts.sampling)
+            self._prompts.start(work)
+            return work
+
+        world = SimSettings(
+            [job.engine(tp)] * (job.rollout_gpus // tp),
+            self._prompts.length,
+            ranks=range(first, job.gpus, tp),
+            rewards=job.rewards(self._prompts.row),
+            max_running=cfg.rollout.max_running_requests,
+            drafts=job.drafts,
+            report_s=REPORT_S if cfg.rollout.routing == "histopipe" else 0.0,
+        )
+        training = job.training
+        self.rollout = SimAsyncRollout(
+            world,
+            policies.make_async_controller(cfg, job.gpus, issue),
+            train_s=lambda n: training.update_s(n) + training.logprobs_s(n) + training.step_s,
+            sync_s=training.sync_s,
+            mode=cfg.async_.weight_update,
+        )
+
+    def updates(self, count: int) -> list[Update]:
+        """Simulate the next `count` training steps."""
+        return self.rollout.run(count)
+
+
+def simulate(job: SimJob, steps: int, skip: int = 0) -> "Summary":
+    """Return the averages of `steps` steps of a job after the first `skip`. Of an asynchronous job,
+    at least the steps until the buffer is full are left out."""
+    if job.cfg.select.mode != "async":
+        return summarize(list(SimRun(job).steps(skip + steps))[skip:])
+    run = SimAsyncRun(job)
+    run.updates(max(skip, math.ceil(job.cfg.async_.alpha) + 1))
+    return summarize_updates(job, run.rollout, run.updates(steps))
 
 
 @dataclass(slots=True)
@@ -249,6 +249,8 @@ class Summary:
     """Share of the kept groups that are trained while other requests are still decoded."""
     by_kind: dict[str, float] = field(default_factory=dict)
     """Mean seconds of a step, by kind of rollout round (`all`, `short` or `long`)."""
+    age: float = 0.0
+    """Mean age of the samples in policy versions."""
 
 
 def summarize(steps: Sequence[SimStep]) -> Summary:
@@ -269,4 +271,25 @@ def summarize(steps: Sequence[SimStep]) -> Summary:
         streamed=sum(len(o.streamed) for o in outcomes)
         / max(sum(len(o.kept) for o in outcomes), 1),
         by_kind={k: mean(s.seconds for s in steps if s.kind == k) for k in kinds},
+    )
+
+
+def summarize_updates(job: SimJob, rollout: SimAsyncRollout, updates: Sequence[Update]) -> Summary:
+    """Average one or more steps of an asynchronous job."""
+    mean = statistics.fmean
+    phases = dict.fromkeys(PHASES, 0.0)
+    phases["gen"] = mean(u.waited for u in updates)
+    phases["update_weights"] = job.training.sync_s
+    phases["update_actor"] = mean(u.seconds - u.waited for u in updates) - job.training.sync_s
+    tokens = [sum(u.lengths) for u in updates]
+    return Summary(
+        steps=len(updates),
+        seconds=mean(u.seconds for u in updates),
+        phases=phases,
+        long_share=0.0,
+        trained_share=1.0,
+        idle=1 - rollout.busy,
+        preemptions=0.0,
+        tokens=mean(tokens),
+        age=mean(age for u in updates for age in u.ages),
     )

@@ -1,48 +1,133 @@
-"""Cost model of an engine, from a data sheet or from measurements."""
+"""Cost model of the hardware: what a GPU, a model and an engine of some GPUs take for a decode step
+or a prefill. `phases.py` has training and all else.
+
+Every command of the simulator, `--dry-run` and the planner ask these functions. Their few constants
+(`Constants`) hold for all models and clusters; `calibrate.py` fits them on published seconds.
+"""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 
+from rlcore.hf.config import HFConfig
+from rlcore.hf.names import num_parameters
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import read_json, recipes_folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constants:
+    """Constants of the cost model. They hold for all models, clusters and systems."""
+
+    bandwidth: float
+    """Share of the peak memory bandwidth at which a decode step reads weights and KV cache."""
+    layer_s: float
+    """Seconds of launches and host work per layer of a decode step."""
+    collective_s: float
+    """Seconds of an all-reduce of few bytes over the GPUs of an engine; a layer has two."""
+    padding: float
+    """Share of the longest allowed response to which ROLL pads a sample in training, the framework
+    of RollPacker and ROLL Flash; rlcore and veRL pack."""
+    overhead_s: float
+    """Seconds of a step that ROLL spends besides its phases, such as to move data between
+    processes; not counted for rlcore and veRL."""
+    arithmetic: float = 0.6
+    """Share of the peak FLOP/s that large matrix products and attention reach; assumed."""
+    link: float = 0.6
+    """Share of the peak bandwidth of links between GPUs, nodes and host memory; assumed."""
+    request_s: float = 10e-6
+    """Seconds of host work and sampling per request of a decode step; assumed."""
+    expert_launches: float = 1.5
+    """Launches of a layer with experts over those of a dense layer; assumed."""
+    expert_arithmetic: float = 0.5
+    """Share of `arithmetic` that the products of one expert after another reach; assumed."""
+    imbalance: float = 1.2
+    """Tokens of the busiest expert-parallel rank over the mean; assumed."""
+    sleep_s: float = 0.8
+    """Seconds besides copies in which an engine falls asleep and wakes up: the middle of RollMux'
+    warm starts of a rollout, .9 to 1.9 s, without the copy of the weights."""
+    resume_s: float = 4.4
+    """Seconds besides copies in which a learner leaves the GPU and returns: the middle of RollMux'
+    warm starts of training, 4.1 to 5.9 s, without the copy of the states."""
+    capture_s: float = 10.0
+    """Seconds to capture an engine's CUDA graphs again after a change of its size; assumed."""
+
+
+CONSTANTS = Constants(
+    bandwidth=0.693, layer_s=78.9e-6, collective_s=14.4e-6, padding=0.321, overhead_s=32.5
+)
+"""Fitted by `python -m rlcore sim calibrate` on published seconds."""
+ERROR = 1.3
+"""Error bar of simulated seconds, a factor in both directions: the root mean square of the
+logarithmic errors with which each paper is predicted from the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineCost:
     """Cost of one engine. A decode step of b sequences with c context tokens in total takes
 
-        step_s + sequence_s * b + context_s * c
+        step_s + max(weights_s + experts_s * touched(b), product_s * b) + sequence_s * b
+            + request_s * b + context_s * c
 
-    seconds.
+    seconds. touched(b) = 1 - (1 - expert_share)^b is the share of a layer's experts that b tokens
+    need, if every expert is equally likely. If a step verifies drafts in w positions of every
+    sequence, b is multiplied by w, except in request_s * b.
     """
 
     step_s: float
-    """Seconds of an empty decode step, which reads all weights but decodes no sequence."""
+    """Seconds of a decode step that no sequence or weight adds to: launches, collectives."""
+    weights_s: float = 0.0
+    """Seconds to read all weights that every token needs."""
+    experts_s: float = 0.0
+    """Seconds to read all experts of a mixture of experts."""
+    expert_share: float = 1.0
+    product_s: float = 0.0
+    """Seconds of one sequence's matrix products, which count where they exceed the reading."""
     sequence_s: float = 0.0
+    request_s: float = 0.0
     context_s: float = 0.0
     prefill_s: float = 0.0
     """Seconds to prefill one token, of a prompt or of a resumed response."""
+    prefill_square_s: float = 0.0
+    """Seconds of attention that a prefill of n tokens adds, divided by n^2."""
     cache_tokens: float = math.inf
 
-    def decode_s(self, sequences: int, context: float, steps: int) -> float:
-        """Return the seconds of `steps` decode steps, each of which adds one token to every
-        sequence. `context`: total context tokens at the first step."""
-        grown = sequences * steps * (steps - 1) / 2
-        return steps * (self.step_s + self.sequence_s * sequences) + self.context_s * (
-            steps * context + grown
-        )
+    def sequences_s(self, sequences: float, width: int = 1) -> float:
+        """Return the seconds of a decode step without context, with `width` positions of every
+        sequence."""
+        read, tokens = self.weights_s, sequences * width
+        if self.experts_s:
+            read += self.experts_s * (1 - (1 - self.expert_share) ** tokens)
+        products = max(read, self.product_s * tokens)
+        return self.step_s + products + self.sequence_s * tokens + self.request_s * sequences
 
-    def steps_within(self, sequences: int, context: float, seconds: float) -> int:
+    def decode_s(
+        self, sequences: int, context: float, steps: int, width: int = 1, grows: float = 0.0
+    ) -> float:
+        """Return the seconds of `steps` decode steps, each of which adds one token to every
+        sequence, or `grows` tokens in total. `context`: total context tokens at the first step."""
+        grown = (grows or sequences) * steps * (steps - 1) / 2
+        each = self.sequences_s(sequences, width)
+        return steps * each + self.context_s * (steps * context + grown)
+
+    def steps_within(
+        self, sequences: int, context: float, seconds: float, width: int = 1, grows: float = 0.0
+    ) -> int:
         """Return the number of whole decode steps within `seconds`: the inverse of `decode_s`."""
         if seconds <= 0:
             return 0
-        a = self.context_s * sequences / 2
-        b = self.step_s + self.sequence_s * sequences + self.context_s * (context - sequences / 2)
+        a = self.context_s * (grows or sequences) / 2
+        b = self.sequences_s(sequences, width) + self.context_s * context - a
         guess = seconds / b if a <= 0 else (math.sqrt(b * b + 4 * a * seconds) - b) / (2 * a)
         steps = int(guess + 1e-9)
-        while steps and self.decode_s(sequences, context, steps) > seconds * (1 + 1e-12):
+        most = seconds * (1 + 1e-12)
+        while steps and self.decode_s(sequences, context, steps, width, grows) > most:
             steps -= 1
         return steps
+
+    def prompt_s(self, tokens: int) -> float:
+        """Return the seconds to prefill `tokens` tokens of one request."""
+        return self.prefill_s * tokens + self.prefill_square_s * tokens * tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +142,8 @@ class Gpu:
     """Dense bf16 throughput in TFLOP/s."""
     link_gbs: float
     """One-way bandwidth in GB/s to another GPU of the node."""
+    network_gbs: float = 50
+    """One-way bandwidth in GB/s to another node, per GPU; default: 400 Gb/s."""
     host_gbs: float = 64
     """One-way bandwidth in GB/s to host memory; default: PCIe 5, 16 lanes."""
     per_node: int = 8
@@ -69,16 +156,18 @@ GPUS = {
         Gpu(name="H100", memory_gb=80, bandwidth_gbs=3350, tflops=989, link_gbs=450),
         Gpu(name="H200", memory_gb=141, bandwidth_gbs=4800, tflops=989, link_gbs=450),
         Gpu(name="H20", memory_gb=96, bandwidth_gbs=4000, tflops=148, link_gbs=450),
-        Gpu(name="A100", memory_gb=80, bandwidth_gbs=2039, tflops=312, link_gbs=300, host_gbs=32),
+        Gpu(
+            name="A100",
+            memory_gb=80,
+            bandwidth_gbs=2039,
+            tflops=312,
+            link_gbs=300,
+            network_gbs=25,
+            host_gbs=32,
+        ),
     )
 }
 """GPUs by name, from NVIDIA's data sheets; H800 is an H100 with slower links."""
-
-EFFICIENCY = 0.6
-"""Share of peak bandwidth and peak FLOP/s that engines reach; assumed, not measured."""
-LAYER_OVERHEAD_S = 25e-6
-"""Seconds of kernel overhead per layer in a decode step with CUDA graphs. With tp > 1, collectives
-about double this overhead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,29 +176,84 @@ class ModelSize:
 
     name: str
     parameters: float
+    """All parameters; a tied head counts once."""
     layers: int
+    hidden: int
+    attention: int
+    """Width of the attention: heads times size of a head."""
+    kv_heads: int
     kv_bytes: float
     """Bytes of KV cache per token, over all layers."""
-    hidden: int
+    embeddings: float
+    """Parameters that are looked up and not multiplied: the input embeddings, unless the head uses
+    them too."""
+    experts: float = 0.0
+    """Parameters of all experts, over all layers; 0: a dense model."""
+    expert_share: float = 1.0
+    """Share of a layer's experts that a token uses."""
+    experts_per_token: int = 0
+
+    @property
+    def dense(self) -> float:
+        """Return the parameters by which every token is multiplied."""
+        return self.parameters - self.embeddings - self.experts
+
+    @property
+    def products(self) -> float:
+        """Return the parameters by which a token is multiplied, of the experts only its own."""
+        return self.dense + self.experts * self.expert_share
 
 
-MODELS = {
-    model.name: model
-    for model in (
-        ModelSize(name="7B", parameters=7.6e9, layers=28, kv_bytes=57_344, hidden=3584),
-        ModelSize(name="8B", parameters=8.2e9, layers=36, kv_bytes=147_456, hidden=4096),
-        ModelSize(name="14B", parameters=14.8e9, layers=48, kv_bytes=196_608, hidden=5120),
-        ModelSize(name="32B", parameters=32.8e9, layers=64, kv_bytes=262_144, hidden=5120),
+def size_of(hf: HFConfig, name: str = "") -> ModelSize:
+    """Return the properties of the model that a config.json describes."""
+    experts = 3.0 * hf.hidden_size * hf.moe_intermediate_size * hf.num_experts * hf.num_layers
+    return ModelSize(
+        name=name or hf.arch,
+        parameters=float(num_parameters(hf)),
+        layers=hf.num_layers,
+        hidden=hf.hidden_size,
+        attention=hf.num_heads * hf.head_dim,
+        kv_heads=hf.num_kv_heads,
+        kv_bytes=4.0 * hf.num_layers * hf.num_kv_heads * hf.head_dim,
+        embeddings=0.0 if hf.tie_word_embeddings else float(hf.vocab_size * hf.hidden_size),
+        experts=experts,
+        expert_share=hf.experts_per_token / hf.num_experts if hf.num_experts else 1.0,
+        experts_per_token=hf.experts_per_token,
     )
+
+
+MODEL_FILES = {
+    "7B": "qwen2_5_7b",
+    "8B": "qwen3_8b",
+    "14B": "qwen2_5_14b",
+    "32B": "qwen2_5_32b",
+    "30B-A3B": "qwen3_30b_a3b",
 }
-"""Models by size: Qwen2.5 (7B, 14B, 32B) and Qwen3 (8B). Sizes are from config.json. Weights and KV
-cache are bf16."""
+"""Models with a name, and their config.json in recipes/models: Qwen2.5 and Qwen3."""
 
 
-def from_data_sheet(
-    model: ModelSize, gpu: Gpu, tp: int, *, utilization: float = 0.8, other_bytes: float = 0.0
+@cache
+def hf_of(name: str) -> HFConfig:
+    """Return the architecture of a model of `MODEL_FILES`."""
+    return HFConfig.from_dict(read_json(recipes_folder() / "models" / f"{MODEL_FILES[name]}.json"))
+
+
+@cache
+def named(name: str) -> ModelSize:
+    """Return the size of a model of `MODEL_FILES`."""
+    return size_of(hf_of(name), name)
+
+
+def engine_cost(
+    model: ModelSize,
+    gpu: Gpu,
+    tp: int,
+    *,
+    utilization: float = 0.8,
+    other_bytes: float = 0.0,
+    constants: Constants = CONSTANTS,
 ) -> EngineCost:
-    """Return the roofline costs of an engine over `tp` GPUs, in bf16.
+    """Return the costs of an engine over `tp` GPUs of a node, in bf16: a roofline.
 
     Args:
         utilization: share of a GPU's memory that the engine may use.
@@ -118,6 +262,7 @@ def from_data_sheet(
     Raises:
         ConfigError: the weights leave no room for a KV cache.
     """
+    c = constants
     weights = 2 * model.parameters / tp
     room = utilization * gpu.memory_gb * 1e9 - weights - other_bytes
     if room <= 0:
@@ -126,31 +271,24 @@ def from_data_sheet(
             f"{(weights + other_bytes) / 1e9:.0f} GB of {utilization * gpu.memory_gb:.0f} GB; "
             "raise tp"
         )
-    bandwidth = EFFICIENCY * gpu.bandwidth_gbs * 1e9
-    arithmetic = EFFICIENCY * gpu.tflops * 1e12
-    meet = 2 * model.layers * (12e-6 if tp > 1 else 0.0)
+    bandwidth = c.bandwidth * gpu.bandwidth_gbs * 1e9
+    arithmetic = c.arithmetic * gpu.tflops * 1e12
+    launches = c.layer_s * (c.expert_launches if model.experts else 1.0)
+    kv_share = 1 / min(tp, model.kv_heads)  # of more GPUs, several hold the same heads
+    # bytes that an all-reduce of one token sends in all layers, to and from each GPU
+    reduced = 2 * 2 * model.layers * 2 * model.hidden * (tp - 1) / tp
+    reduced_s = reduced / (c.link * gpu.link_gbs * 1e9)
+    product_s = 2 * model.products / tp / arithmetic
     return EngineCost(
-        step_s=weights / bandwidth + model.layers * LAYER_OVERHEAD_S + meet,
-        sequence_s=2 * model.parameters / tp / arithmetic,
-        context_s=model.kv_bytes / tp / bandwidth,
-        prefill_s=2 * model.parameters / tp / arithmetic,
-        cache_tokens=room * tp / model.kv_bytes,
+        step_s=model.layers * (launches + (2 * c.collective_s if tp > 1 else 0.0)),
+        weights_s=2 * model.dense / tp / bandwidth,
+        experts_s=2 * model.experts / tp / bandwidth,
+        expert_share=model.expert_share,
+        product_s=product_s,
+        sequence_s=reduced_s,
+        request_s=c.request_s,
+        context_s=model.kv_bytes * kv_share / bandwidth,
+        prefill_s=product_s + reduced_s,
+        prefill_square_s=2 * model.layers * model.attention / tp / arithmetic,
+        cache_tokens=room / (model.kv_bytes * kv_share),
     )
-
-
-def least_tp(costs: Callable[[int], EngineCost], tokens: int, tp: int) -> int:
-    """Return the smallest of tp, tp / 2, ... at which the KV cache holds `tokens` tokens."""
-    while tp > 1:
-        try:
-            if costs(tp // 2).cache_tokens < tokens:
-                break
-        except ValueError:  # the weights do not fit into memory at tp / 2
-            break
-        tp //= 2
-    return tp
-
-
-def with_step(cost: EngineCost, measured: EngineCost, step_s: float) -> EngineCost:
-    """Return `cost` with its empty-step time multiplied by `step_s` / `measured.step_s`: the ratio
-    of the true to the modelled empty-step time of a reference engine."""
-    return replace(cost, step_s=cost.step_s * step_s / measured.step_s)

@@ -7,12 +7,17 @@ recently started request is preempted. As in real engines, it waits and is prefi
 """
 
 import heapq
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rlcore.records import RequestId
 from rlcore.sim.cost import EngineCost
+from rlcore.sim.drafts import DraftGain
+
+DRAFTED_STEPS = 256
+"""Decode steps after which an engine considers again whether drafts pay."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +28,8 @@ class SimRequest:
     prompt: int
     length: int
     """Final number of response tokens."""
-    have: int = 0
+    have: float = 0
+    """Number of response tokens at `start`; not a whole number while drafts are used."""
     start: int = 0
     """Number of decode steps that the engine had done when it started the request."""
     gone: bool = False
@@ -32,10 +38,23 @@ class SimRequest:
         """Start decoding the request after `step` decode steps of the engine."""
         self.start = step
 
-    def leave(self, step: int) -> None:
-        """Stop decoding after `step` decode steps of the engine, and keep the decoded tokens."""
-        self.have += step - self.start
-        self.gone = True
+    def settle(self, step: int, drafts: DraftGain | None) -> None:
+        """Count the tokens that were decoded until `step` decode steps of the engine."""
+        steps, self.start = step - self.start, step
+        if drafts is None:
+            self.have += steps
+        elif steps:
+            self.have = min(self.length, drafts.position(drafts.forwards(self.have) + steps))
+
+    def left(self, drafts: DraftGain | None) -> int:
+        """Return the number of decode steps to the last token."""
+        if drafts is None:
+            return self.length - int(self.have)
+        return max(1, math.ceil(drafts.forwards(self.length) - drafts.forwards(self.have) - 1e-9))
+
+    def leave(self) -> None:
+        """Stop decoding, and keep the decoded tokens."""
+        self.have, self.gone = int(self.have), True
 
 
 class DecodeSpan(NamedTuple):
@@ -54,6 +73,8 @@ class VirtualEngine:
 
     cost: EngineCost
     max_running: int = 1 << 30
+    drafts: DraftGain | None = None
+    """Gain of drafts, which the engine uses whenever they decode more tokens a second."""
     now: float = 0.0
     decoded: int = 0
     """Number of tokens decoded so far, over all requests."""
@@ -64,6 +85,10 @@ class VirtualEngine:
     spans: list[DecodeSpan] = field(default_factory=list)
     """Intervals in which the engine decoded or prefilled."""
     peak_context: float = 0.0
+    _on: DraftGain | None = None
+    """`drafts` while they are used."""
+    _grows: float = 0.0
+    """Tokens that a step with drafts adds, over all requests."""
     _step: int = 0
     _context: float = 0.0
     _running: dict[RequestId, SimRequest] = field(default_factory=dict)
@@ -81,6 +106,13 @@ class VirtualEngine:
         """Ids of the running and waiting requests that have at least one response token."""
         ids = [job.id for job in self._running.values() if job.have or job.start < self._step]
         return ids + [job.id for job in self._waiting if job.have]
+
+    def lengths(self, time: float) -> dict[RequestId, int]:
+        """Return the response lengths of all requests at `time`."""
+        self.advance(time)
+        for job in self._running.values():
+            job.settle(self._step, self._on)
+        return {job.id: int(job.have) for job in (*self._running.values(), *self._waiting)}
 
     # ---- requests
 
@@ -114,18 +146,18 @@ class VirtualEngine:
     def next_event(self) -> float | None:
         """Return when the next request ends or the KV cache is full; None if no request runs."""
         steps = self._steps_ahead()
-        if steps is None:
-            return None
-        return self.now + self.cost.decode_s(len(self._running), self._context, steps)
+        return None if steps is None else self.now + self._seconds(steps)
 
     def advance(self, time: float) -> None:
         """Decode until `time`, which must be before the next event."""
         if self._running and time > self.now:
             ahead = self._steps_ahead()
-            steps = self.cost.steps_within(len(self._running), self._context, time - self.now)
+            steps = self.cost.steps_within(
+                len(self._running), self._context, time - self.now, self._width, self._grows
+            )
             if ahead is not None and steps >= ahead:
                 steps = ahead - 1  # `step_to_event` does the step in which a request ends
-            seconds = self.cost.decode_s(len(self._running), self._context, steps)
+            seconds = self._seconds(steps)
             self._decode(steps)
             self._worked(seconds)
         elif time > self.now:
@@ -139,7 +171,7 @@ class VirtualEngine:
         """Decode up to the next event, and return the requests that end at this event."""
         ahead = self._steps_ahead()
         assert ahead is not None
-        seconds = self.cost.decode_s(len(self._running), self._context, ahead)
+        seconds = self._seconds(ahead)
         self._decode(ahead)
         self._worked(seconds)
         out = []
@@ -149,10 +181,9 @@ class VirtualEngine:
                 continue
             del self._running[job.id]
             self._leave(job)
+            job.have = job.length
             out.append(job)
-        while (
-            self._context + len(self._running) > self.cost.cache_tokens and len(self._running) > 1
-        ):
+        while self._next_context > self.cost.cache_tokens and len(self._running) > 1:
             self._preempt()
         self._admit()
         return out
@@ -162,7 +193,35 @@ class VirtualEngine:
     @property
     def _next_context(self) -> float:
         """Total context tokens of the running requests after one more decode step."""
-        return self._context + len(self._running)
+        return self._context + (self._grows or len(self._running))
+
+    @property
+    def _width(self) -> int:
+        return self._on.width if self._on is not None else 1
+
+    def _seconds(self, steps: int) -> float:
+        return self.cost.decode_s(
+            len(self._running), self._context, steps, self._width, self._grows
+        )
+
+    def _use_drafts(self) -> None:
+        """Count what each request has, and use drafts if they decode more tokens a second."""
+        if self.drafts is None:
+            return
+        jobs = list(self._running.values())
+        for job in jobs:
+            job.settle(self._step, self._on)
+        self._context = sum(job.prompt + job.have for job in jobs)
+        grows = sum(self.drafts.at(job.have) for job in jobs)
+        plain_s = self.cost.decode_s(len(jobs), self._context, 1)
+        drafted_s = self.cost.decode_s(len(jobs), self._context, 1, self.drafts.width)
+        on = self.drafts if grows * plain_s > len(jobs) * drafted_s else None
+        self._grows = grows if on is not None else 0.0
+        if on is not self._on:
+            self._on = on
+            self._ends = [(self._step + j.left(on), k, j) for k, j in enumerate(jobs)]
+            self._ties = len(jobs)
+            heapq.heapify(self._ends)
 
     def _worked(self, seconds: float) -> None:
         if seconds:
@@ -186,22 +245,23 @@ class VirtualEngine:
             return None
         steps = max(1, self._ends[0][0] - self._step)
         if len(self._running) > 1:
-            room = (self.cost.cache_tokens - self._context) / len(self._running)
+            room = (self.cost.cache_tokens - self._context) / (self._grows or len(self._running))
             if room < steps:
                 steps = max(1, int(room))
-        return steps
+        return steps if self.drafts is None else min(steps, DRAFTED_STEPS)
 
     def _decode(self, steps: int) -> None:
         n = len(self._running)
         self._step += steps
         self.steps += steps
-        self.decoded += steps * n
-        self._context += steps * n
+        self.decoded += round(steps * (self._grows or n))
+        self._context += steps * (self._grows or n)
         self.peak_context = max(self.peak_context, self._context)
 
     def _leave(self, job: SimRequest) -> None:
-        job.leave(self._step)
+        job.settle(self._step, self._on)
         self._context -= job.prompt + job.have
+        job.leave()
 
     def _preempt(self) -> None:
         job = self._running.pop(next(reversed(self._running)))
@@ -213,10 +273,10 @@ class VirtualEngine:
     def _admit(self) -> None:
         """Start waiting requests in order, while the KV cache has room for their tokens and one
         more token per request. An idle engine starts the first request in any case."""
-        prefill = 0
+        prefill, seconds = 0, 0.0
         while self._waiting and len(self._running) < self.max_running:
             job = self._waiting[0]
-            need = job.prompt + job.have
+            need = job.prompt + int(job.have)
             full = self._next_context + need + 1 > self.cost.cache_tokens
             if full and self._running:
                 break
@@ -225,8 +285,10 @@ class VirtualEngine:
             self._running[job.id] = job
             self._context += need
             prefill += need
+            seconds += self.cost.prompt_s(need)
             self._ties += 1
-            heapq.heappush(self._ends, (self._step + job.length - job.have, self._ties, job))
+            heapq.heappush(self._ends, (self._step + job.left(self._on), self._ties, job))
+        self._use_drafts()
         if prefill:
             self.prefilled += prefill
-            self._worked(prefill * self.cost.prefill_s)
+            self._worked(seconds)

@@ -6,12 +6,10 @@ from pathlib import Path
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import num_parameters
-from rlcore.sched.balance import Rates
-from rlcore.sim import splits
-from rlcore.sim.cluster import ClusterPlan, SimRun, StreamRule, Summary, summarize
-from rlcore.sim.cost import GPUS, EngineCost, Gpu, ModelSize, from_data_sheet
+from rlcore.sim.cluster import Summary, simulate
+from rlcore.sim.cost import GPUS, Gpu
+from rlcore.sim.job import SimJob
 from rlcore.sim.lengths import read_lengths
-from rlcore.sim.phases import training_from_data_sheet, weights_s
 from rlcore.sim.workload import GENERATORS, Workload
 
 STEPS = 5
@@ -29,68 +27,21 @@ def step(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple
     Raises:
         ValueError: no estimate is possible for such a run; the error gives the reason.
     """
-    made, said = plan(cfg, hf, gpus, gpu, earlier)
-    return summarize(list(SimRun(made).steps(STEPS))), said
+    made, said = job(cfg, hf, gpus, gpu, earlier)
+    return simulate(made, STEPS), said
 
 
-def rates(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Rates, str]:
-    """Return the speed of sampling and training for the planner of `sched/balance.py`, and a note
-    on the source of the response lengths."""
-    made, said = plan(cfg, hf, gpus, gpu, earlier)
-    return splits.rates(made), said
-
-
-def plan(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[ClusterPlan, str]:
-    """Return the simulation plan for `cfg`, and a note on the source of the response lengths."""
-    model = model_of(hf)
-    workload, said = lengths(cfg, earlier)
-    rollout = cfg.rollout
-
-    def costs(tp: int) -> EngineCost:
-        return from_data_sheet(model, gpu, tp, utilization=rollout.gpu_memory_utilization)
-
-    longest = workload.prompt_tokens + workload.cap
-    if (room := costs(rollout.tp).cache_tokens) < longest:
-        raise ValueError(
-            f"an engine over {rollout.tp} x {gpu.name} has room for {room:.0f} tokens, but the "
-            f"longest prompt and response have {longest}"
-        )
-    made = ClusterPlan(
-        name=cfg.select.schedule,
-        gpus=gpus,
-        tp=rollout.tp,
-        costs=costs,
-        training=training_from_data_sheet(model, gpu, gpus, reference=cfg.algo.needs_reference),
-        workload=workload,
-        num_prompts=cfg.data.prompts_per_step,
-        num_samples=rollout.samples_per_prompt,
-        schedule=cfg.select.schedule,
-        eta_prompts=cfg.tail.eta_prompts,
-        eta_samples=cfg.tail.eta_samples,
-        reshard_s=lambda tp: weights_s(model, gpu, tp),
-        stream=StreamRule() if cfg.select.mode == "stream" else None,
-        max_running=rollout.max_running_requests,
-        seed=cfg.run.seed,
-    )
-    return made, said
-
-
-def model_of(hf: HFConfig) -> ModelSize:
-    """Return the model's properties. If the simulator cannot model it, raise ValueError."""
+def job(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[SimJob, str]:
+    """Return the simulated job for `cfg`, and a note on the source of the response lengths. If the
+    model is too small for the cost model, raise ValueError."""
     parameters = num_parameters(hf)
-    if hf.num_experts:
-        raise ValueError("the simulator does not model a mixture of experts")
     if parameters < LEAST_PARAMETERS:
         raise ValueError(
             f"{parameters / 1e6:.1f} M weights are too few for a GPU's data sheet to predict speed"
         )
-    return ModelSize(
-        name=hf.arch,
-        parameters=float(parameters),
-        layers=hf.num_layers,
-        kv_bytes=4.0 * hf.num_layers * hf.num_kv_heads * hf.head_dim,
-        hidden=hf.hidden_size,
-    )
+    workload, said = lengths(cfg, earlier)
+    made = SimJob(name="run", cfg=cfg, hf=hf, gpu=gpu, gpus=gpus, workload=workload)
+    return made, said
 
 
 def lengths(cfg: Config, earlier: Path) -> tuple[Workload, str]:

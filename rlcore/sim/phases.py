@@ -1,15 +1,41 @@
-"""Costs of all phases except decoding: training, weight updates, changes of `tp`, a judge model."""
+"""Costs of all phases except decoding: training in a parallel layout, weight updates, engines that
+sleep and wake, changes of `tp`, a judge model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rlcore.sim.cost import EFFICIENCY, Gpu, ModelSize
+from rlcore.sim.cost import CONSTANTS, Constants, Gpu, ModelSize
 
-MFU = 0.35
-"""Share of a GPU's peak FLOP/s that training reaches; assumed, `--mfu` overrides it."""
-ADAM_BYTES = 16
-"""Bytes per parameter that move between GPU and host before and after a rollout: fp32 weights,
-gradient and two Adam moments."""
+STATE_BYTES = 16
+"""Bytes per parameter of a learner: fp32 weights, gradients and two Adam moments."""
+PASSES = {"none": 3.0, "selective": 3.1, "full": 4.0}
+"""Passes over the model in forward and backward, where the backward pass counts as two: with
+`full`, the forward pass is done again; with `selective`, the attention."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Parallel layout of the learner, and how it works off a step; fields as in section `train` of
+    the configuration."""
+
+    gpus: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    recompute: str = "none"
+    micro_batch: int = 16_384
+    """Maximum number of tokens in a micro-batch."""
+    updates: int = 1
+    """Number of optimizer steps in a step."""
+    epochs: int = 1
+    offload: bool = True
+    """Whether learner and engine take turns on the GPU."""
+
+    @property
+    def dp(self) -> int:
+        return self.gpus // (self.tp * self.pp * self.cp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,48 +45,151 @@ class TrainingCost:
         sample_s + token_s * n + square_s * n^2
 
     seconds forward and backward. Log-probs before the update add `forward_share` of these seconds.
+    No sample is faster than one model-parallel group, `dp` of which train at a time.
     """
 
     sample_s: float = 0.0
     token_s: float = 0.0
     square_s: float = 0.0
+    dp: int = 1
     forward_share: float = 1 / 3
-    """Time of the log-probs relative to forward and backward; 2/3 with a reference model."""
+    """Time of the log-probs relative to forward and backward; twice that with a reference model."""
     step_s: float = 0.0
-    """Seconds per step to move learner states from and to the host, and to run the optimizer."""
+    """Seconds per step that do not depend on the samples: pipeline bubbles, reduction of gradients,
+    optimizer."""
+    wake_s: float = 0.0
+    """Seconds in which the learner returns to the GPU for a step, and leaves it after."""
     sync_s: float = 0.0
     """Seconds to update the weights of the engines."""
 
     def update_s(self, lengths: Sequence[int]) -> float:
         """Return the seconds of forward and backward for samples of these lengths."""
         squares = sum(n * n for n in lengths) if self.square_s else 0
-        return len(lengths) * self.sample_s + self.token_s * sum(lengths) + self.square_s * squares
+        mean = len(lengths) * self.sample_s + self.token_s * sum(lengths) + self.square_s * squares
+        n = max(lengths, default=0)
+        longest = self.sample_s + self.token_s * n + self.square_s * n * n
+        return max(mean, self.dp * longest)
 
     def logprobs_s(self, lengths: Sequence[int]) -> float:
         """Return the seconds of log-probs before the first update, for samples of these lengths."""
         return self.forward_share * self.update_s(lengths)
 
+    def padded(self, tokens: float) -> "TrainingCost":
+        """Return the cost if every sample is padded, or cut, to `tokens` tokens."""
+        sample_s = self.sample_s + self.token_s * tokens + self.square_s * tokens * tokens
+        return replace(self, sample_s=sample_s, token_s=0.0, square_s=0.0)
 
-def training_from_data_sheet(
-    model: ModelSize, gpu: Gpu, gpus: int, *, mfu: float = MFU, reference: bool = False
+
+def training_cost(
+    model: ModelSize,
+    gpu: Gpu,
+    layout: Layout,
+    *,
+    reference: bool = False,
+    rollout_tp: int = 1,
+    apart: bool = False,
+    constants: Constants = CONSTANTS,
 ) -> TrainingCost:
-    """Return the training cost from operation counts: 6 per parameter and token, and for causal
-    attention 6 x layers x hidden per pair of tokens. Samples are packed, so there is no padding."""
-    arithmetic = mfu * gpu.tflops * 1e12 * gpus
+    """Return the cost of training in a layout: operations at the share of the peak that kernels
+    reach, and beside them, not overlapped, the traffic of tensor, context and expert parallelism.
+
+    Args:
+        reference: whether log-probs of a reference model are computed, too.
+        rollout_tp: GPUs of an engine, to which the weights go.
+        apart: whether engines have GPUs of their own, so that weights cross the network.
+    """
+    c, passes = constants, PASSES[layout.recompute]
+    arithmetic = c.arithmetic * gpu.tflops * 1e12
+    # one model-parallel group of tp x cp x pp GPUs: seconds of a forward pass of one token
+    group = layout.tp * layout.cp * layout.pp
+    dense_s = 2 * model.dense / arithmetic / group
+    experts_s = 2 * model.experts * model.expert_share / arithmetic / group
+    if experts_s:
+        experts_s *= (c.imbalance if layout.ep > 1 else 1.0) / c.expert_arithmetic
+    traffic_s = _traffic_s(model, gpu, layout, c)
+    forward_s = dense_s + experts_s + traffic_s
+    square_s = 2 * model.layers * model.attention / arithmetic / group  # causal: half of all pairs
+    rounds = passes * layout.epochs
+    bubble_s = (layout.pp - 1) / layout.vpp * layout.micro_batch * forward_s * passes
     return TrainingCost(
-        token_s=6 * model.parameters / arithmetic,
-        square_s=6 * model.layers * model.hidden / arithmetic,
-        forward_share=(2 if reference else 1) / 3,
-        step_s=2 * ADAM_BYTES * model.parameters / gpus / (EFFICIENCY * gpu.host_gbs * 1e9),
-        sync_s=weights_s(model, gpu, 1),
+        token_s=rounds * forward_s / layout.dp,
+        square_s=rounds * square_s / layout.dp,
+        dp=layout.dp,
+        forward_share=(2 if reference else 1) / rounds,
+        step_s=layout.updates
+        * layout.epochs
+        * (bubble_s + _reduce_s(model, gpu, layout, c) + _optimizer_s(model, gpu, layout, c)),
+        wake_s=turns_s(model, gpu, layout.gpus, c) if layout.offload else 0.0,
+        sync_s=push_s(model, gpu, layout, rollout_tp, apart=apart, constants=c),
     )
 
 
-def weights_s(model: ModelSize, gpu: Gpu, tp: int) -> float:
-    """Return the seconds to load weights into engines of `tp` ranks over the links of a node, for a
-    weight update or a change of `tp`. Recapture of CUDA graphs is not counted. RollPacker's paper
-    calls the time of a change of `tp` negligible."""
-    return 2 * model.parameters / tp / (EFFICIENCY * gpu.link_gbs * 1e9)
+def _traffic_s(model: ModelSize, gpu: Gpu, layout: Layout, c: Constants) -> float:
+    """Return the seconds of traffic between the GPUs of a group, per token of a forward pass.
+
+    Tensor parallelism reduces a layer's activations twice, context parallelism gathers its keys and
+    values, expert parallelism sends each token to its experts and back. A pass backward has twice
+    the traffic, as it has twice the operations.
+    """
+    layers, own = model.layers / layout.pp, 1 / layout.cp
+    spans = layout.tp * layout.cp > gpu.per_node
+    near, far = (c.link * gbs * 1e9 for gbs in (gpu.link_gbs, gpu.network_gbs))
+    seconds = 2 * layers * own * 2 * (layout.tp - 1) / layout.tp * 2 * model.hidden / near
+    gathered = model.kv_bytes / model.layers / min(layout.tp, model.kv_heads)
+    seconds += layers * gathered * (layout.cp - 1) / layout.cp / (far if spans else near)
+    if model.experts and layout.ep > 1:
+        sent = 2 * model.experts_per_token * 2 * model.hidden * (layout.ep - 1) / layout.ep
+        seconds += layers * own / layout.tp * sent / (far if layout.ep > gpu.per_node else near)
+    return seconds
+
+
+def _reduce_s(model: ModelSize, gpu: Gpu, layout: Layout, c: Constants) -> float:
+    """Return the seconds to reduce fp32 gradients over the data-parallel ranks and to gather bf16
+    weights."""
+    if layout.dp * layout.cp == 1:
+        return 0.0
+    held = (model.dense + model.embeddings) / layout.tp + model.experts / layout.ep
+    gbs = gpu.network_gbs if layout.gpus > gpu.per_node else gpu.link_gbs
+    return (4 + 2) * held / layout.pp / (c.link * gbs * 1e9)
+
+
+def _optimizer_s(model: ModelSize, gpu: Gpu, layout: Layout, c: Constants) -> float:
+    """Return the seconds in which Adam reads and writes its states."""
+    moved = 2 * STATE_BYTES * model.parameters / layout.gpus
+    return moved / (c.bandwidth * gpu.bandwidth_gbs * 1e9)
+
+
+def turns_s(model: ModelSize, gpu: Gpu, gpus: int, constants: Constants = CONSTANTS) -> float:
+    """Return the seconds in which a learner on `gpus` GPUs returns from the host and leaves again,
+    while the engines sleep and wake."""
+    c = constants
+    copied = 2 * STATE_BYTES * model.parameters / gpus / (c.link * gpu.host_gbs * 1e9)
+    return copied + c.resume_s + c.sleep_s
+
+
+def push_s(
+    model: ModelSize,
+    gpu: Gpu,
+    layout: Layout,
+    tp: int,
+    *,
+    apart: bool = False,
+    constants: Constants = CONSTANTS,
+) -> float:
+    """Return the seconds to send new weights to engines of `tp` GPUs. Where a model-parallel group
+    or its experts span nodes, the part of other nodes crosses the network; all of it does if the
+    engines have GPUs of their own (`apart`)."""
+    near, far = (constants.link * gbs * 1e9 for gbs in (gpu.link_gbs, gpu.network_gbs))
+    sent = 2 * model.parameters / tp
+    spread = max(layout.tp * layout.pp * layout.cp, layout.ep)
+    other = 1.0 if apart else max(0.0, 1 - gpu.per_node / spread)
+    return sent * other / far + sent * (1 - other) / near
+
+
+def resize_s(model: ModelSize, gpu: Gpu, tp: int, constants: Constants = CONSTANTS) -> float:
+    """Return the seconds to change engines to `tp` GPUs: weights over the links of a node, graphs
+    captured again."""
+    return 2 * model.parameters / tp / (constants.link * gpu.link_gbs * 1e9) + constants.capture_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,19 +214,19 @@ JUDGE_SHARE = 0.5
 (`LAYER_BY_LAYER_CACHE_RATIO` in RollPacker's code)."""
 
 
-def judge_from_data_sheet(
+def judge_cost(
     model: ModelSize,
     gpu: Gpu,
     gpus: int,
     *,
-    utilization: float = EFFICIENCY,
+    utilization: float = CONSTANTS.arithmetic,
     streamed: bool = False,
 ) -> JudgeCost:
     """Return the cost of a judge on `gpus` GPUs at the share `utilization` of peak FLOP/s."""
     read = 2 * model.parameters * (1 - JUDGE_SHARE) / gpus if streamed else 0.0
     return JudgeCost(
-        token_s=2 * model.parameters / (utilization * gpu.tflops * 1e12 * gpus),
-        least_s=read / (EFFICIENCY * gpu.host_gbs * 1e9),
+        token_s=2 * model.products / (utilization * gpu.tflops * 1e12 * gpus),
+        least_s=read / (CONSTANTS.link * gpu.host_gbs * 1e9),
     )
 
 

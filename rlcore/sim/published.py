@@ -15,13 +15,11 @@ PROMPTS, SAMPLES = 128, 8
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Column of figure 11 of RollPacker's paper: rollout seconds at one length cap."""
+    """Column of figure 11 of RollPacker's paper: rollout seconds of a model at one length cap."""
 
-    generator: str
-    """Name of the generator in `workload.GENERATORS`."""
-    step_s: float
-    """Seconds of a decode step at any batch size: published mean seconds of a baseline round,
-    divided by the length cap. In every round, the longest generated responses reach the cap."""
+    system: str
+    """Key of `SYSTEMS`. Its length generator is fitted on the ratios of this column, except for
+    8k."""
     baseline_s: float
     fitted: bool
     """Whether the length generator is fitted on the ratios of this column. If so, agreement is no
@@ -30,10 +28,9 @@ class Column:
 
 
 FIGURE_11 = {
-    "16k": Column("16k", 277 / 16_384, 277, True),
+    "16k": Column("14B/16k", 277, True),
     "32k": Column(
-        "32k",
-        673 / 32_768,
+        "32B/32k",
         673,
         True,
         "32k: R 1.125, R 1.25 and P 1.125 are not reproduced: the paper says that R 1.125 and 1.25 "
@@ -41,12 +38,11 @@ FIGURE_11 = {
         "step",
     ),
     "8k": Column(
-        "8k",
-        82 / 8_192,
+        "7B/8k",
         82,
         False,
-        "8k: not reproduced. The generator is that of 16k with the cap at 8k, nothing fitted; that "
-        "run does not wait for its tail alone [A8]",
+        "8k: the generator is that of 16k with the cap at 8k, nothing fitted; that run does not "
+        "wait for its tail alone [A8]",
     ),
 }
 FIGURE_11_ARMS = {
@@ -77,37 +73,32 @@ FIGURE_11_SECONDS = {
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Model in section 6 of RollPacker's paper, with its H800 cluster and response lengths."""
+    """Model in section 6 of RollPacker's paper, with its H800 cluster, layouts and lengths."""
 
     model: str
     gpus: int
     tp: int
-    column: str
-    """Column of figure 11 whose length generator is used."""
-    step_s: float
-    """Seconds of an empty decode step, fitted so that the baseline's rollout takes figure 11's 82,
-    277 and 673 s (20 steps, seed 0). The other costs are from the data sheet, which gives 8.3, 9.7
-    and 19.5 ms for an empty step."""
+    """GPUs of an engine."""
+    lengths: str
+    """Name of the generator in `workload.GENERATORS`."""
+    layout: tuple[int, int, int]
+    """TP, PP and CP of the learner."""
 
 
 SYSTEMS = {
-    "7B/8k": System("7B", 16, 1, "8k", 0.00878),
-    "14B/16k": System("14B", 32, 2, "16k", 0.01461),
-    "32B/32k": System("32B", 64, 2, "32k", 0.01639),
+    "7B/8k": System("7B", 16, 1, "8k", (2, 1, 1)),
+    "14B/16k": System("14B", 32, 2, "16k", (2, 2, 2)),
+    "32B/32k": System("32B", 64, 2, "32k", (4, 1, 4)),
 }
+UTILIZATION = 0.85
+"""Share of GPU memory that an engine may use (`gpu_memory_utilization` in RollPacker's code)."""
 
-TRAINING_S = 277 / 0.72 * 0.23
-"""Training seconds of a step of 14B/16k on 32 GPUs with 1,024 samples: 88 s. In RollPacker's paper,
-training takes 23 % of a step and rollout 72 % (table 1, math); a rollout takes 277 s (figure 11).
-Table 1's rows for code and judge give 88 and 86 s.
-
-For other models and clusters, we scale with parameters, samples and length cap, and inversely with
-GPUs; nothing is fitted on 7B and 32B. We do not scale with tokens: short rounds have half the
-tokens but still spend 93 s outside of rollout (figures 10c, 11).
-"""
-FORWARD_SHARE = 2 / 3
-"""Time of log-probs relative to forward and backward: 1/3 each for the actor and for a reference
-model of the same size (RollPacker's paper, section 6)."""
+ROLLOUT_S = {"7B/8k": 82, "14B/16k": 277, "32B/32k": 673}
+"""Published seconds of a rollout of veRL (figure 11)."""
+TRAINING_S = {"14B/16k": 277 / 0.72 * 0.23}
+"""Published seconds in which veRL trains: 88 s, as training takes 23 % of a step and rollout 72 %
+(table 1, math), and a rollout 277 s (figure 11). Table 1's rows for code and judge give 88 and
+86 s."""
 
 # ---- rewards
 
@@ -161,10 +152,9 @@ OVER_RLHFUSE = {"7B/8k": 1.14, "14B/16k": 1.68, "32B/32k": 2.24}
 FIGURE_10C = {"7B/8k": (106, 129), "14B/16k": (134, 302), "32B/32k": (261, 771)}
 """Published seconds of a short and of a long step, by model and length cap."""
 
-# ---- stream trainer, tables 3 and 4: 7B/8k, math, long rounds
+# ---- stream trainer, table 3: 7B/8k, math, long rounds
 
 STREAM_S = {"none": 124.2, "20%": 122.7, "30%": 118.2, "40%": 119.8, "adaptive": 115.2}
-ONE_SHOT_S = {"20%": 128.6, "30%": 129.5, "40%": 133.8, "50%": 132.0}
 
 # ---- planner, figure 6: Qwen3-8B, 32k, 8 H800
 
@@ -176,8 +166,6 @@ FIGURE_6_PREEMPTIONS = {
     ("long", 2): 2601,
 }
 FIGURE_6_SECONDS = {("short", 1): 1029, ("long", 1): 1172, ("short", 2): 768, ("long", 2): 1284}
-UTILIZATION = 0.85
-"""Share of GPU memory that an engine may use (`gpu_memory_utilization` in RollPacker's code)."""
 FIGURE_12A_SPEEDUP = 1.9
 """Published planner speed-up over tp 1: 14B, 16 GPUs, length cap 8k to 32k, raised by 2k a step."""
 
@@ -189,3 +177,16 @@ SCALING = {
     64: (256, 1.42, 3.37),
     128: (512, 2.18, 4.81),
 }
+
+# ---- ROLL Flash and RhymeRL
+
+REPLICATION_S = {(32, 16): (116, 89), (64, 16): (149, 81), (16, 32): (162, 83)}
+"""Published rollout seconds of ROLL Flash by (prompts, responses per prompt): with all responses of
+a prompt on one worker, and on any worker. Another source states 16 x 64 instead of 16 x 32, but a
+worker with 64 responses at the limit would need 250 s."""
+REPLICATION_ENGINES = 16
+"""Number of engines for `REPLICATION_S` (our assumption)."""
+RHYMERL_ROLLOUT_SHARE = 0.875
+"""Share of the rollout in a step of veRL, 32B/16k: the middle of RhymeRL's .84 to .91."""
+RHYMERL_GPUS = 64
+"""Number of H100 for that share (our assumption)."""

@@ -16,9 +16,9 @@ from rlcore.records import GroupId, Request, Work, group_of
 from rlcore.sched.roles import GroupState, Round, Verdict
 from rlcore.sched.router import LeastLoaded
 from rlcore.sched.stop import StopAtAll, StopAtFirst
-from rlcore.sim.async_rollout import EndlessPrompts, PromptLengths, SimAsyncRollout
-from rlcore.sim.cost import GPUS, MODELS, EngineCost, from_data_sheet
-from rlcore.sim.phases import training_from_data_sheet
+from rlcore.sim.async_rollout import EndlessPrompts, PromptLengths, SimAsyncRollout, async_rollout
+from rlcore.sim.cost import GPUS, EngineCost, engine_cost, named
+from rlcore.sim.phases import Layout, training_cost, turns_s
 from rlcore.sim.rewards import UNLIMITED, Rewards
 from rlcore.sim.round import SimSettings
 from rlcore.sim.table import Row, TableResult, row
@@ -27,7 +27,7 @@ from rlcore.utils.seed import derive
 
 PROMPTS, SAMPLES = 256, 16
 """Prompts per step (256, the paper's rollout batch) and responses per prompt (our assumption)."""
-MODEL, GPU, TP = MODELS["8B"], GPUS["H800"], 1
+MODEL, GPU, TP = named("8B"), GPUS["H800"], 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,14 +115,15 @@ AGENTIC_GPUS, AGENTIC_INFER = 64, 4
 
 def cost() -> EngineCost:
     """Return the data-sheet costs of one engine (8B on one H800)."""
-    return from_data_sheet(MODEL, GPU, TP)
+    return engine_cost(MODEL, GPU, TP)
 
 
 def learner(gpus: int) -> tuple[Callable[[Sequence[int]], float], float]:
     """Return the costs of a learner: a function from sample lengths to the seconds of a training
     step, and the seconds of a weight update."""
-    training = training_from_data_sheet(MODEL, GPU, gpus)
-    return lambda n: training.update_s(n) + training.logprobs_s(n), training.sync_s
+    training = training_cost(MODEL, GPU, Layout(gpus=gpus, offload=False), apart=True)
+    each = training.step_s
+    return lambda n: training.update_s(n) + training.logprobs_s(n) + each, training.sync_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ def sync_naive(law: Law, gpus: int, steps: int, seed: int) -> float:
     requests start at once. ROLL Flash's propositions do not cover this case."""
     lengths, source = PromptLengths(law.generator, SAMPLES, seed), EndlessPrompts(SAMPLES)
     train_s, sync_s = learner(gpus)
-    moved = training_from_data_sheet(MODEL, GPU, gpus).step_s
+    moved = turns_s(MODEL, GPU, gpus)
     total = 0.0
     for _ in range(steps):
         world = SimSettings([cost()] * gpus, lengths, max_running=law.max_running)
@@ -163,7 +164,7 @@ def flow(law: Law, train: int, infer: int, alpha: float, seed: int) -> SimAsyncR
     """Return a simulation of asynchronous training on `train` + `infer` GPUs. Each request waits at
     the controller until an engine has room (queue scheduling, prompt replication)."""
     train_s, sync_s = learner(train)
-    return SimAsyncRollout(
+    return async_rollout(
         [cost()] * infer,
         PromptLengths(law.generator, SAMPLES, seed),
         issue=EndlessPrompts(SAMPLES),
@@ -335,7 +336,7 @@ def propositions(steps: int, seed: int) -> TableResult:
 def list_scheduling(workers: int, alpha: float, steps: int, seed: int) -> tuple[float, float]:
     """Return the seconds of a batch of four samples per worker, and Proposition 1's bound. Training
     takes no time, and a token takes one second."""
-    made = SimAsyncRollout(
+    made = async_rollout(
         [EngineCost(step_s=1.0)] * workers,
         PromptLengths(GENERATORS["16k"], 1, seed),
         issue=EndlessPrompts(1),
@@ -514,7 +515,7 @@ def agentic(steps: int, seed: int) -> TableResult:
     for name, (by_itself, beside) in AGENTIC.items():
         # solve the published ratio (together + train) / (apart + train) for `train`
         train = (together - by_itself * apart) / (by_itself - 1)
-        made = SimAsyncRollout(
+        made = async_rollout(
             [cost()] * AGENTIC_INFER,
             tokens,
             issue=EndlessPrompts(1),

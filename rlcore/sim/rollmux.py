@@ -12,7 +12,7 @@ from rlcore.sched.cluster import Cluster, MuxJob, NodePool
 from rlcore.sched.phase_mux import TAIL, Member
 from rlcore.sim import mux_trace
 from rlcore.sim import published_rollmux as told
-from rlcore.sim.cost import GPUS, MODELS, EngineCost, Gpu, ModelSize, from_data_sheet
+from rlcore.sim.cost import GPUS, EngineCost, Gpu, ModelSize, engine_cost, named
 from rlcore.sim.mux_baselines import Greedy, Random, optimum
 from rlcore.sim.mux_group import ROLLOUT, TRAIN, Iteration, MuxSimulation, VirtualJob
 from rlcore.sim.mux_group import MuxTimeline as Happened
@@ -75,7 +75,7 @@ def rounds(
     model: ModelSize, column: str, gpu: Gpu, tp: int, count: int, seed: int
 ) -> list[RolloutLengths]:
     """Return the timing of `count` rollouts on a node of eight GPUs, in data set order."""
-    cost = from_data_sheet(model, gpu, tp)
+    cost = engine_cost(model, gpu, tp)
     generator = GENERATORS[column]
     engines = SLOTS // tp
     out = []
@@ -113,10 +113,10 @@ def _moved_s(
 
 def batch_share(model: ModelSize, column: str, gpu: Gpu, tp: int) -> float:
     """Return the share of a decode step's time that grows with batch size, as a rollout starts."""
-    cost = from_data_sheet(model, gpu, tp)
+    cost = engine_cost(model, gpu, tp)
     size = told.PROMPTS * told.SAMPLES * tp // SLOTS
     step = cost.decode_s(size, size * GENERATORS[column].prompt_tokens, 1)
-    return 1 - cost.step_s / step
+    return 1 - cost.sequences_s(0) / step
 
 
 # ---- micro-benchmarks
@@ -147,7 +147,7 @@ def _group(
     micro: told.Micro, count: int, seed: int, *, migrates: bool
 ) -> tuple[list[VirtualJob], list[Sequence[Iteration]]]:
     """Return the jobs of a group, and each job's iterations when it runs alone."""
-    model, gpu = MODELS[told.MODEL], GPUS["H20"]
+    model, gpu = named(told.MODEL), GPUS["H20"]
     jobs: list[VirtualJob] = []
     alone: list[Sequence[Iteration]] = []
     order = sorted(range(len(micro.jobs)), key=lambda n: -len(micro.pins[n]))
@@ -243,7 +243,7 @@ def colocated_gain(one: told.Micro, where: str) -> float:
 @cache
 def colocated_rollout(where: str) -> float:
     """Return the rollout time on GPU type `where` relative to H20, from the data sheets."""
-    model = MODELS[told.MODEL]
+    model = named(told.MODEL)
     seconds = [
         statistics.fmean(r.seconds for r in rounds(model, told.LENGTHS, GPUS[gpu], 1, 3, 0))
         for gpu in (where, "H20")
@@ -283,7 +283,7 @@ def migration(count: int, seed: int) -> Result:
     rows: list[Row] = []
     gains: dict[tuple[str, str], float] = {}
     for name, column in told.MIGRATION_MODELS:
-        model, gpu = MODELS[name], GPUS["H20"]
+        model, gpu = named(name), GPUS["H20"]
         tp = 2 if name == "32B" else 1
         shapes = [rounds(model, column, gpu, tp, count, derive(seed, n)) for n in range(2)]
         share = batch_share(model, column, gpu, tp)

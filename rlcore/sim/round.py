@@ -9,7 +9,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from rlcore.records import (
     EndRound,
     Fail,
     Finished,
+    LengthReport,
     Partial,
     Preempted,
     Ready,
@@ -35,9 +36,10 @@ from rlcore.records import (
     Trained,
 )
 from rlcore.rollout.controller import Controller
-from rlcore.sched.roles import Elastic, Round, Router
+from rlcore.sched.roles import Elastic, Round, Router, Stop
 from rlcore.sched.router import LeastLoaded
 from rlcore.sim.cost import EngineCost
+from rlcore.sim.drafts import DraftGain
 from rlcore.sim.engine import DecodeSpan, SimRequest, VirtualEngine
 from rlcore.sim.rewards import UNLIMITED, Rewards
 
@@ -86,6 +88,12 @@ class RoundResult:
             yield prompt, length, group in self.streamed
 
 
+def _controller(
+    ranks: Sequence[int], place: Callable[[], Router], stop: Stop, elastic: Elastic | None
+) -> Controller:
+    return Controller(ranks=ranks, place=place(), stop=stop, deadline_s=1e12, elastic=elastic)
+
+
 @cache
 def _some_tokens(count: int) -> np.ndarray:
     return np.zeros(count, np.int32)
@@ -96,6 +104,12 @@ def _tokens(count: int) -> np.ndarray:
     return _some_tokens(1 << max(count, 1).bit_length())[:count]
 
 
+def partial_of(job: SimRequest) -> Partial:
+    """Return the tokens that a request has so far, as another engine gets them."""
+    none = _tokens(int(job.have))
+    return Partial(tokens=none, logps=none, versions=none)
+
+
 class SimSettings:
     """Virtual engines with their costs, and the settings of a round."""
 
@@ -104,28 +118,36 @@ class SimSettings:
         costs: Sequence[EngineCost],
         lengths: Callable[[Request], int],
         *,
+        ranks: Sequence[int] = (),
         rewards: Rewards | None = None,
         max_running: int = UNLIMITED,
-        deadline_s: float = 1e12,
         elastic: Elastic | None = None,
-        train_s: Callable[[Sequence[int]], float] = lambda lengths: 0.0,
-        trains_once: bool = False,
+        train_s: Callable[[Sequence[int], int], float] = lambda lengths, groups: 0.0,
+        drafts: DraftGain | None = None,
+        turn_s: float = 0.0,
+        report_s: float = 0.0,
+        controller: Callable[[Stop, Elastic | None], Controller] | None = None,
         place: Callable[[], Router] = lambda: LeastLoaded(UNLIMITED),
     ) -> None:
         """
         Args:
-            place: makes the router of a round.
             lengths: returns the response length of a request.
-            elastic: policy for which engines train while the others decode; rank r is engine r.
-            train_s: returns the seconds in which one engine's GPUs train samples of these lengths
-                (with prompt).
-            trains_once: whether each engine trains only the first groups that it is given.
+            ranks: rank that leads each engine; default: 0, 1, ...
+            elastic: policy for which engines train while the others decode.
+            train_s: returns the seconds in which a number of model-parallel groups train samples of
+                these lengths (with prompt).
+            drafts: what drafts gain; None: engines do not draft.
+            turn_s: seconds in which engines leave their GPUs to the learner.
+            report_s: seconds between reports of an engine's unfinished lengths; 0: none.
+            controller: makes the controller of a round; default: one with the router of `place`.
         """
         self._costs, self._lengths = list(costs), lengths
-        self._elastic, self._train_s, self._once = elastic, train_s, trains_once
+        self._ranks = tuple(ranks) or tuple(range(len(self._costs)))
+        self._elastic, self._train_s, self._turn_s = elastic, train_s, turn_s
         self._rewards = rewards or Rewards()
-        self._max_running, self._deadline_s = max_running, deadline_s
-        self._place = place
+        self._max_running, self._report_s = max_running, report_s
+        self._drafts = drafts
+        self._controller = controller or partial(_controller, self._ranks, place)
 
     def run(self, round_: Round) -> RoundResult:
         """Run one round. If the controller reports a failure, raise RuntimeError."""
@@ -136,16 +158,19 @@ class Engines(ABC):
     """Virtual engines under a controller, with a queue of events. Subclasses carry out the
     controller's commands and handle the other events."""
 
-    def __init__(self, world: SimSettings, controller: Controller, first: int = 0) -> None:
-        """Make the virtual engines, with consecutive ranks from `first`."""
-        self._world, self._controller, self._first = world, controller, first
-        self._engines = [VirtualEngine(cost, world._max_running) for cost in world._costs]
+    def __init__(self, world: SimSettings, controller: Controller) -> None:
+        """Make the virtual engines."""
+        self._world, self._controller = world, controller
+        self._engines = {
+            rank: VirtualEngine(cost, world._max_running, drafts=world._drafts)
+            for rank, cost in zip(world._ranks, world._costs, strict=True)
+        }
         self._requests: dict[str, Request] = {}
         self._length: dict[str, int] = {}
         self._queue: list[tuple[float, int, Any]] = []
         self._number = self._events = 0
         # sequence number of the newest event of each engine
-        self._planned: list[int] = [0] * len(self._engines)
+        self._planned = dict.fromkeys(self._engines, 0)
         self._now = self._last_finish = 0.0
         self.is_over = False
 
@@ -165,7 +190,7 @@ class Engines(ABC):
                     "the round is stuck: no request is running and the round is not complete"
                 )
             time, _, (what, who, it) = heapq.heappop(self._queue)
-            if what != "engine" or it == self._planned[who - self._first]:
+            if what != "engine" or it == self._planned[who]:
                 break  # otherwise skip the event, because a newer event has replaced it
         self._now = time
         if what == "engine":
@@ -175,8 +200,23 @@ class Engines(ABC):
         elif what == "reward":
             id, took = it
             self._tell(Rewarded(rank=who, id=id, result=self._result(id, took)))
+        elif what == "report":
+            self._report(who)
         else:
             self._happens(what, who, it)
+
+    def _begin_reports(self) -> None:
+        if self._world._report_s:
+            for rank in self._engines:
+                self._push(self._now + self._world._report_s, ("report", rank, None))
+
+    def _report(self, rank: int) -> None:
+        """Report the lengths of an engine's unfinished requests, now and later again."""
+        lengths = self._engines[rank].lengths(self._now)
+        if lengths:
+            ids, values = tuple(lengths), tuple(lengths.values())
+            self._tell(LengthReport(rank=rank, ids=ids, lengths=values))
+        self._push(self._now + self._world._report_s, ("report", rank, None))
 
     def _result(self, id: str, seconds: float) -> RewardResult:
         score = self._world._rewards.score(self._requests[id], self._length[id], seconds)
@@ -196,16 +236,16 @@ class Engines(ABC):
             have = len(request.resume.tokens) if request.resume else 0  # tokens already decoded
             prompt = len(request.prompt)
             jobs.append(SimRequest(id=request.id, prompt=prompt, length=length, have=have))
-        self._engines[command.rank - self._first].submit(jobs, self._now)
+        self._engines[command.rank].submit(jobs, self._now)
         self._plan(command.rank)
 
     def _abort(self, command: Abort) -> None:
-        for job in self._engines[command.rank - self._first].abort(list(command.ids), self._now):
+        for job in self._engines[command.rank].abort(list(command.ids), self._now):
             self._push(self._now, ("aborted", command.rank, job))
         self._plan(command.rank)
 
     def _step(self, rank: int) -> None:
-        engine = self._engines[rank - self._first]
+        engine = self._engines[rank]
         preempted = engine.preemptions
         ended = engine.step_to_event()
         self._plan(rank)
@@ -222,10 +262,10 @@ class Engines(ABC):
 
     def _plan(self, rank: int) -> None:
         """Schedule the next event of engine `rank`."""
-        self._planned[rank - self._first] += 1
-        time = self._engines[rank - self._first].next_event()
+        self._planned[rank] += 1
+        time = self._engines[rank].next_event()
         if time is not None:
-            self._push(max(time, self._now), ("engine", rank, self._planned[rank - self._first]))
+            self._push(max(time, self._now), ("engine", rank, self._planned[rank]))
 
     def _push(self, time: float, what: Any) -> None:
         self._number += 1
@@ -234,34 +274,30 @@ class Engines(ABC):
 
 class _RoundRun(Engines):
     def __init__(self, world: SimSettings, round_: Round) -> None:
-        ranks = range(len(world._costs))
-        controller = Controller(
-            ranks=ranks,
-            place=world._place(),
-            stop=round_.stop,
-            deadline_s=world._deadline_s,
-            elastic=world._elastic,
-        )
+        controller = world._controller(round_.stop, world._elastic)
         super().__init__(world, controller)
         self._kind = round_.kind
         world._rewards.clear()
         self._end: EndRound | None = None
-        self._trains: list[list[DecodeSpan]] = [[] for _ in ranks]
+        self._trains: dict[int, list[DecodeSpan]] = {rank: [] for rank in world._ranks}
+        self._released: set[int] = set()
         self._streamed: set[str] = set()
         self._obey(controller.start(round_.work, 0.0))
-        for rank in ranks:
+        for rank in world._ranks:
             self._tell(Ready(rank=rank))
+        self._begin_reports()
 
     def outcome(self) -> RoundResult:
         while self._end is None:
             self._next()
-        for engine in self._engines:
+        engines = list(self._engines.values())
+        for engine in engines:
             engine.advance(self._now)
         end = self._end
         available = self._now * len(self._engines)
-        training = [(s.start, s.end) for spans in self._trains for s in spans]
-        worked = sum(min(b, self._now) - a for a, b in training)
-        worked += sum(r.busy_s for r in self._engines)
+        training = [(s.start, s.end) for spans in self._trains.values() for s in spans]
+        worked = sum(max(min(b, self._now) - a, 0.0) for a, b in training)
+        worked += sum(r.busy_s for r in engines)
         kept = [ref.id for group in end.groups for ref in group.refs]
         return RoundResult(
             kind=self._kind,
@@ -270,16 +306,16 @@ class _RoundRun(Engines):
             dropped=end.dropped,
             lengths=[self._length[i] for i in kept],
             prompts=[len(self._requests[i].prompt) for i in kept],
-            decoded=sum(r.decoded for r in self._engines),
-            steps=max(r.steps for r in self._engines),
-            preemptions=sum(r.preemptions for r in self._engines),
+            decoded=sum(r.decoded for r in engines),
+            steps=max(r.steps for r in engines),
+            preemptions=sum(r.preemptions for r in engines),
             last_finish=self._last_finish,
             reward_s=self._reward_s(kept),
             idle=1 - worked / available if available else 0.0,
-            cache_used=max(r.peak_context / r.cost.cache_tokens for r in self._engines),
-            spans=[r.spans for r in self._engines],
+            cache_used=max(r.peak_context / r.cost.cache_tokens for r in engines),
+            spans=[r.spans for r in engines],
             streamed=self._streamed,
-            stream_spans=self._trains,
+            stream_spans=list(self._trains.values()),
             stream_left_s=sum(max(b - self._now, 0) for _, b in training) / len(self._engines),
             groups=[group.id for group in end.groups for _ in group.refs],
             events=self._events,
@@ -317,19 +353,21 @@ class _RoundRun(Engines):
         """Release the engine's requests with their tokens, for prefill on another engine."""
         partials = {}
         for job in self._engines[rank].release(self._now):
-            none = _tokens(job.have)
-            partials[job.id] = Partial(tokens=none, logps=none, versions=none)
+            partials[job.id] = partial_of(job)
         self._push(self._now, ("released", rank, partials))
         self._plan(rank)
 
     def _train(self, command: Train) -> None:
-        spans = self._trains[command.rank]
-        if self._world._once and spans:
-            return
         refs = [ref.id for group in command.groups for ref in group.refs]
         lengths = [len(self._requests[i].prompt) + self._length[i] for i in refs]
-        seconds = self._world._train_s(lengths) / len(command.dp_ranks)
-        begin = max(self._now, spans[-1].end if spans else 0.0)
-        spans.append(DecodeSpan(begin, begin + seconds, len(command.groups)))
+        seconds = self._world._train_s(lengths, len(command.dp_ranks))
+        begin = self._now
+        if command.rank not in self._released:  # the first groups wait until the roles have changed
+            self._released.add(command.rank)
+            begin += self._world._turn_s
+        if command.rank in self._trains:
+            self._trains[command.rank].append(
+                DecodeSpan(begin, begin + seconds, len(command.groups))
+            )
         self._streamed.update(group.id for group in command.groups)
         self._push(begin + seconds, ("trained", command.rank, seconds))

@@ -1,24 +1,27 @@
-"""Make a simulation plan from the options of `python -m rlcore sim run`."""
+"""Make the job of `python -m rlcore sim run` and of other commands on a cluster of yours."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rlcore.config.schema import RewardConfig
-from rlcore.sched.reward_timeout import AdaptiveTimeout
-from rlcore.sched.tail_batching import check
-from rlcore.sim import profile, published
-from rlcore.sim.cluster import ClusterPlan, RowOf, StreamRule
-from rlcore.sim.cost import GPUS, MODELS, EngineCost, Gpu, ModelSize, from_data_sheet, least_tp
-from rlcore.sim.lengths import read_lengths
-from rlcore.sim.phases import (
-    judge_bytes,
-    judge_from_data_sheet,
-    training_from_data_sheet,
-    weights_s,
+from rlcore.config import resolve
+from rlcore.config.schema import (
+    AsyncConfig,
+    Config,
+    DraftConfig,
+    RewardConfig,
+    StreamConfig,
+    TailConfig,
 )
+from rlcore.hf.config import HFConfig
+from rlcore.sched.reward_timeout import AdaptiveTimeout
+from rlcore.sim import profile, published
+from rlcore.sim.cost import GPUS, MODEL_FILES, Gpu, hf_of, named
+from rlcore.sim.job import RowOf, SimJob, config
+from rlcore.sim.lengths import read_lengths
+from rlcore.sim.phases import judge_bytes, judge_cost
 from rlcore.sim.rewards import FixedScorer, JudgeScorer, Rewards, SandboxScorer, SimScorer
 from rlcore.sim.workload import GENERATORS, Workload
 from rlcore.utils.errors import ConfigError
@@ -29,104 +32,83 @@ JUDGES = ("dedicated", "shared", "streamed")
 BASELINES = ("verl", "rlhfuse", "none")
 
 
-def plan(a: argparse.Namespace) -> tuple[ClusterPlan, list[str]]:
-    """Return the plan for the options of `sim run`, and notes that say where its numbers come from.
+def job(a: argparse.Namespace, keys: Sequence[str]) -> tuple[SimJob, list[str]]:
+    """Return the job for the options of `sim run` and the `keys` of a run, and notes that say where
+    its numbers come from.
 
     Raises:
-        ConfigError: an option is invalid for the cluster; the error names the option.
+        ConfigError: an option or key is invalid, or does not fit the cluster; the error names it.
     """
-    gpu, model = _gpu(a.gpu), read_model(a.model)
-    workload, said = _workload(a)
-    check(a.prompts, a.samples, a.eta_prompts, a.eta_samples)
-    if not 0 < a.mfu <= 1:
-        raise ConfigError(f"--mfu {a.mfu:g}: must be above 0 and at most 1")
+    gpu, (hf, name) = gpu_of(a.gpu), read_model(a.model)
+    workload, said = workload_of(a)
     has_judge = a.reward in ("judge", "mix")
     judge_gpus = round(published.JUDGE_GPUS * a.gpus) if a.judge == "dedicated" and has_judge else 0
-    rollout_gpus = a.gpus - judge_gpus
-    if rollout_gpus < a.tp or rollout_gpus % a.tp:
-        raise ConfigError(
-            f"--tp {a.tp}: the {rollout_gpus} rollout GPUs cannot be divided into engines of that "
-            "size"
-        )
-    if a.max_tp and (a.max_tp > gpu.per_node or rollout_gpus % a.max_tp):
-        raise ConfigError(
-            f"--max-tp {a.max_tp}: must be at most the {gpu.per_node} GPUs of a node and divide "
-            f"the {rollout_gpus} rollout GPUs"
-        )
-    taken = judge_bytes(MODELS["7B"], streamed=a.judge == "streamed")
-    taken = taken if has_judge and a.judge != "dedicated" else 0.0
-    notes = [
-        f"{model.name}, {a.gpus} x {gpu.name}: {rollout_gpus // a.tp} engines of {a.tp}"
-        + (f", {judge_gpus} GPUs for the judge" if judge_gpus else ""),
-        f"lengths: {said}",
-    ]
-    reshard_s: Callable[[int], float] = partial(weights_s, model, gpu)
-    if a.profile:
-        layouts = profile.read(a.profile)
-        sizes = [a.tp * 2**k for k in range(8) if a.tp * 2**k <= max(a.tp, a.max_tp)]
-        if missing := [tp for tp in sizes if tp not in layouts]:
-            raise ConfigError(
-                f"--profile {a.profile}: has engines of {sorted(layouts)} GPUs but not of "
-                f"{missing[0]}, which --tp and --max-tp need"
-            )
+    taken = judge_bytes(named("7B"), streamed=a.judge == "streamed")
+    shared = has_judge and a.judge != "dedicated"
+    cfg = config(
+        *("--run.seed", str(a.seed)),
+        *("--data.prompts_per_step", "128"),
+        *("--data.max_prompt_tokens", str(workload.prompt_tokens)),
+        *("--rollout.max_tokens", str(workload.cap)),
+        *(
+            "--train.tokens_per_micro_batch",
+            str(max(16_384, workload.prompt_tokens + workload.cap)),
+        ),
+        *keys,
+    )
+    notes = [f"lengths: {said}"]
+    measured = profile.read(a.profile) if a.profile else {}
+    if measured:
         notes.append(f"decoding: as measured ({a.profile})")
-        costs, reshard_s = _measured(layouts)
     else:
-        notes.append("decoding: from the data sheet, at 60 % of bandwidth and arithmetic")
-
-        def costs(tp: int) -> EngineCost:
-            return from_data_sheet(model, gpu, tp, other_bytes=taken / tp)
-
-    if a.stream and rollout_gpus // a.tp < 2:
-        raise ConfigError(
-            f"--stream: needs at least two engines, but --tp {a.tp} makes one engine of all GPUs; "
-            "lower --tp"
-        )
-    first = costs(a.tp)
-    longest = workload.prompt_tokens + workload.cap
-    if first.cache_tokens < longest:
-        raise ConfigError(
-            f"--tp {a.tp}: the cache of an engine holds {first.cache_tokens:.0f} tokens but the "
-            f"longest prompt and response have {longest}; raise --tp or use shorter lengths"
-        )
+        notes.append("decoding: by the cost model (`rlcore sim calibrate` says how far off it is)")
     if a.reward != "none":
         notes.append(f"rewards ({a.reward}): from published shares and times, see published.py")
-    notes.append(f"training: from the data sheet, at {a.mfu:.0%} of the arithmetic, no padding")
-    made = ClusterPlan(
-        name=a.schedule + (" + planner" if a.max_tp else "") + (" + stream" if a.stream else ""),
-        gpus=rollout_gpus,
-        tp=a.tp,
-        costs=costs,
-        training=training_from_data_sheet(model, gpu, a.gpus, mfu=a.mfu, reference=a.reference),
+    made = SimJob(
+        name=" + ".join(_systems(cfg)) or "sync",
+        cfg=cfg,
+        hf=hf,
+        gpu=gpu,
+        gpus=a.gpus - judge_gpus,
         workload=workload,
-        num_prompts=a.prompts,
-        num_samples=a.samples,
-        schedule=a.schedule,
-        eta_prompts=a.eta_prompts,
-        eta_samples=a.eta_samples,
         rewards=partial(rewards, a.reward, gpu, a.judge, a.gpus, a.seed),
-        max_tp=a.max_tp,
-        min_tp=a.tp if a.profile else least_tp(costs, longest, a.tp),
-        reshard_s=reshard_s,
-        stream=StreamRule() if a.stream else None,
-        max_running=a.max_running,
-        seed=a.seed,
+        judge_bytes=taken / cfg.rollout.tp if shared else 0.0,
+        measured=measured,
+    )
+    engines = made.rollout_gpus // cfg.rollout.tp
+    notes.insert(
+        0,
+        f"{name}, {a.gpus} x {gpu.name}: {engines} engines of {cfg.rollout.tp}"
+        + (f", {judge_gpus} GPUs for the judge" if judge_gpus else ""),
     )
     return made, notes
 
 
-def _measured(
-    layouts: Mapping[int, profile.EngineMeasurements],
-) -> tuple[Callable[[int], EngineCost], Callable[[int], float]]:
-    """Return two functions of `tp`: measured costs of an engine of `tp` GPUs, and seconds to start
-    such engines."""
-    return lambda tp: layouts[tp].cost, lambda tp: layouts[tp].start_s
+def _systems(cfg: Config) -> list[str]:
+    """Return a word for each system that the configuration switches on."""
+    r = cfg.rollout
+    mode: list[str] = [] if cfg.select.mode == "sync" else [cfg.select.mode]
+    if cfg.select.mode == "async":
+        mode = [f"async alpha {cfg.async_.alpha:g}"]
+    switches = {
+        "tail batching": cfg.select.schedule == "tail_batching",
+        "planner": r.adaptive_tp,
+        "drafts": r.draft != "none",
+        "queue": r.queue,
+        "histopipe": r.routing == "histopipe",
+    }
+    return mode + [name for name, is_on in switches.items() if is_on]
 
 
-def baseline(ours: ClusterPlan, name: str) -> ClusterPlan:
+def baseline(ours: SimJob, name: str) -> SimJob:
     """Return a baseline for the cluster of `ours`. `verl`: wait for all responses, then score them,
     then train. `rlhfuse`: score each response when it ends, and compute log-probs on idle GPUs."""
-    plain = replace(ours, name=name, schedule="all", max_tp=0, stream=None)
+    off = ["--mode", "sync", "--schedule", "all", "--cluster.rollout_ranks", "0"]
+    off += ["--rollout.no_adaptive_tp", "--rollout.max_tp", "0", "--rollout.draft", "none"]
+    off += ["--rollout.no_queue", "--rollout.routing", "response"]
+    cfg = ours.cfg
+    cfg = replace(cfg, tail=TailConfig(), stream=StreamConfig(), async_=AsyncConfig())
+    plain = replace(ours, name=name, cfg=resolve.with_keys(replace(cfg, draft=DraftConfig()), off))
     if name == "rlhfuse":
         return replace(plain, overlap_logprobs=True)
     return replace(plain, rewards=lambda row_of: ours.rewards(row_of).after_all())
@@ -146,8 +128,8 @@ def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf
         ),
     )
     dedicated = judge == "dedicated"
-    judged = judge_from_data_sheet(
-        MODELS["7B"],
+    judged = judge_cost(
+        named("7B"),
         gpu,
         1,
         utilization=published.JUDGE_UTILIZATION,
@@ -164,48 +146,29 @@ def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf
     return Rewards(one, lambda request: names[row_of(request) % 3])
 
 
-def _gpu(name: str) -> Gpu:
+def gpu_of(name: str) -> Gpu:
+    """Return the data sheet of a GPU by name, such as h100. Raise ConfigError if it is unknown."""
     found = {g.lower(): gpu for g, gpu in GPUS.items()}
     if name.lower() not in found:
         raise ConfigError(f"--gpu {name}: unknown; choose from {', '.join(found)}")
     return found[name.lower()]
 
 
-def read_model(name: str) -> ModelSize:
-    """Return the model called `name`, or read it from the Hugging Face config.json at that path."""
-    found = {m.lower(): model for m, model in MODELS.items()}
+def read_model(name: str) -> tuple[HFConfig, str]:
+    """Return the architecture called `name`, or of the config.json at that path, and its name."""
+    found = {m.lower(): m for m in MODEL_FILES}
     if name.lower() in found:
-        return found[name.lower()]
+        return hf_of(found[name.lower()]), found[name.lower()]
     path = Path(name)
-    known = f"--model {name}: unknown; choose from {', '.join(found)}, or the path of a config.json"
     try:
-        c = read_json(path)
-        layers, hidden, heads = c["num_hidden_layers"], c["hidden_size"], c["num_attention_heads"]
-        kv, inner, vocab = (
-            c.get("num_key_value_heads", heads),
-            c["intermediate_size"],
-            c["vocab_size"],
-        )
+        hf = HFConfig.from_dict(read_json(path))
     except ConfigError as error:
-        raise ConfigError(f"{known} ({error})") from error
-    except KeyError as error:
-        raise ConfigError(f"{known}; in this file {error!s} is missing or not a number") from error
-    sizes = (layers, hidden, heads, kv, inner, vocab, c.get("head_dim") or 1)
-    if wrong := [size for size in sizes if type(size) is not int or not 0 < size < 1 << 31]:
-        raise ConfigError(f"{known}; in this file {str(wrong[0])[:40]!r} is not a model's size")
-    head = c.get("head_dim") or hidden // heads
-    embeddings = vocab * hidden * (1 if c.get("tie_word_embeddings") else 2)
-    block = 2 * hidden * head * (heads + kv) + 3 * hidden * inner
-    return ModelSize(
-        name=path.parent.name or path.name,
-        parameters=float(layers * block + embeddings),
-        layers=layers,
-        kv_bytes=4.0 * layers * kv * head,
-        hidden=hidden,
-    )
+        known = f"choose from {', '.join(found)}, or the path of a config.json"
+        raise ConfigError(f"--model {name}: unknown; {known} ({error})") from error
+    return hf, path.parent.name or path.name
 
 
-def _workload(a: argparse.Namespace) -> tuple[Workload, str]:
+def workload_of(a: argparse.Namespace) -> tuple[Workload, str]:
     if a.lengths in GENERATORS:
         found = replace(GENERATORS[a.lengths], seed=a.seed)
         return found, f"generator {a.lengths}, fitted to a figure of RollPacker"

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
-from rlcore.cli import dry_run, explain, settings, splits
+from rlcore.cli import dry_run, explain, settings, sim, splits
 from rlcore.hf.config import HFConfig
 from rlcore.mcore.layout import layout_of
 from rlcore.sim import expect
+from rlcore.sim.cost import hf_of
 from tests import kit
 
-KEYS = "--data.prompts_per_step 32 --rollout.samples_per_prompt 8 --train.samples_per_update 64"
+KEYS = (
+    "--model.path m --data.train label --eval.every 0 --data.prompts_per_step 32 "
+    "--rollout.samples_per_prompt 8 --train.samples_per_update 64"
+)
 
 
 def _big(**changes: Any) -> HFConfig:
@@ -97,11 +101,36 @@ def test_a_batch_without_arithmetic_is_refused_in_a_sentence(capsys):
 
 
 def test_a_step_of_seven_billion_weights_is_estimated_and_more_gpus_are_faster():
-    cfg = settings.parse([*KEYS.split(), "--rollout.max_tokens", "2048"])
+    more = "--rollout.max_tokens 2048 --data.prompts_per_step 512 --train.samples_per_update 0"
+    cfg = settings.parse([*KEYS.split(), *more.split()])
     few, many = (dry_run.expected(cfg, _big(), n) for n in (8, 32))
     seconds = [float(line.split()[1]) for line in (few, many)]
     assert "(gen " in few and "cut at 2048" in few and "simulated without rewards" in few
     assert 0 < seconds[1] < seconds[0]
+
+
+def test_a_job_takes_the_same_seconds_behind_every_door(tmp_path: Path, capsys):
+    """`--dry-run`, its planner, `sim run`, `sim splits` and a table's own job."""
+    words = (
+        "--rollout.engine sglang --rollout.max_tokens 16384 --data.max_prompt_tokens 300 "
+        "--data.prompts_per_step 16 --rollout.samples_per_prompt 4 --mode async "
+        "--cluster.rollout_ranks 4 --async.alpha 1 --train.tokens_per_micro_batch 16684"
+    )
+    keys = words.split()
+    cfg = settings.parse(["--model.path", "m", "--data.train", "label", "--eval.every", "0", *keys])
+    hf = hf_of("7B")
+    dry = float(dry_run.expected(cfg, hf, 8).split()[1])
+    planner = float(dry_run.split(cfg, hf, 8, 8).split(": ")[1].split()[0])
+    path = tmp_path / "sim.json"
+    more = ["--gpus", "8", "--model", "7b", "--steps", str(expect.STEPS), "--json", str(path)]
+    assert sim.main(["run", *more, "--baseline", "none", *keys]) == 0
+    (arm,) = json.loads(path.read_text())["arms"].values()
+    assert sim.main(["splits", *more, "--alpha", "1", *keys]) == 0
+    rows = {row["cell"]: row["step_s"] for row in json.loads(path.read_text())["rows"]}
+    split = rows["4 train, 4 sample: samples/s"]
+    assert dry == pytest.approx(arm["seconds"], abs=0.06)
+    assert planner == pytest.approx(arm["seconds"], rel=5e-3)
+    assert split == pytest.approx(arm["seconds"], abs=6e-3)
 
 
 def test_lengths_of_an_earlier_run_are_gone_by(tmp_path: Path):
@@ -118,8 +147,8 @@ def test_what_cannot_be_estimated_says_why():
     cfg = settings.parse(KEYS.split())
     tiny = HFConfig.from_dict(kit.tiny_config())
     assert "too few for a GPU's data sheet" in dry_run.expected(cfg, tiny, 2)
-    mixture = HFConfig.from_dict(kit.tiny_config("qwen3_moe"))
-    assert "mixture of experts" in dry_run.expected(cfg, mixture, 2)
+    assert "expected     " in dry_run.expected(cfg, hf_of("30B-A3B"), 8)
+    assert "the weights take" in dry_run.expected(cfg, hf_of("32B"), 8)
     one = settings.parse([*KEYS.split(), "--rollout.max_tokens", "2000000"])
     with pytest.raises(ValueError, match="has room for"):
         expect.step(one, _big(), 8, expect.GPUS["H100"], Path("none"))
@@ -132,7 +161,10 @@ def test_a_gpu_is_known_by_the_name_that_its_driver_gives():
     assert expect.gpu_named("Tesla T4") is None
 
 
-SPLIT = "--mode async --cluster.rollout_ranks 4 --rollout.tp 2 --train.tp 4 --run.name split"
+SPLIT = (
+    "--rollout.engine sglang --mode async --cluster.rollout_ranks 4 --rollout.tp 2 --train.tp 4 "
+    "--run.name split"
+)
 
 
 def test_splits_are_whole_engines_and_whole_model_replicas():
@@ -163,7 +195,7 @@ def test_a_split_is_proposed_by_the_data_sheet_and_then_by_the_last_steps(tmp_pa
     said = dry_run.split(cfg, _big(), 16, 8)
     assert "by the last steps" in said  # 48 s of training; engines have room for many more
     (folder / "config.json").write_text('{"cluster": {"rollout_ranks": 8}}')
-    assert "the data sheet" in dry_run.split(cfg, _big(), 16, 8)
+    assert "by simulation on 16 x H100" in dry_run.split(cfg, _big(), 16, 8)
 
 
 def test_where_nothing_is_known_of_other_splits_it_says_why(tmp_path: Path):

@@ -157,7 +157,19 @@ def test_rank_jumps_of_real_answers_are_only_reported(real_data, record_property
 # ---- windows
 
 
-@pytest.mark.parametrize(("accept", "tokens", "rate"), rhymerl.AIMD_TABLE)
+AIMD = (
+    # probability that a token is right, tokens per forward, share of drafted tokens accepted
+    (0.84, 3.37, 0.63),
+    (0.86, 3.59, 0.66),
+    (0.90, 4.20, 0.71),
+    (0.92, 4.66, 0.74),
+    (0.94, 5.32, 0.78),
+    (0.95, 5.78, 0.80),
+    (0.98, 8.8, 0.87),
+)
+
+
+@pytest.mark.parametrize(("accept", "tokens", "rate"), AIMD)
 def test_the_forests_windows_give_the_table_of_the_paper_by_simulation(accept, tokens, rate):
     """RhymeRL: AIMD(2, +2, 32, reset) with every token right with probability `accept`.
     The forest drafts from a text that never ends, so drafts are as long as the window."""
@@ -184,16 +196,3 @@ def test_the_forests_windows_give_the_table_of_the_paper_by_simulation(accept, t
             )
     assert 1 + accepted / steps == pytest.approx(tokens, rel=0.03)
     assert accepted / drafted == pytest.approx(rate, abs=0.015)
-    chain = rhymerl.aimd(accept)
-    assert chain.tokens == pytest.approx(1 + accepted / steps, rel=0.02)
-    assert chain.drafted == pytest.approx(drafted / steps, rel=0.02)
-
-
-def test_rhymerl_saves_time_in_the_simulated_setting_and_tier_two_makes_turns_pay():
-    rows = {row["name"]: row for row in rhymerl.ablation(steps=12, seed=0)["rows"]}
-    base, drafts, turns, tiers = (
-        rows[name]["value"] for name in ("veRL", "+ HistoSpec", "+ pipeline", "+ two tiers")
-    )
-    assert drafts < 0.6 * base and tiers < 0.9 * min(drafts, turns)
-    assert 0.65 < rows["+ HistoSpec"]["acceptance"] < 0.79  # published
-    assert 0.015 < rows["+ migration"]["migrated"] < 0.036

@@ -14,7 +14,8 @@ from rlcore.sched.roles import Round
 from rlcore.sched.stop import StopAtAll, StopAtFirst
 from rlcore.sim import rollpacker
 from rlcore.sim.cluster import SimRun
-from rlcore.sim.cost import GPUS, MODELS, EngineCost, from_data_sheet, least_tp, with_step
+from rlcore.sim.cost import CONSTANTS, GPUS, EngineCost, engine_cost, named
+from rlcore.sim.drafts import REAL, DraftGain
 from rlcore.sim.engine import SimRequest, VirtualEngine
 from rlcore.sim.rewards import FixedScorer, Rewards
 from rlcore.sim.round import SimSettings
@@ -50,27 +51,33 @@ def test_the_steps_within_a_time_are_those_that_take_it(
     )
 
 
-def test_a_data_sheet_gives_a_step_that_reads_the_weights():
-    cost = from_data_sheet(MODELS["14B"], GPUS["H800"], 2)
-    reads = 2 * 14.8e9 / 2 / (0.6 * 3350e9)
-    assert reads < cost.step_s < reads + 5e-3
-    assert cost.cache_tokens == pytest.approx((2 * 64e9 - 29.6e9) / 196_608)
+def test_an_engine_reads_its_weights_once_a_step_and_multiplies_once_a_token():
+    cost, c = engine_cost(named("14B"), GPUS["H800"], 2), CONSTANTS
+    parameters = named("14B").parameters
+    assert parameters == pytest.approx(14.77e9, rel=1e-3)
+    multiplied = parameters - 152_064 * 5120  # an embedding is looked up
+    assert cost.weights_s == pytest.approx(multiplied / (c.bandwidth * 3350e9))
+    assert cost.product_s == pytest.approx(multiplied / (c.arithmetic * 989e12))
+    assert cost.step_s == pytest.approx(48 * (c.layer_s + 2 * c.collective_s))
+    assert cost.cache_tokens == pytest.approx((2 * 64e9 - 2 * parameters) / 196_608)
     with pytest.raises(ValueError, match="32B over 1 x A100: the weights take 66 GB of 64 GB"):
-        from_data_sheet(MODELS["32B"], GPUS["A100"], 1)
+        engine_cost(named("32B"), GPUS["A100"], 1)
 
 
-def test_a_measured_step_makes_every_size_slower_by_the_same_factor():
-    one, two = (from_data_sheet(MODELS["7B"], GPUS["H100"], tp) for tp in (1, 2))
-    assert with_step(two, one, 3 * one.step_s).step_s == pytest.approx(3 * two.step_s)
+def test_a_step_is_bound_by_reading_and_then_by_products():
+    cost = EngineCost(step_s=1.0, weights_s=8.0, product_s=1.0)
+    assert [cost.sequences_s(n) for n in (1, 8, 16)] == [9, 9, 17]
+    assert cost.sequences_s(4, width=4) == 17  # four positions of each
 
 
-def test_the_least_size_holds_the_weights_and_a_request():
-    def costs(tp: int) -> EngineCost:
-        return from_data_sheet(MODELS["32B"], GPUS["H100"], tp)
-
-    assert least_tp(costs, 1000, 8) == 2  # 66 GB do not leave room on one GPU of 64 GB
-    room = (2 * 64e9 - 65.6e9) / 262_144
-    assert least_tp(costs, int(room) + 1, 8) == 4
+def test_a_mixture_reads_the_experts_that_its_tokens_need():
+    moe, dense = (engine_cost(named(m), GPUS["H100"], 2) for m in ("30B-A3B", "32B"))
+    assert moe.experts_s > 10 * moe.weights_s and moe.expert_share == 8 / 128
+    one, all_ = moe.sequences_s(1) - moe.step_s, moe.sequences_s(200) - moe.step_s
+    read = moe.weights_s + moe.experts_s * 8 / 128
+    assert one == pytest.approx(read + moe.sequence_s + moe.request_s)
+    assert all_ > moe.weights_s + 0.99 * moe.experts_s
+    assert moe.product_s < dense.product_s / 8  # three of thirty billion
 
 
 # ---- a replica
@@ -234,6 +241,56 @@ def test_a_request_that_is_preempted_counts_once():
     assert out.kept == ["t0", "t1"] and out.preemptions == 1
 
 
+# ---- drafts
+
+
+def test_forwards_and_positions_are_inverse():
+    gain = DraftGain(starts=(0, 10, 30), gains=(2.0, 4.0, 5.0), width=8)
+    assert [gain.forwards(p) for p in (0, 10, 30, 80)] == [0, 5, 10, 20]
+    for position in (0, 7, 10, 25, 30, 1000):
+        assert gain.position(gain.forwards(position)) == pytest.approx(position)
+    assert (gain.at(9.9), gain.at(10), gain.at(1e9)) == (2.0, 4.0, 5.0)
+
+
+@pytest.mark.parametrize("gain", [2.0, 4.0])
+def test_drafts_divide_the_steps_by_their_gain_while_reading_binds(gain):
+    drafts = DraftGain(starts=(0,), gains=(gain,), width=4)
+    free = EngineCost(step_s=1.0)
+    plain, drafted = (drain(free, [100, 400], d) for d in (None, drafts))
+    assert plain == [100, 400] and drafted == pytest.approx([100 / gain, 400 / gain])
+
+
+def test_drafts_are_off_where_products_bind():
+    drafts = DraftGain(starts=(0,), gains=(2.0,), width=4)
+    dear = EngineCost(step_s=0.1, product_s=1.0)
+    assert drain(dear, [50] * 8, drafts) == pytest.approx(drain(dear, [50] * 8, None))
+    # once few are left, a step costs the same with drafts: the last request is faster
+    ends = drain(EngineCost(step_s=1.0, weights_s=4.0, product_s=1.0), [10] * 7 + [100], drafts)
+    assert ends[-1] == pytest.approx(10 * (1 + 8) + 90 / 2 * 5)
+
+
+def drain(cost: EngineCost, lengths: list[int], drafts: DraftGain | None) -> list[float]:
+    """The times at which requests of these lengths end."""
+    engine, ends = VirtualEngine(cost, drafts=drafts), []
+    engine.submit([SimRequest(id=f"t{k}", prompt=0, length=n) for k, n in enumerate(lengths)], 0.0)
+    while engine.next_event() is not None:
+        ended = engine.step_to_event()
+        assert all(job.have == job.length for job in ended)
+        ends += [engine.now] * len(ended)
+    assert engine.decoded == pytest.approx(sum(lengths), abs=2 * len(lengths))
+    return ends
+
+
+def test_a_request_that_leaves_while_drafts_are_used_keeps_its_tokens():
+    engine = VirtualEngine(EngineCost(step_s=1.0), drafts=REAL)
+    engine.submit([SimRequest(id="t0", prompt=5, length=1000)], 0.0)
+    (job,) = engine.release(100.0)
+    assert job.have == int(100 * 2.18)
+    other = VirtualEngine(EngineCost(step_s=1.0))
+    other.submit([SimRequest(id="t0", prompt=5, length=1000, have=job.have)], 100.0)
+    assert other.next_event() == 100.0 + 1000 - job.have
+
+
 # ---- workloads
 
 
@@ -270,5 +327,5 @@ def test_the_share_of_long_rounds_and_the_gain_of_a_few_rounds():
     found = list(SimRun(rollpacker.arm_of_figure_11("16k", 1.25, 1.25, 0)).steps(5))
     assert [s.kind for s in found] == ["short"] * 4 + ["long"]
     assert all(len(s.outcome.kept) == 128 and len(s.outcome.lengths) == 1024 for s in found)
-    short, long = [s.seconds for s in found[:4]], found[4].seconds
+    *short, long = [s.phases["gen"] for s in found]
     assert max(short) < 60 < 200 < long

@@ -8,7 +8,7 @@ import pytest
 from rlcore.cli import sim
 from rlcore.records import group_of
 from rlcore.sim import roll_flash
-from rlcore.sim.async_rollout import SimAsyncRollout
+from rlcore.sim.async_rollout import SimAsyncRollout, async_rollout
 from rlcore.sim.cost import EngineCost
 from rlcore.sim.roll_flash import EndlessPrompts
 
@@ -23,7 +23,7 @@ def flow(alpha: float, *, replicas: int = 2, train_s: float = 10.0, **more) -> S
         group = group_of(request.id)
         return 10 + 10 * (int(group[1:]) % 2) * int(request.id.endswith(".1"))
 
-    return SimAsyncRollout(
+    return async_rollout(
         [EngineCost(step_s=1.0)] * replicas,
         length,
         issue=EndlessPrompts(SAMPLES, prompt_tokens=1),
@@ -58,7 +58,7 @@ def test_what_is_under_way_goes_on_after_a_push_and_prefills_unless_it_is_kept(m
     made = flow(2, mode=mode)
     updates = made.run(6)
     assert sorted(n for u in updates for n in u.lengths) == [10] * 18 + [20] * 6
-    prefilled = sum(r.prefilled for r in made._engines)
+    prefilled = sum(r.prefilled for r in made._engines.values())
     started = 2 * SAMPLES * (6 + 2)  # one token of prompt each
     assert prefilled >= started - 2 * SAMPLES
     assert (prefilled > started) == (mode == "recompute")
@@ -109,7 +109,10 @@ def test_the_command_prints_tables_and_adds_them_to_the_file(tmp_path, capsys, m
 
 def test_every_split_is_simulated_and_the_proposed_one_is_near_the_best(tmp_path, capsys) -> None:
     out = tmp_path / "splits.json"
-    words = "splits --gpus 8 --tp 1 --gpu h800 --model 8b --prompts 16 --samples 4 --lengths 16k"
+    words = (
+        "splits --gpus 8 --gpu h800 --model 8b --lengths 16k --data.prompts_per_step 16 "
+        "--rollout.samples_per_prompt 4"
+    )
     assert sim.main([*words.split(), "--steps", "12", "--json", str(out)]) == 0
     assert "beta*: " in capsys.readouterr().out
     rows = json.loads(out.read_text())["rows"]

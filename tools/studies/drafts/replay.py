@@ -17,6 +17,8 @@ from drafts.workload import Workload
 
 SINGLE_EVERY = 8  # rounds; that one asks request by request
 MAX_WINDOW = 64
+POSITIONS = (0, 1024, 4096, 16384)
+"""First positions in a response of the ranges in `Run.by_position`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,9 @@ class Run:
     append_us_per_token: float
     start_us_per_request: float
     """start, with the prompt's tokens."""
+    by_position: list[dict[str, float]]
+    """By range of positions in a response (`POSITIONS`): from, steps, tok_per_step,
+    drafted_per_step."""
 
 
 class Window:
@@ -133,7 +138,7 @@ def replay(drafter: Drafter, requests: Requests, spec: str) -> Run:
         drafted, accepted = _verify(drafter, drafts, [streams[i] for i in live], now)
         window.update(live, drafted, accepted)
         step = np.minimum(accepted + 1, ends[live] - done[live])
-        total.count(drafted, accepted, step)
+        total.count(done[live], drafted, accepted, step)
         done[live] += step
         goes_on = done[live] < ends[live]
         accepted, now, step, live = accepted[goes_on], now[goes_on], step[goes_on], live[goes_on]
@@ -168,8 +173,17 @@ class _Totals:
     draft_s: list[float] = dataclasses.field(default_factory=list)
     batch_s: list[float] = dataclasses.field(default_factory=list)
     single_s: list[float] = dataclasses.field(default_factory=list)
+    ranges: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros((3, len(POSITIONS)), np.int64)
+    )
+    """Steps, emitted and drafted tokens by range of positions."""
 
-    def count(self, drafted: np.ndarray, accepted: np.ndarray, step: np.ndarray) -> None:
+    def count(
+        self, at: np.ndarray, drafted: np.ndarray, accepted: np.ndarray, step: np.ndarray
+    ) -> None:
+        ranges = np.searchsorted(POSITIONS, at, "right") - 1
+        for row, numbers in zip(self.ranges, (np.ones_like(step), step, drafted), strict=True):
+            np.add.at(row, ranges, numbers)
         self.steps += len(step)
         self.drafted += int(drafted.sum())
         self.accepted += int(accepted.sum())
@@ -193,6 +207,18 @@ class _Totals:
             req_p99_us=_percentile_us(self.single_s, 99),
             append_us_per_token=self.append_s / max(1, self.appended) * 1e6,
             start_us_per_request=self.start_s / batch * 1e6,
+            by_position=[
+                {
+                    "from": first,
+                    "steps": steps,
+                    "tok_per_step": emitted / steps,
+                    "drafted_per_step": drafted / steps,
+                }
+                for first, (steps, emitted, drafted) in zip(
+                    POSITIONS, self.ranges.T.tolist(), strict=True
+                )
+                if steps
+            ],
         )
 
 
