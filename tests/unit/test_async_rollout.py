@@ -181,7 +181,6 @@ class World:
                     stop=stop,
                     deadline_s=60.0,
                 ),
-                timeout_s=30,
             )
             for hub, worker in zip(self.hubs, self.workers, strict=True)
         ]

@@ -89,7 +89,6 @@ def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
         hub,
         worker,
         sizes.make_controller,
-        cfg.cluster.timeout_s,
         on_progress=screen.advance if screen is not None else None,
         rollout_ranks=only_sample,
         rounds=_make_rounds(start) if start.is_first else None,
