@@ -57,7 +57,7 @@ def history_of(id: RequestId, prompt: IntArray, response: IntArray, score: float
 
 class HistoryStore:
     """Store of earlier responses (histories) by prompt, oldest prompts first. The order in which
-    the records of a round are added does not matter."""
+    the records of a round are added does not matter. A batch of `--mode async` is a round."""
 
     def __init__(self, *, max_tokens: int, epochs: int = 1) -> None:
         """
@@ -163,7 +163,8 @@ def _count(group: Iterable[History]) -> int:
 
 
 class HistorySender:
-    """Sender of histories: every engine gets earlier responses to its prompts once per round."""
+    """Sender of histories: every engine gets earlier responses to its prompts once per sender. A
+    sender serves one round or, with `--mode async`, one policy version."""
 
     def __init__(self, library: HistoryStore) -> None:
         self._library = library

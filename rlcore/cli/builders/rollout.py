@@ -198,6 +198,7 @@ def make_async_rollout(
         deadline_s=cfg.rollout.stall_timeout_s,
         record=record,
         replay=log_,
+        library=side.rollout.library,
     )
     start.on_close(async_rollout.close)
     return async_rollout
