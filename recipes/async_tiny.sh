@@ -6,6 +6,8 @@ Samples are at most 2 policy versions old. Figures: tools/bench_async.py.
     bash recipes/async_tiny.sh --async.alpha 0              # the synchronous run, bit for bit
     bash recipes/async_tiny.sh --async.weight_update in_place      # the cache survives a push
     bash recipes/async_tiny.sh --mode sync                  # the same ranks, in turn
+
+RhymeRL whole, drafts from history and HistoPipe, on 3 processes: rlcore/rollout/RHYMERL.md.
 '
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 GPUS_PER_NODE=${GPUS_PER_NODE:-$(processes 2 2)}

@@ -444,6 +444,13 @@ class Remember(Command):
     histories: tuple[History, ...]
 
 
+class SendHistories(Command):
+    """Send rank 0 the `Histories` of these finished samples (`--mode async`)."""
+
+    scores: dict[RequestId, float]
+    """Scores of the samples, by id. A worker may no longer have them, such as after a resume."""
+
+
 class Histories(Record):
     """Responses that a rank finished in a round, kept as draft source for later rounds."""
 
@@ -550,6 +557,7 @@ class JoinSync(Command):
 AnyCommand = (
     Submit
     | Remember
+    | SendHistories
     | Abort
     | Move
     | Release

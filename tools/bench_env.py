@@ -127,7 +127,7 @@ class Bench:
         scorer = EnvScorer(self.engine.outcomes, None)
         agent = RolloutWorker(LocalHub(), self.engine, scorer, tokenizer.decode, DEADLINE_S)
         self._worker = agent
-        self._rollout = Rollout(agent._hub, agent, self._controller, DEADLINE_S)
+        self._rollout = Rollout(agent._hub, agent, self._controller)
         self._rows = 0
         self._encode = tokenizer.encode
 

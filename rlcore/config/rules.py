@@ -593,11 +593,6 @@ def _async(cfg: Config) -> list[str]:
             "--algo.adv_estimator remax: its greedy responses would be of other policy versions "
             "than the samples; use grpo, or --mode sync"
         )
-    if cfg.rollout.draft in FROM_HISTORY:
-        out.append(
-            f"--rollout.draft {cfg.rollout.draft}: learns from whole rounds, and --mode async has "
-            "no rounds; use ngram, or none"
-        )
     if cfg.debug.deterministic_order:
         out.append(
             "--debug.deterministic_order: needs --mode sync, where all samples of a step are of "

@@ -22,6 +22,7 @@ from rlcore.records import (
     HoldMode,
     RequestId,
     Sample,
+    SendHistories,
     Ship,
     TrainOrder,
     Version,
@@ -29,6 +30,7 @@ from rlcore.records import (
 )
 from rlcore.rollout.async_controller import AsyncController, Saved
 from rlcore.rollout.exchange import by_owner
+from rlcore.rollout.histospec import HistorySender, HistoryStore, with_histories
 from rlcore.rollout.replay import EventLog, Recorder
 from rlcore.rollout.transport import Hub
 from rlcore.rollout.worker import NO_CALLBACKS, RolloutWorker, RoundCallbacks
@@ -54,12 +56,15 @@ class AsyncRollout:
         deadline_s: float,
         record: Recorder | None = None,
         replay: EventLog | None = None,
+        library: HistoryStore | None = None,
     ) -> None:
         """
         Args:
             deadline_s: time in seconds after which the controller fails because of a silent rank.
             record: writer of this run's log; None writes no log.
             replay: log of a recorded run that this run repeats; None if this run is no replay.
+            library: earlier responses from which engines draft; on rank 0 only. A replay adds
+                nothing, because its engines sample no training prompt.
         """
         self._hub, self._worker, self._rollout_ranks = hub, worker, rollout_ranks
         self._record, self._replay, self._version = record, replay, 0
@@ -68,6 +73,10 @@ class AsyncRollout:
         self._thread: threading.Thread | None = None
         self._gone = threading.Event()
         self._error = ""
+        self._library = library if replay is None else None
+        self._sender: HistorySender | None = None
+        self._owing: list[int] = []
+        """Ranks that send rank 0 the histories of the most recent batch."""
 
     # ---- train ranks
 
@@ -79,7 +88,10 @@ class AsyncRollout:
         if self.controller is not None:
             self._start(self.controller, version)
             self._hub.send(0, "controller", [Wanted()])
-        return self._worker.next_batch(callbacks)
+        batch = self._worker.next_batch(callbacks)
+        if self._library is not None:
+            self._request_histories(batch)
+        return batch
 
     def fetch(
         self, destination: dict[RequestId, Sequence[int]], owners: dict[RequestId, int]
@@ -109,15 +121,31 @@ class AsyncRollout:
         assert self.controller is not None
         self._worker.read(self.controller.prompts, samples)
 
+    def _request_histories(self, batch: TrainOrder) -> None:
+        """Ask the ranks that own samples of this batch for the samples' histories. The ranks send
+        them while this rank trains."""
+        scores: dict[int, dict[RequestId, float]] = {}
+        for group in batch.groups:
+            for ref, score in zip(group.refs, group.scores, strict=True):
+                scores.setdefault(ref.owner, {})[ref.id] = score
+        for rank, of_rank in scores.items():
+            self._hub.send(rank, "worker", SendHistories(rank=rank, scores=of_rank))
+        self._owing = list(scores)
+
     def hold(self, mode: HoldMode) -> dict[str, float]:
         """Stop all decoding, so that weights can be updated. Return the counters since the last
         hold. Call this on rank 0 only.
 
         Raises:
             RuntimeError: the controller has failed.
-            TimeoutError: the controller did not end in time, because a rank did not stop.
+            TimeoutError: the controller did not end in time, because a rank did not stop, or a rank
+                did not send its histories.
         """
         assert self.controller is not None and self._thread is not None
+        if self._error:
+            raise RuntimeError(self._error)
+        # Receive before `Hold`, with which the owners drop the samples of the batch.
+        histories = self._worker.exchange.receive_histories(self._owing)
         self._hub.send(0, "controller", [Holding(mode=mode)])
         # Wait for two deadlines: after one, the controller fails and names the silent rank.
         self._thread.join(timeout=2 * self._deadline_s)
@@ -129,6 +157,8 @@ class AsyncRollout:
         self._thread = None
         if self._error:
             raise RuntimeError(self._error)
+        if self._library is not None:  # no lock: the controller's thread, which reads it, has ended
+            self._library.add(histories)
         return self.controller.take_stats()
 
     def close(self) -> None:
@@ -159,6 +189,8 @@ class AsyncRollout:
 
     def _serve(self, controller: AsyncController, version: Version) -> None:
         """Feed events to the controller until all rollout ranks have stopped decoding."""
+        if self._library is not None:
+            self._sender = HistorySender(self._library)
         self._send(controller.go(version, time.monotonic()))
         while not controller.done and not self._gone.is_set():
             commands = []
@@ -169,6 +201,8 @@ class AsyncRollout:
                     continue
                 if isinstance(event, Down):
                     log.warning("rank %d: %s; its requests are re-routed", event.rank, event.reason)
+                    if self._sender is not None:
+                        self._sender.lost(event.rank)
                 answer = controller.handle(event, now)
                 if self._record is not None:
                     self._record.handled(event, answer, controller.prompts, now)
@@ -178,7 +212,7 @@ class AsyncRollout:
             self._record.end(version)
 
     def _send(self, commands: Sequence[AnyCommand]) -> None:
-        for command in commands:
+        for command in with_histories(commands, self._sender):
             if isinstance(command, Fail):
                 self._error = command.reason
             self._hub.send(command.rank, "worker", command)

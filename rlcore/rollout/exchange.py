@@ -6,13 +6,15 @@
 The rank whose engine produced a sample owns the sample and sends it. After a synchronous round,
 every rank knows the destinations (`Rollout.route`). In `--mode stream` and `--mode async`, the
 command `Ship` makes a rank send samples. Samples that arrive early are stored until `collect`.
+
+If engines draft from histories, rank 0 receives those in the inbox "histories".
 """
 
 import time
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from rlcore.records import RequestId, Sample
+from rlcore.records import Histories, History, RequestId, Sample
 from rlcore.rollout.transport import Hub
 
 
@@ -71,6 +73,28 @@ class SampleExchange:
                 kept[sample.id] = sample
                 missing.discard(sample.id)
         return found
+
+    def receive_histories(self, ranks: Iterable[int]) -> list[History]:
+        """On rank 0, wait for the `Histories` of each rank in `ranks`, one record per rank. Return
+        all histories.
+
+        Raises:
+            TimeoutError: records are missing; the message names the ranks that owe them.
+        """
+        histories: list[History] = []
+        owing = set(ranks)
+        deadline = time.monotonic() + self._timeout_s
+        while owing:
+            left = max(0.0, deadline - time.monotonic())
+            record = self._hub.receive("histories", Histories, left)
+            if record is None:
+                raise TimeoutError(
+                    f"--cluster.timeout_s {self._timeout_s:g} exceeded: rank 0 waits in phase "
+                    f"exchange for the histories of ranks {sorted(owing)}"
+                )
+            owing.discard(record.rank)
+            histories += record.histories
+        return histories
 
 
 def by_owner(

@@ -13,7 +13,7 @@ import hashlib
 import threading
 import zipfile
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from rlcore.ops.suffix import LARGEST_REWARD, Forest
 from rlcore.records import (
+    AnyCommand,
     GroupId,
     History,
     IntArray,
@@ -28,6 +29,7 @@ from rlcore.records import (
     Remember,
     Request,
     RequestId,
+    Submit,
     group_of,
 )
 from rlcore.utils.errors import ConfigError
@@ -55,7 +57,7 @@ def history_of(id: RequestId, prompt: IntArray, response: IntArray, score: float
 
 class HistoryStore:
     """Store of earlier responses (histories) by prompt, oldest prompts first. The order in which
-    the records of a round are added does not matter."""
+    the records of a round are added does not matter. A batch of `--mode async` is a round."""
 
     def __init__(self, *, max_tokens: int, epochs: int = 1) -> None:
         """
@@ -161,7 +163,8 @@ def _count(group: Iterable[History]) -> int:
 
 
 class HistorySender:
-    """Sender of histories: every engine gets earlier responses to its prompts once per round."""
+    """Sender of histories: every engine gets earlier responses to its prompts once per sender. A
+    sender serves one round or, with `--mode async`, one policy version."""
 
     def __init__(self, library: HistoryStore) -> None:
         self._library = library
@@ -187,6 +190,19 @@ class HistorySender:
     def lost(self, rank: int) -> None:
         """Record that a rank's engine has failed and has lost its histories."""
         self._told = {(r, key) for r, key in self._told if r != rank}
+
+
+def with_histories(
+    commands: Iterable[AnyCommand], sender: HistorySender | None
+) -> Iterator[AnyCommand]:
+    """Yield `commands`, and before each `Submit` the `Remember` with its prompts' histories. If
+    `sender` is None, no engine drafts from histories."""
+    for command in commands:
+        if sender is not None and isinstance(command, Submit):
+            first = sender.before(command.rank, command.prompts, command.requests)
+            if first is not None:
+                yield first
+        yield command
 
 
 class Index:

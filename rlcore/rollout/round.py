@@ -14,14 +14,13 @@ from rlcore.records import (
     Histories,
     JoinSync,
     Sample,
-    Submit,
     Work,
     group_of,
     is_baseline,
 )
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.exchange import by_owner
-from rlcore.rollout.histospec import HistorySender, HistoryStore, history_of
+from rlcore.rollout.histospec import HistorySender, HistoryStore, history_of, with_histories
 from rlcore.rollout.round_log import Rounds
 from rlcore.rollout.transport import Hub
 from rlcore.rollout.worker import NO_CALLBACKS, RolloutWorker, RoundCallbacks
@@ -60,7 +59,6 @@ class Rollout:
         hub: Hub,
         worker: RolloutWorker,
         make_controller: Callable[[Stop, Elastic | None], Controller],
-        timeout_s: float,
         *,
         on_progress: Callable[[int, int], None] | None = None,
         rollout_ranks: Sequence[int] = (),
@@ -76,8 +74,8 @@ class Rollout:
             rounds: log of the rounds that have a `stop` policy; on rank 0 only.
             library: earlier responses from which engines draft; on rank 0 only.
         """
-        self._hub, self.worker, self._timeout_s = hub, worker, timeout_s
-        self._rollout_ranks, self._rounds, self.library = rollout_ranks, rounds, library
+        self._hub, self.worker, self.library = hub, worker, library
+        self._rollout_ranks, self._rounds = rollout_ranks, rounds
         self._make_controller, self._on_progress = make_controller, on_progress
         self._round = 0
         self._controller: Controller | None = None
@@ -144,18 +142,8 @@ class Rollout:
             hub.send(0, "histories", Histories(rank=hub.rank, histories=tuple(mine)))
             return
         assert self.library is not None
-        owing = set(range(1, hub.world_size))
-        deadline = time.monotonic() + self._timeout_s
-        while owing:
-            got = hub.receive("histories", Histories, max(0.0, deadline - time.monotonic()))
-            if got is None:
-                raise TimeoutError(
-                    f"--cluster.timeout_s {self._timeout_s:g} exceeded: rank 0 waits in phase "
-                    f"exchange for the histories of ranks {sorted(owing)}"
-                )
-            owing.discard(got.rank)
-            mine += got.histories
-        self.library.add(mine)
+        others = worker.exchange.receive_histories(range(1, hub.world_size))
+        self.library.add([*mine, *others])
 
     def call(self) -> None:
         """On rank 0, make the ranks that only sample join the weight update. Else do nothing."""
@@ -220,11 +208,7 @@ def _serve(
     while not gone.is_set():
         if controller.done and rounds is not None:
             rounds.end(controller)
-        for command in commands:
-            if teacher is not None and isinstance(command, Submit):
-                first = teacher.before(command.rank, command.prompts, command.requests)
-                if first is not None:
-                    hub.send(command.rank, "worker", first)
+        for command in with_histories(commands, teacher):
             hub.send(command.rank, "worker", command)
         if controller.done:
             return

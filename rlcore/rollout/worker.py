@@ -26,6 +26,7 @@ from rlcore.records import (
     Group,
     GroupId,
     Held,
+    Histories,
     Hold,
     JoinSync,
     Move,
@@ -41,6 +42,7 @@ from rlcore.records import (
     Rewarded,
     RewardResult,
     Sample,
+    SendHistories,
     Ship,
     Stats,
     Submit,
@@ -50,6 +52,7 @@ from rlcore.records import (
     group_of,
 )
 from rlcore.rollout.exchange import SampleExchange
+from rlcore.rollout.histospec import history_of
 from rlcore.rollout.transport import Hub
 
 POLL_S = 0.02
@@ -461,6 +464,10 @@ class RolloutWorker:
             self._to_train.append(command)
         elif isinstance(command, Ship):
             self.exchange.send(command.ids, command.to)
+        elif isinstance(command, SendHistories):
+            found = ((self.samples[i], score) for i, score in command.scores.items())
+            histories = tuple(history_of(s.id, s.prompt, s.tokens, score) for s, score in found)
+            self._hub.send(0, "histories", Histories(rank=self._hub.rank, histories=histories))
 
     # ---- training while other ranks decode
 

@@ -16,6 +16,14 @@ KEPT = "--checkpoint.every", 2, "--checkpoint.keep", 0, "--checkpoint.no_export_
 APART = "--cluster.rollout_ranks", 1
 ASYNC = *APART, "--mode", "async"
 SLOW = "--debug.decode_floor_ms", 20, "--rollout.progress_interval_s", 0.05
+EPOCHS = "--data.num_prompts", 8, "--rollout.temperature", 0.5
+"""Epochs of two steps, whose responses resemble each other."""
+EXACT = *EPOCHS, "--rollout.dtype", "float64", "--log.rollouts", -1, "--log.rollout_tokens", -1
+DRAFTS = (
+    *("--rollout.draft", "history", "--draft.no_adaptive"),
+    *("--draft.min_match", 6, "--draft.min_token_prob", 0),
+)
+"""Drafts after six known tokens: hardly any are from the request's own text."""
 AGE = "training/off_policy/trajectory_staleness_worst"
 
 
@@ -29,19 +37,21 @@ class Found:
             return {"name": name, "argv": argv}
 
         old = *ASYNC, "--async.alpha", 2, *SLOW
-        kill = job("killed", *old, "--run.steps", 6, "--debug.kill_at_step", 3)
+        last = *old, *EPOCHS, *DRAFTS
+        kill = job("killed", *last, "--run.steps", 6, "--debug.kill_at_step", 3)
         self.killed = runs.run(2, [kill], folder / "killed")
         replay = "--debug.replay", self.runs / "recorded"
         self.gang = runs.run(
             2,
             [
-                job("sync", *APART),
-                job("alpha 0", *ASYNC, "--async.alpha", 0),
-                job("resumed", *old, "--run.steps", 6, run="killed"),
+                job("sync", *APART, *EXACT),
+                job("alpha 0", *ASYNC, "--async.alpha", 0, *EXACT),
+                job("drafts", *ASYNC, "--async.alpha", 0, *EXACT, *DRAFTS),
+                job("resumed", *last, "--run.steps", 6, run="killed"),
                 job("in place", *old, "--async.weight_update", "in_place", "--run.steps", 6),
                 job("fraction", *ASYNC, "--async.alpha", 0.5, *SLOW, "--async.extra_prompts", 2),
-                job("recorded", *old, "--run.steps", 5, "--debug.record"),
-                job("replayed", *ASYNC, "--async.alpha", 2, "--run.steps", 5, *replay),
+                job("recorded", *last, "--run.steps", 5, "--debug.record"),
+                job("replayed", *ASYNC, "--async.alpha", 2, *EPOCHS, "--run.steps", 5, *replay),
                 job("alone", "--mode", "async"),
             ],
             folder / "gang",
@@ -50,6 +60,18 @@ class Found:
     def rows(self, name: str) -> dict[int, dict[str, Any]]:
         self.gang.check(name, 2)
         return runs.rows(self.runs / name)
+
+    def tokens(self, name: str) -> dict[str, tuple[list[str], list[float]]]:
+        """Tokens and log-probs of every response."""
+        lines = (self.runs / name / "rollouts.jsonl").read_text().splitlines()
+        parts = {row["id"]: row["tokens"] for row in map(json.loads, lines)}
+        return {i: (part["pieces"], part["logps"]) for i, part in parts.items()}
+
+
+def of_step(row: dict[str, Any]) -> float:
+    """Number of tokens of the histories of a step; prompts are shorter than the part that is
+    kept."""
+    return 16 * (row["prompt_length/mean"] + row["response_length/mean"])
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +89,37 @@ def test_alpha_0_is_the_synchronous_run_bit_by_bit(found: Found) -> None:
         part.pop("common")
     assert a.pop("state") == b.pop("state")
     kit.assert_bitwise(a, b)
+
+
+def test_drafts_of_the_epoch_before_are_accepted_and_change_no_response(found: Found) -> None:
+    none, rows = found.rows("alpha 0"), found.rows("drafts")
+    assert [rows[step]["spec/history_prompts"] for step in (1, 2, 3, 4)] == [4, 8, 8, 8]
+    tokens = [of_step(rows[step]) for step in (1, 2, 3, 4)]
+    for step in (1, 2, 3, 4):
+        known = rows[step]["spec/history_tokens"]
+        assert known == pytest.approx(sum(tokens[:step])), step
+        assert rows[step]["sched/decode_tokens"] == none[step]["sched/decode_tokens"]
+        assert rows[step]["critic/score/mean"] == none[step]["critic/score/mean"]
+    first, second = (
+        sum(rows[step]["spec/speculated_tokens"] for step in steps) for steps in ((1, 2), (3, 4))
+    )
+    assert second > 2 * first
+    ours, theirs = found.tokens("drafts"), found.tokens("alpha 0")
+    assert len(theirs) == 4 * 16 and ours.keys() == theirs.keys()
+    for i, (pieces, logps) in theirs.items():
+        assert ours[i][0] == pieces, i
+        assert ours[i][1] == pytest.approx(logps, abs=0.0011), i  # written with three digits
+
+
+def test_a_resumed_run_goes_on_with_the_histories_that_it_had(found: Found) -> None:
+    """Step 3 is of the process that was started again."""
+    found.gang.check("resumed", 2)
+    rows = runs.rows(found.runs / "killed")
+    assert rows[2]["spec/history_prompts"] == 8
+    known = [rows[step]["spec/history_tokens"] for step in (2, 3)]
+    tokens = of_step(rows[3])
+    assert known[1] == pytest.approx(known[0] + tokens)
+    assert sum(rows[step]["spec/speculated_tokens"] for step in (4, 5, 6)) > 0
 
 
 @pytest.mark.parametrize("name", ["resumed", "in place"])
@@ -101,7 +154,7 @@ def test_a_fraction_of_alpha_and_prompts_to_spare(found: Found) -> None:
 def test_a_replay_trains_the_recorded_batches_bit_by_bit(found: Found) -> None:
     """Its engine decodes for the evaluations alone, and twenty times as fast."""
     recorded, replayed = found.rows("recorded"), found.rows("replayed")
-    engines = "sched/", "async/", "sync/", "memory/"
+    engines = "sched/", "async/", "sync/", "memory/", "spec/"
     for step in range(1, 6):
         mine, theirs = (
             {k: v for k, v in runs.same(rows[step]).items() if not k.startswith(engines)}
@@ -133,15 +186,17 @@ def test_async_without_ranks_that_sample_is_refused(found: Found) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks(3)
 def test_histopipe_places_by_the_epoch_before(tmp_path: Path) -> None:
-    """Two ranks sample, one trains: epochs of two steps, one step off-policy."""
+    """RhymeRL whole: two ranks sample with drafts, one trains one step off-policy."""
     model = runs.tiny_model(tmp_path / "model")
-    pipe = "--rollout.routing", "histopipe", "--data.num_prompts", 8
+    pipe = "--rollout.routing", "histopipe", *EPOCHS, *DRAFTS
     words = "--mode", "async", "--cluster.rollout_ranks", 2, "--async.alpha", 1
     argv = runs.arguments(model, tmp_path, "pipe", *pipe, *words, *SLOW, "--run.steps", 6)
     job: runs.Job = {"name": "pipe", "argv": [*argv, "--checkpoint.no_export_hf"]}
     gang = runs.run(3, [job], tmp_path / "gang")
     gang.check("pipe", 3)
     rows = runs.rows(tmp_path / "pipe")
+    assert sum(rows[step]["spec/speculated_tokens"] for step in (4, 5, 6)) > 0
+    assert rows[6]["spec/history_prompts"] == 8
     assert rows[1]["pipe/known"] == 0 and rows[6]["pipe/known"] == 1
     assert all(0 <= rows[step]["pipe/higher"] < 1 for step in range(1, 7))
     assert max(rows[step][AGE + "/max"] for step in range(1, 7)) == 1

@@ -31,7 +31,7 @@ KEYS = (
         "--rollout.max_running_requests",
         16,
     ),
-    *("--cluster.timeout_s", 120),
+    *("--cluster.timeout_s", 120, "--data.num_prompts", 16, "--rollout.draft", "history"),
 )
 
 

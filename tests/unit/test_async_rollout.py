@@ -26,6 +26,7 @@ from rlcore.rewards.service import RewardService
 from rlcore.rollout.async_rollout import AsyncRollout
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.errors import EngineFailedError
+from rlcore.rollout.histospec import HistoryStore, history_of, prompt_key
 from rlcore.rollout.replay import EventLog, Recorder, controller_of
 from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
@@ -123,6 +124,7 @@ class World:
         replay: EventLog | None = None,
         pipe: HistoPipe | None = None,
         is_endless: bool = True,
+        library: HistoryStore | None = None,
     ) -> None:
         self.model, self.engines, n = model, [None, *engines], 1 + len(engines)
         self.tokenizer, store = load_tokenizer(model), Store()
@@ -167,6 +169,7 @@ class World:
                 deadline_s=60,
                 record=None if r else record,
                 replay=None if r else replay,
+                library=None if r else library,
             )
             for r, (hub, worker) in enumerate(zip(self.hubs, self.workers, strict=True))
         ]
@@ -181,7 +184,6 @@ class World:
                     stop=stop,
                     deadline_s=60.0,
                 ),
-                timeout_s=30,
             )
             for hub, worker in zip(self.hubs, self.workers, strict=True)
         ]
@@ -310,6 +312,44 @@ def test_responses_that_move_to_another_replica_are_those_of_an_uninterrupted_en
         moved = sum(stats.get("sched/migrated", 0) for stats in three.stats)
         tokens = sum(stats.get("sched/migrated_tokens", 0) for stats in three.stats)
         assert moved > 0 and tokens > 2 * moved
+
+
+def test_drafts_from_history_change_no_response_that_moves_or_outlives_a_push(
+    model: Path, wanted: dict[str, np.ndarray]
+) -> None:
+    """RhymeRL whole. The history of each prompt is the response that comes, cut before its end."""
+    drafts = {
+        "draft": "history",
+        "draft_settings": {"adaptive": False, "wait": True, "min_match": 6},
+        "decode_floor_ms": 4.0,
+        "progress_s": 0.02,
+    }
+    engines = [torch_engine(model, rank, **drafts) for rank in (1, 2)]
+    pipe = HistoPipe(engines=[1, 2], batch=BATCH, longest=SAMPLING.max_tokens, rows=8)
+    library = HistoryStore(max_tokens=10**6)
+    accepted = 0.0
+    with world(model, engines, pipe=pipe, library=library) as three:
+        prompts = [three.work(i).prompt for i in range(40)]
+        for i, prompt in enumerate(prompts):
+            pipe.learn(prompt, [2 + i % 2])
+            library.add([history_of(f"t{i}.9", prompt.tokens, wanted[f"t{i}.0"][:-1], 1.0)])
+        for mode in ("recompute", "in_place", "release", "recompute"):
+            three.step(mode)
+            accepted += sum(w.counts["accepted_tokens"] for w in three.workers)
+        three.check(wanted)
+        assert accepted > 50
+        assert sum(stats.get("sched/migrated", 0) for stats in three.stats) > 0
+        trained = {i: s for _, _, found in three.batches for i, s in found.items()}
+        groups = [group for _, batch, _ in three.batches for group in batch.groups]
+        scores = {ref.id: x for g in groups for ref, x in zip(g.refs, g.scores, strict=True)}
+        for i, prompt in enumerate(prompts[: three.issued]):
+            known = {h.id: h for h in library.of([prompt_key(prompt.tokens)])}
+            own = {f"t{i}.{k}" for k in range(GROUP)} & trained.keys()
+            assert known.keys() == (own or {f"t{i}.9"})  # one epoch is kept
+            for name in own:
+                tokens = trained[name].tokens
+                np.testing.assert_array_equal(known[name].tokens[-len(tokens) :], tokens)
+                assert known[name].score == scores[name]
 
 
 def test_an_evaluation_in_between_changes_nothing(

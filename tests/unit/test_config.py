@@ -347,6 +347,11 @@ def test_engines_and_sites_are_whole_parts_of_the_world(world, node, key):
             "--schedule tail_batching: --mode async has no rounds",
         ),
         (
+            "--mode async --cluster.rollout_ranks 2 --data.num_prompts 64 --rollout.draft history "
+            "--rollout.routing histopipe --async.alpha 1",
+            "",
+        ),
+        (
             "--mode async --cluster.rollout_ranks 2 --debug.deterministic_order",
             "--debug.deterministic_order: needs --mode sync",
         ),

@@ -21,6 +21,7 @@ from rlcore.records import (
     Sampling,
     Stats,
 )
+from rlcore.rollout.exchange import SampleExchange
 from rlcore.rollout.histospec import HistorySender, HistoryStore, history_of, prompt_key
 from rlcore.rollout.round import Rollout
 from rlcore.rollout.torch_engine.engine import TorchEngine
@@ -351,8 +352,9 @@ def test_rank_zero_learns_what_both_ranks_have_scored_and_tells_a_replica_once()
     def rollout(hub, timeout_s=10.0):
         ids = [f"t{hub.rank}.0", f"t{hub.rank}.1", f"bt{hub.rank}.0"]
         done = {i: SimpleNamespace(prompt=prompt, tokens=np.array([7, 1], np.int32)) for i in ids}
-        worker = SimpleNamespace(samples=done, scores=dict.fromkeys(ids, 0.5))
-        return Rollout(hub, worker, None, timeout_s)
+        exchange = SampleExchange(hub, timeout_s)
+        worker = SimpleNamespace(samples=done, scores=dict.fromkeys(ids, 0.5), exchange=exchange)
+        return Rollout(hub, worker, None)
 
     try:
         first = rollout(hubs[0])

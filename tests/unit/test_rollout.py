@@ -135,7 +135,6 @@ class World:
                     deadline_s=deadline_s,
                     elastic=elastic,
                 ),
-                timeout_s=10,
             )
             for hub, engine, scorer in zip(self.hubs, engines, self.scorers, strict=True)
         ]

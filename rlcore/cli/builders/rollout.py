@@ -88,7 +88,6 @@ def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
         hub,
         worker,
         sizes.make_controller,
-        cfg.cluster.timeout_s,
         on_progress=screen.advance if screen is not None else None,
         rollout_ranks=only_sample,
         rounds=_make_rounds(start) if start.is_first else None,
@@ -185,6 +184,7 @@ def make_async_rollout(
         deadline_s=cfg.rollout.stall_timeout_s,
         record=record,
         replay=log_,
+        library=side.rollout.library,
     )
     start.on_close(async_rollout.close)
     return async_rollout
