@@ -22,6 +22,7 @@ from rlcore.cli import exits
 from rlcore.metrics.jsonl import write_atomic
 from rlcore.sim import (
     calibrate,
+    ladder,
     report,
     rhymerl,
     roll_flash,
@@ -64,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
     )
     _add_rhymerl(add("rhymerl", "simulate the savings of RhymeRL (history drafts and routing)"))
     _add_flash(add("roll_flash", "compare published and simulated results of ROLL Flash"))
+    _add_ladder(add("ladder", "what all systems give together, at five sizes"))
     _add_calibrate(add("calibrate", "fit the cost model on published seconds, and say its error"))
     a, keys = p.parse_known_args(argv)
     a.keys = keys
@@ -72,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
     commands = {
         "run": _run,
         "splits": _splits,
+        "ladder": _ladder,
         "calibrate": _calibrate,
         "rollpacker": _papers,
         "rollmux": _rollmux,
@@ -205,6 +208,36 @@ def _splits(a: argparse.Namespace) -> int:
 def error_bar() -> str:
     """Return a sentence on how far off simulated seconds may be."""
     return f"seconds may be off by a factor of {ERROR} in both directions (`rlcore sim calibrate`)"
+
+
+def _add_ladder(p: argparse.ArgumentParser) -> None:
+    names = [size.name for size in ladder.SIZES]
+    p.add_argument("--sizes", nargs="*", default=names, choices=names, help="sizes to simulate")
+    p.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    p.add_argument("--json", type=Path, help="JSON file for the results")
+    p.add_argument("--picture", type=Path, help="PNG file of the ladder")
+
+
+def _ladder(a: argparse.Namespace) -> int:
+    if a.seeds < 1:
+        raise ConfigError(f"--seeds {a.seeds}: must be at least 1")
+    begin = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{what}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+    sizes = [size for size in ladder.SIZES if size.name in a.sizes]
+    made = ladder.table(range(a.seeds), say, sizes)
+    print("\n".join(table.show(made)))
+    print(f"\n{time.monotonic() - begin:.0f} s; {error_bar()}")
+    if a.json:
+        _write(
+            a.json, {"what": made.title, "seeds": a.seeds, "notes": made.notes, "rows": made.rows}
+        )
+    if a.picture:
+        report.ladder(made.rows, a.picture, made.title)
+        print(a.picture)
+    return 0
 
 
 def _add_calibrate(p: argparse.ArgumentParser) -> None:

@@ -152,6 +152,44 @@ def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
+def ladder(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Write a PNG of the ladder: a panel per size, with a bar per rung and per best composition."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [r for r in rows if r.get("part") in ("rung", "best")]
+    sizes = list(dict.fromkeys(r["size"] for r in shown))
+    figure, panels = pyplot.subplots(
+        len(sizes), 1, figsize=(9, 0.6 + 2.6 * len(sizes)), layout="constrained", squeeze=False
+    )
+    for axes, size in zip(panels[:, 0], sizes, strict=True):
+        own = [r for r in shown if r["size"] == size]
+        for at, r in enumerate(own):
+            is_async = str(r["arm"]).startswith("async")
+            colour = "#F58518" if is_async else "#3B6FA0"
+            hatch = "///" if r["part"] == "best" else None
+            axes.barh(at, r["simulated"], 0.7, color=colour, hatch=hatch, edgecolor="white")
+            text = f"  {r['simulated']:.2f}x, {r['seconds']:g} s"
+            axes.text(r["simulated"], at, text, va="center", fontsize=7, color="#555555")
+        names = [
+            f"best {r['kind_of_best']}: {r['arm']}" if r["part"] == "best" else str(r["arm"])
+            for r in own
+        ]
+        axes.set_yticks(range(len(own)), names, fontsize=7)
+        axes.set_ylim(len(own) - 0.4, -0.6)
+        axes.axvline(1, color="#B0B7BF", linewidth=0.8)
+        axes.margins(x=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="x", labelsize=7)
+        axes.set_title(f"{size} GPUs", loc="left", fontsize=9)
+    figure.suptitle(f"{title}. Blue: on-policy; orange: asynchronous", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def flash(tables: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Write a PNG of the given ROLL Flash tables. `staleness`, `scaling` and `splits` have one
     panel each; `queue`, `replication` and `agentic` share a panel."""
