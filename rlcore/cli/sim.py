@@ -21,8 +21,10 @@ from pathlib import Path
 from rlcore.cli import exits
 from rlcore.metrics.jsonl import write_atomic
 from rlcore.sim import (
+    advise,
     calibrate,
     ladder,
+    recorded,
     report,
     rhymerl,
     roll_flash,
@@ -65,15 +67,17 @@ def main(argv: Sequence[str]) -> int:
     )
     _add_rhymerl(add("rhymerl", "simulate the savings of RhymeRL (history drafts and routing)"))
     _add_flash(add("roll_flash", "compare published and simulated results of ROLL Flash"))
+    _add_advise(add("advise", "search layouts, splits and systems, and say which keys to set"))
     _add_ladder(add("ladder", "what all systems give together, at five sizes"))
     _add_calibrate(add("calibrate", "fit the cost model on published seconds, and say its error"))
     a, keys = p.parse_known_args(argv)
     a.keys = keys
-    if keys and a.system not in ("run", "splits"):
+    if keys and a.system not in ("run", "splits", "advise"):
         p.error(f"unrecognized arguments: {' '.join(keys)}")
     commands = {
         "run": _run,
         "splits": _splits,
+        "advise": _advise,
         "ladder": _ladder,
         "calibrate": _calibrate,
         "rollpacker": _papers,
@@ -208,6 +212,70 @@ def _splits(a: argparse.Namespace) -> int:
 def error_bar() -> str:
     """Return a sentence on how far off simulated seconds may be."""
     return f"seconds may be off by a factor of {ERROR} in both directions (`rlcore sim calibrate`)"
+
+
+def _add_advise(p: argparse.ArgumentParser) -> None:
+    p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    p.epilog = "All other keys are those of a run, such as --data.prompts_per_step 256."
+    p.add_argument("model", nargs="?", default="", help="a model's name, or its config.json")
+    p.add_argument("--run", type=Path, help="folder of a recorded run, instead of a model")
+    p.add_argument("--last", type=int, default=0, help="last steps of --run to use; 0: all")
+    p.add_argument("--gpus", type=int, default=8, help="number of GPUs")
+    p.add_argument("--gpu", default="h100", help=f"GPU: {', '.join(GPUS).lower()}")
+    p.add_argument("--lengths", default="16k", help="response lengths, as of `sim run`")
+    p.add_argument(
+        "--where", nargs="*", default=[], metavar="COLUMN=VALUE", help="rows of --lengths to use"
+    )
+    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument("--json", type=Path, help="JSON file for the results")
+
+
+def _advise(a: argparse.Namespace) -> int:
+    if bool(a.model) == bool(a.run):
+        raise ConfigError("advise: give either a model or --run DIR")
+    begin = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"  {what}", file=sys.stderr, flush=True)
+
+    if a.run:
+        found = recorded.read(a.run, a.last)
+        job, notes, bar = found.job, found.notes, ""
+    else:
+        job, noted = user.advised(a, a.keys, say)
+        notes = tuple(noted)
+        bar = f" (x/÷ {ERROR})"
+    every = advise.search(job, say)
+    plain = next(x for x in every if x.job.name == "synchronous")
+    lines = [*notes, ""]
+    for x in every:
+        parts = ", ".join(f"{name} {gain:.2f}x" for name, gain in x.parts.items())
+        gain = plain.found.seconds / x.found.seconds
+        told = f"{x.found.seconds:8.3g} s{bar} {gain:6.2f}x {x.samples_per_s:8.3g} samples/s"
+        lines.append(f"{x.job.name:28} {told}  {parts}".rstrip())
+    lines += ["", f"the best {advise.BEST}, as keys:"]
+    for x in advise.best(every):
+        room = "" if a.run else f", {advise.gigabytes(x.job):.0f} GB of a GPU"
+        kind = "strictly on-policy" if x.is_on_policy else f"samples {x.found.age:.1f} versions old"
+        lines += ["", f"{x.job.name}: {x.found.seconds:.3g} s a step{bar}, {kind}{room}"]
+        lines.append(f"  {'' if a.run else advise.keys_of(x.job) + ' '}{' '.join(x.keys)}")
+    print("\n".join(lines))
+    print(f"\nsimulated in {time.monotonic() - begin:.0f} s{'' if a.run else '; ' + error_bar()}")
+    if a.json:
+        rows = [
+            {
+                "name": x.job.name,
+                "keys": list(x.keys),
+                "seconds": x.found.seconds,
+                "speed_up": plain.found.seconds / x.found.seconds,
+                "samples_per_s": x.samples_per_s,
+                "age": x.found.age,
+                "parts": x.parts,
+            }
+            for x in every
+        ]
+        _write(a.json, {"notes": list(notes), "rows": rows})
+    return 0
 
 
 def _add_ladder(p: argparse.ArgumentParser) -> None:

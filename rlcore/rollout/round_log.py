@@ -75,6 +75,11 @@ class Log:
                 f"--debug.replay {path}: has no rounds; give the {FILE} of a longer run"
             )
 
+    @property
+    def rounds(self) -> list[LoggedRound]:
+        """All rounds, in the order of their steps."""
+        return sorted(self._rounds.values(), key=lambda r: r.step)
+
     def of(self, work: Sequence[Work], seed: int) -> LoggedRound:
         """Return the logged round that began with `work`.
 

@@ -92,7 +92,7 @@ class EngineCost:
     """Seconds of attention that a prefill of n tokens adds, divided by n^2."""
     cache_tokens: float = math.inf
 
-    def sequences_s(self, sequences: float, width: int = 1) -> float:
+    def sequences_s(self, sequences: float, width: float = 1) -> float:
         """Return the seconds of a decode step without context, with `width` positions of every
         sequence."""
         read, tokens = self.weights_s, sequences * width
@@ -102,7 +102,7 @@ class EngineCost:
         return self.step_s + products + self.sequence_s * tokens + self.request_s * sequences
 
     def decode_s(
-        self, sequences: int, context: float, steps: int, width: int = 1, grows: float = 0.0
+        self, sequences: int, context: float, steps: int, width: float = 1, grows: float = 0.0
     ) -> float:
         """Return the seconds of `steps` decode steps, each of which adds one token to every
         sequence, or `grows` tokens in total. `context`: total context tokens at the first step."""
@@ -111,7 +111,7 @@ class EngineCost:
         return steps * each + self.context_s * (steps * context + grown)
 
     def steps_within(
-        self, sequences: int, context: float, seconds: float, width: int = 1, grows: float = 0.0
+        self, sequences: int, context: float, seconds: float, width: float = 1, grows: float = 0.0
     ) -> int:
         """Return the number of whole decode steps within `seconds`: the inverse of `decode_s`."""
         if seconds <= 0:

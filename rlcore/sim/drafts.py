@@ -7,13 +7,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class DraftGain:
     """Tokens per forward of a request with drafts. In a forward every request takes `width`
-    positions, drafted or not, since CUDA graphs are captured for a fixed number."""
+    positions: on a GPU a fixed number, drafted or not, since CUDA graphs are captured for it."""
 
     starts: tuple[int, ...]
     """First positions of the ranges, from 0."""
     gains: tuple[float, ...]
     """Tokens per forward in each range."""
-    width: int
+    width: float
 
     def at(self, position: float) -> float:
         """Return the tokens per forward at a position in the response."""

@@ -196,7 +196,7 @@ class VirtualEngine:
         return self._context + (self._grows or len(self._running))
 
     @property
-    def _width(self) -> int:
+    def _width(self) -> float:
         return self._on.width if self._on is not None else 1
 
     def _seconds(self, steps: int) -> float:

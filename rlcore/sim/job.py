@@ -57,8 +57,10 @@ class SimJob:
     (`Constants`)."""
     overlap_logprobs: bool = False
     """Whether idle GPUs compute log-probs of finished responses during rollout (RLHFuse)."""
-    gain: DraftGain = REAL
-    """What drafts from history gain, with --rollout.draft history."""
+    measured_training: TrainingCost | None = None
+    """Measured cost of training on all GPUs of the cluster, instead of the cost model's."""
+    gain: DraftGain | None = REAL
+    """What drafts from history gain, with --rollout.draft history; None: it is not known."""
     constants: Constants = CONSTANTS
 
     def __post_init__(self) -> None:
@@ -81,7 +83,11 @@ class SimJob:
         draft = self.cfg.rollout.draft
         if draft == "ngram":
             raise ConfigError("--rollout.draft ngram: its gain is not known; simulate history")
-        return None if draft == "none" else self.gain
+        if draft == "none":
+            return None
+        if self.gain is None:
+            raise ConfigError(f"--rollout.draft {draft}: its gain in this run is not known")
+        return self.gain
 
     @property
     def rollout_gpus(self) -> int:
@@ -156,6 +162,9 @@ class SimJob:
 
     def training_on(self, gpus: int) -> TrainingCost:
         """Return the cost of training on `gpus` GPUs."""
+        if (measured := self.measured_training) is not None:
+            part = self.gpus / gpus
+            return replace(measured, token_s=measured.token_s * part)
         cost = training_cost(
             self.model,
             self.gpu,
@@ -180,6 +189,8 @@ class SimJob:
     @property
     def turns_s(self) -> float:
         """Seconds in which half of the engines leave their GPUs to the learner (--mode stream)."""
+        if self.measured_training is not None:
+            return 0.0  # a part of the measured steps, if there is any
         return turns_s(self.model, self.gpu, self.gpus, self.constants)
 
     def with_(self, name: str, *keys: str, **fields: Any) -> "SimJob":

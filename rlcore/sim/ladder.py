@@ -10,12 +10,12 @@ command and have not been changed since; the result is whatever it is.
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlcore.sim import splits
 from rlcore.sim.cluster import simulate
-from rlcore.sim.cost import ERROR, GPUS, hf_of
+from rlcore.sim.cost import GPUS, hf_of
 from rlcore.sim.job import SimJob, config
 from rlcore.sim.table import Row, TableResult, row
 from rlcore.sim.workload import GENERATORS
@@ -167,39 +167,41 @@ def table(
     rows: list[Row] = []
     for size in sizes:
         found = measure(size, seeds, say)
-        base = found["baseline"]
-
-        def speed_up(name: str, found=found, base=base) -> dict[str, object]:
-            ratios = [b / s for b, s in zip(base.seconds, found[name].seconds, strict=True)]
-            return row(
-                f"{size.name}: {name}",
-                None,
-                base.mean / found[name].mean,
-                size=size.name,
-                arm=name,
-                seconds=round(found[name].mean, 1),
-                spread=round(max(ratios) - min(ratios), 3),
-                age=round(found[name].age, 2),
-            )
-
-        rows += [speed_up(name) | {"part": "rung"} for name in RUNGS]
-        rows += [speed_up(name) | {"part": "arm"} for name in found if name not in RUNGS]
+        rows += [_speed_up(size, found, name) | {"part": "rung"} for name in RUNGS]
+        others = [name for name in found if name not in RUNGS]
+        rows += [_speed_up(size, found, name) | {"part": "arm"} for name in others]
         for kind, names in (
             ("on-policy", [n for n in found if not n.startswith("async")]),
             ("bounded staleness", [n for n in found if n.startswith("async")]),
         ):
             best = min(names, key=lambda n: found[n].mean)
-            rows.append(speed_up(best) | {"part": "best", "kind_of_best": kind})
-            rows[-1]["cell"] = f"{size.name}: best {kind}: {best}"
+            cell = f"{size.name}: best {kind}: {best}"
+            row_ = _speed_up(size, found, best)
+            rows.append(row_ | {"cell": cell, "part": "best", "kind_of_best": kind})
             rows += _contributions(size, found, best)
     notes = [
-        f"{len(seeds)} seeds; speed-ups of a step over the baseline; seconds may be off by a factor",
-        f"of {ERROR}, ratios by less. `without`: the best composition's gain through one system.",
+        f"{len(seeds)} seeds; speed-ups of a step over the baseline. `gain of`: by how much one",
+        "system makes the composition faster; below 1, it loses beside the others.",
     ]
     return TableResult("All systems together, over synchronous steps", rows, notes)
 
 
-def _contributions(size: Size, found: dict[str, Measured], best: str) -> list[Row]:
+def _speed_up(size: Size, found: Mapping[str, Measured], name: str) -> Row:
+    base, arm = found["baseline"], found[name]
+    ratios = [b / s for b, s in zip(base.seconds, arm.seconds, strict=True)]
+    return row(
+        f"{size.name}: {name}",
+        None,
+        base.mean / arm.mean,
+        size=size.name,
+        arm=name,
+        seconds=round(arm.mean, 1),
+        spread=round(max(ratios) - min(ratios), 3),
+        age=round(arm.age, 2),
+    )
+
+
+def _contributions(size: Size, found: Mapping[str, Measured], best: str) -> list[Row]:
     """Return by how much each system of a composition makes it faster: below 1, it loses."""
     rows = []
     parts = best.split(" + ")

@@ -82,11 +82,11 @@ def fit(decode: Sequence[Decode], prefill: Sequence[Prefill], cache_tokens: floa
             "no decode step was measured; choose --batch and --context that fit the cache"
         )
     terms = [[1.0, r.sequences, r.sequences * r.context] for r in decode]
-    step, sequence, context = _positive(terms, [r.step_s for r in decode])
+    step, sequence, context = positive(terms, [r.step_s for r in decode])
     of_prompt = 0.0
     if prefill:  # also fit a constant time per call, which is not part of the time per token
         ones = [[1.0, r.tokens] for r in prefill]
-        of_prompt = _positive(ones, [r.seconds for r in prefill])[-1]
+        of_prompt = positive(ones, [r.seconds for r in prefill])[-1]
     return EngineCost(
         step_s=step,
         sequence_s=sequence,
@@ -185,7 +185,7 @@ def _layout(row: Mapping[str, Any]) -> EngineMeasurements:
     )
 
 
-def _positive(terms: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
+def positive(terms: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
     """Return the x >= 0 that minimizes the sum of squares of (terms @ x - wanted) / wanted. Since x
     has few entries, every choice of nonzero entries is tried."""
     scale = np.asarray(wanted, np.float64)

@@ -1,7 +1,7 @@
 """Make the job of `python -m rlcore sim run` and of other commands on a cluster of yours."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from rlcore.config.schema import (
 from rlcore.hf.config import HFConfig
 from rlcore.sched.reward_timeout import AdaptiveTimeout
 from rlcore.sim import profile, published
+from rlcore.sim.advise import SIZES, keys_of, with_engines, with_layout
 from rlcore.sim.cost import GPUS, MODEL_FILES, Gpu, hf_of, named
 from rlcore.sim.job import RowOf, SimJob, config
 from rlcore.sim.lengths import read_lengths
@@ -81,6 +82,33 @@ def job(a: argparse.Namespace, keys: Sequence[str]) -> tuple[SimJob, list[str]]:
         f"{name}, {a.gpus} x {gpu.name}: {engines} engines of {cfg.rollout.tp}"
         + (f", {judge_gpus} GPUs for the judge" if judge_gpus else ""),
     )
+    return made, notes
+
+
+def advised(
+    a: argparse.Namespace, keys: Sequence[str], say: Callable[[str], None]
+) -> tuple[SimJob, list[str]]:
+    """Return the job of `sim advise`, with the best layout and engines, and notes on it.
+
+    Raises:
+        ConfigError: an option or key is invalid, or nothing fits the GPUs.
+    """
+    gpu, (hf, name) = gpu_of(a.gpu), read_model(a.model)
+    workload, said = workload_of(a)
+    longest = workload.prompt_tokens + workload.cap
+    cfg = config(
+        *("--run.seed", str(a.seed)),
+        *("--data.prompts_per_step", "128"),
+        *("--data.max_prompt_tokens", str(workload.prompt_tokens)),
+        *("--rollout.max_tokens", str(workload.cap), "--rollout.routing", "response"),
+        *("--train.tokens_per_micro_batch", str(max(16_384, longest))),
+        *("--train.offload", "--train.head_chunk_tokens", "2048", *keys),
+    )
+    room = SIZES[-1] if gpu.per_node >= SIZES[-1] else 1
+    cfg = resolve.with_keys(cfg, ["--rollout.tp", str(min(room, a.gpus))])
+    made = SimJob(name="model", cfg=cfg, hf=hf, gpu=gpu, gpus=a.gpus, workload=workload)
+    made = with_layout(with_engines(made, say))
+    notes = [f"{name}, {a.gpus} x {gpu.name}; lengths: {said}", f"layout: {keys_of(made)}"]
     return made, notes
 
 

@@ -1,0 +1,220 @@
+"""A run that was recorded, as a job for the simulator: its lengths, its seconds, its drafts.
+
+Lengths come from the run's rounds.jsonl, seconds from its metrics.jsonl. So the cost model is not
+needed, and the job may be of any model on any machine. What drafts would gain is found by replay:
+the shipped drafter drafts the run's own responses from those of earlier epochs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from rlcore import algos
+from rlcore.config import resolve
+from rlcore.config.schema import Config
+from rlcore.hf.config import HFConfig
+from rlcore.hf.tokenizer import load_tokenizer
+from rlcore.metrics.jsonl import read_lines
+from rlcore.metrics.sinks import read_metrics
+from rlcore.rollout.round_log import FILE, Log, LoggedRound
+from rlcore.sim.cluster import simulate
+from rlcore.sim.cost import EngineCost, Gpu
+from rlcore.sim.job import SimJob
+from rlcore.sim.phases import TrainingCost
+from rlcore.sim.profile import EngineMeasurements, positive
+from rlcore.sim.replay import gain
+from rlcore.sim.rewards import FixedScorer, Rewards
+from rlcore.sim.workload import Recorded
+from rlcore.utils.errors import ConfigError
+from rlcore.utils.files import read_json
+
+SECTIONS = ("run", "model", "data", "rollout", "draft", "algo", "train", "cluster", "async")
+"""Sections of the configuration that a simulation reads. Those of systems are set per arm."""
+IGNORED = ("run.callbacks", "run.resume", "data.val")
+WARM_UP = 2
+"""Steps at the start of the run that are not used: they contain compilation and the first
+allocations."""
+LEAST_STEPS = 5
+PARTS = ("exchange", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+"""Phases of a step that are training here; their seconds grow with the tokens of a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recording:
+    """A recorded run as a job with its own settings, and how well it is met."""
+
+    job: SimJob
+    measured_s: float
+    """Mean seconds of the steps that were used."""
+    steps: int
+    notes: tuple[str, ...]
+
+
+def read(folder: Path, last: int = 0) -> Recording:
+    """Return the recorded run in `folder`. `last`: number of most recent steps to use; 0: all after
+    the warm-up.
+
+    Raises:
+        ConfigError: the folder has no run that can be used; the error says why.
+    """
+    cfg, selected = config_of(folder)
+    if selected.get("mode") != "sync" or selected.get("schedule") != "all":
+        raise ConfigError(
+            f"--run {folder}: was recorded with --mode {selected.get('mode')} --schedule "
+            f"{selected.get('schedule')}; record some steps with --mode sync --schedule all"
+        )
+    rows = [r for r in read_metrics(folder) if "sched/decode_steps" in r][WARM_UP:][-last:]
+    if len(rows) < LEAST_STEPS:
+        raise ConfigError(
+            f"--run {folder}: has {len(rows)} steps after the first {WARM_UP}; record at least "
+            f"{LEAST_STEPS}"
+        )
+    ranks = ranks_of(rows[-1])
+    path = Path(cfg.model.path)  # relative to the folder in which the run was started
+    hf = HFConfig.from_folder(path if path.is_dir() else folder / "hf")
+    first = int(rows[0]["training/global_step"])
+    workload = lengths(Log(folder / FILE), first, rows)
+    cfg = resolve.with_keys(
+        cfg, ["--data.num_prompts", str(len(workload.by_prompt)), "--data.no_shuffle"]
+    )
+    engine = engine_cost(rows, cfg, workload)
+    notes = [
+        f"{len(rows)} steps from step {first} on, {ranks} ranks; lengths of "
+        f"{len(workload.by_prompt)} prompts",
+        f"decode step: {1e3 * engine.step_s:.3g} ms + {1e6 * engine.sequence_s:.3g} us a request",
+    ]
+    job = SimJob(
+        name="recorded",
+        cfg=cfg,
+        hf=hf,
+        gpu=Gpu(name="recorded", memory_gb=0, bandwidth_gbs=1, tflops=1, link_gbs=1),
+        gpus=ranks,
+        workload=workload,
+        rewards=lambda row_of: Rewards({"": scorer(rows, ranks, cfg)}),
+        measured={cfg.rollout.tp: EngineMeasurements(tp=cfg.rollout.tp, cost=engine)},
+        measured_training=training_cost(rows, ranks),
+    )
+    found = gain(responses(folder, cfg, first), cfg.draft, job)
+    if found is None:
+        notes.append(
+            "drafts: not known; they need a run whose prompts come again (--data.num_prompts) and "
+            "that logs all responses (--log.rollouts -1)"
+        )
+    else:
+        notes.append(f"drafts: by replay, {found}")
+    job = replace(job, gain=found)
+    seconds = float(np.mean([row["timing_s/step"] for row in rows]))
+    rest = seconds - simulate(job, len(rows)).seconds
+    notes.append(f"step: {seconds:.3g} s, of which {rest:+.2g} s are of no phase and stay")
+    training = replace(job.training, step_s=max(0.0, job.training.step_s + rest))
+    return Recording(
+        job=replace(job, measured_training=training),
+        measured_s=seconds,
+        steps=len(rows),
+        notes=tuple(notes),
+    )
+
+
+def config_of(folder: Path) -> tuple[Config, dict[str, str]]:
+    """Return the part of a run's configuration that a simulation reads, with all systems off, and
+    the run's selectors."""
+    try:
+        found = read_json(folder / "config.json")
+    except ConfigError as error:
+        raise ConfigError(f"--run {folder}: is not the folder of a run ({error})") from error
+    parts = {name: found[name] for name in SECTIONS if isinstance(found.get(name), Mapping)}
+    words = resolve.words(
+        {
+            name: {k: v for k, v in part.items() if v is not None and f"{name}.{k}" not in IGNORED}
+            for name, part in parts.items()
+        }
+    )
+    algo = str(found.get("select", {}).get("algo", "grpo"))
+    cfg = resolve.parse(["--algo", algo, *words], {"algo": algos.config_class})
+    off = ["--rollout.draft", "none", "--eval.every", "0"]
+    return resolve.with_keys(cfg, off), found.get("select", {})
+
+
+def ranks_of(row: Mapping[str, float]) -> int:
+    """Return the number of ranks of the run that wrote this row of metrics."""
+    rate = row.get("perf/throughput", 0.0) * row.get("timing_s/step", 0.0)
+    return round(row.get("perf/total_num_tokens", 0.0) / rate) if rate else 0
+
+
+def lengths(log: Log, first: int, rows: Sequence[Mapping[str, float]]) -> Recorded:
+    """Return the lengths of all responses from step `first` on, by prompt in the order in which the
+    prompts came."""
+    prompt = round(float(np.mean([row["prompt_length/mean"] for row in rows])))
+    by_prompt: dict[int, list[int]] = {}
+    for round_ in rounds(log, first):
+        row_of = {group.id: group.row for group in round_.started}
+        for response in round_.counted:
+            group = response.id.rpartition(".")[0]
+            by_prompt.setdefault(row_of[group], []).append(max(1, response.num_tokens))
+    return Recorded(list(by_prompt.values()), prompt_tokens=max(1, prompt))
+
+
+def rounds(log: Log, first: int) -> list[LoggedRound]:
+    """Return the logged rounds from step `first` on."""
+    return [found for found in log.rounds if found.step >= first]
+
+
+def engine_cost(rows: Sequence[Mapping[str, float]], cfg: Config, workload: Recorded) -> EngineCost:
+    """Return the costs of an engine that best explain how long all engines were busy: a decode step
+    takes a constant and a part for every request."""
+    terms = [[row["sched/decode_steps"], row["sched/decode_tokens"]] for row in rows]
+    busy = [row["sched/busy_s"] for row in rows]
+    step_s, sequence_s = positive(terms, busy)
+    # least relative errors count a slow step little, but the sum must be right
+    factor = sum(busy) / sum(step_s * steps + sequence_s * tokens for steps, tokens in terms)
+    step_s, sequence_s = factor * step_s, factor * sequence_s
+    r = cfg.rollout
+    longest = workload.prompt_tokens + workload.cap
+    room = r.kv_cache_tokens or r.max_running_requests * longest
+    return EngineCost(step_s=step_s, sequence_s=sequence_s, cache_tokens=max(room, longest))
+
+
+def training_cost(rows: Sequence[Mapping[str, float]], ranks: int) -> TrainingCost:
+    """Return the costs of training on `ranks` ranks that best explain the steps: a constant, and a
+    part for every token."""
+    trains = [sum(row.get(f"timing_s/{part}", 0.0) for part in PARTS) for row in rows]
+    terms = [[1.0, row["perf/total_num_tokens"]] for row in rows]
+    step_s, token_s = positive(terms, trains)
+    factor = sum(trains) / sum(step_s + token_s * tokens for _, tokens in terms)
+    step_s, token_s = factor * step_s, factor * token_s
+    pushes = [row.get("timing_s/update_weights", 0.0) for row in rows]
+    return TrainingCost(
+        token_s=token_s,
+        step_s=step_s,
+        forward_share=0.0,
+        sync_s=float(np.mean(pushes)),
+        dp=1,
+    )
+
+
+def scorer(rows: Sequence[Mapping[str, float]], ranks: int, cfg: Config) -> FixedScorer:
+    """Return a scorer with the run's mean time of a response."""
+    mean = float(np.mean([row.get("reward/latency_s/mean", 0.0) for row in rows]))
+    return FixedScorer(mean, max(1, cfg.reward.workers * ranks))
+
+
+def responses(folder: Path, cfg: Config, first: int) -> list[tuple[int, str, np.ndarray]]:
+    """Return (step, prompt, tokens [n] int32) of the logged responses, in the order of the log. If
+    the log has few of a step's responses, drafts cannot be judged by it: return none."""
+    path = folder / "rollouts.jsonl"
+    wanted = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
+    rows = list(read_lines(path)) if path.is_file() else []
+    steps = {int(row["step"]) for row in rows}
+    if not steps or len(rows) < wanted * len(steps):
+        return []
+    tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path)
+    return [
+        (
+            int(row["step"]),
+            str(row["prompt"]),
+            np.asarray(tokenizer.encode(str(row["response"])), np.int32),
+        )
+        for row in rows
+    ]
