@@ -14,7 +14,7 @@ from rlcore import algos
 from rlcore.config import resolve, rules
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
-from rlcore.mcore.layout import layout_of
+from rlcore.mcore.layout import check_model, layout_of
 from rlcore.records import Request
 from rlcore.sim.cost import CONSTANTS, Constants, EngineCost, Gpu, ModelSize, engine_cost, size_of
 from rlcore.sim.drafts import REAL, DraftGain
@@ -22,6 +22,7 @@ from rlcore.sim.phases import Layout, TrainingCost, resize_s, training_cost, tur
 from rlcore.sim.profile import EngineMeasurements
 from rlcore.sim.rewards import Rewards
 from rlcore.sim.workload import Workload
+from rlcore.trainer import memory, policies
 from rlcore.utils.errors import ConfigError
 
 RowOf = Callable[[Request], int]
@@ -73,6 +74,7 @@ class SimJob:
         if problems := rules.of_world(self.cfg, self.gpus, self.gpu.per_node):
             raise ConfigError("\n".join(problems))
         layout_of(self.cfg.train, self.train_gpus, 0)
+        check_model(self.hf, self.cfg.train)
         if problem := self.problem(self.cfg.rollout.tp):
             raise ConfigError(problem)
 
@@ -105,6 +107,9 @@ class SimJob:
 
     def problem(self, tp: int) -> str:
         """Return why engines of `tp` GPUs are not possible; "" if they are."""
+        sized = policies.with_tp(self.cfg, tp)
+        for problem in memory.make_sampler(sized, self.hf, 0, gpu_bytes=0).problems:
+            return problem
         try:
             room = self.engine(tp).cache_tokens
         except ConfigError as error:

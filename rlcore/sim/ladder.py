@@ -58,7 +58,7 @@ STEPS = 10
 """Simulated steps of an arm: two periods of tail batching."""
 
 TAIL = ("--schedule", "tail_batching")
-PLANNER = ("--rollout.adaptive_tp", "--rollout.max_tp", "8")
+PLANNER = ("--rollout.adaptive_tp",)
 STREAM = ("--mode", "stream")
 DRAFTS = ("--rollout.draft", "history")
 PIPE = ("--rollout.routing", "histopipe")

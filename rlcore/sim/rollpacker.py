@@ -80,7 +80,7 @@ def ladder(
     beside = partial(rewards, "mix", H800, "streamed", verl.gpus, seed)
     judge = judge_bytes(named("7B"), streamed=True) / system.tp
     reward = replace(tail, name="reward", rewards=beside, judge_bytes=judge)
-    planner = reward.with_("planner", "--rollout.adaptive_tp", "--rollout.max_tp", "8")
+    planner = reward.with_("planner", "--rollout.adaptive_tp")
     trainer = planner.with_("trainer", *stream_keys(planner))
     fuse = replace(
         verl.with_("RLHFuse", *stream_keys(verl)),
@@ -98,7 +98,7 @@ def stream_keys(job: SimJob) -> tuple[str, ...]:
 
 def fixed_tp(job: SimJob) -> SimJob:
     """Return the job without the planner."""
-    return job.with_("tp fixed", "--rollout.no_adaptive_tp", "--rollout.max_tp", "0")
+    return job.with_("tp fixed", "--rollout.no_adaptive_tp")
 
 
 def _after(made: Callable[[RowOf], Rewards], row_of: RowOf) -> Rewards:

@@ -104,10 +104,17 @@ def advised(
         *("--train.tokens_per_micro_batch", str(max(16_384, longest))),
         *("--train.offload", "--train.head_chunk_tokens", "2048", *keys),
     )
-    room = SIZES[-1] if gpu.per_node >= SIZES[-1] else 1
-    cfg = resolve.with_keys(cfg, ["--rollout.tp", str(min(room, a.gpus))])
-    made = SimJob(name="model", cfg=cfg, hf=hf, gpu=gpu, gpus=a.gpus, workload=workload)
-    made = with_layout(with_engines(made, say))
+    sized: SimJob | None = None
+    for tp in SIZES:  # the smallest engine that is possible, from which the search starts
+        try:
+            one = resolve.with_keys(cfg, ["--rollout.tp", str(tp)])
+            sized = SimJob(name=name, cfg=one, hf=hf, gpu=gpu, gpus=a.gpus, workload=workload)
+            break
+        except ConfigError as error:
+            why = error
+    if sized is None:
+        raise why
+    made = with_layout(with_engines(sized, say))
     notes = [f"{name}, {a.gpus} x {gpu.name}; lengths: {said}", f"layout: {keys_of(made)}"]
     return made, notes
 
