@@ -24,7 +24,7 @@ GPU = GPUS["H800"]
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class LadderSize:
     """A model on a cluster. Layouts are those of the recipe of this model."""
 
     model: str
@@ -45,11 +45,11 @@ _14B = ("--train.tp", "2", "--train.pp", "2", "--train.cp", "2", "--train.recomp
 _32B = ("--train.tp", "4", "--train.cp", "4", "--train.recompute", "full")
 _30B_A3B = ("--train.tp", "2", "--train.ep", "8", "--train.recompute", "full")
 SIZES = (
-    Size("7B", "8k", 16, 1, _7B),
-    Size("14B", "16k", 32, 2, _14B),
-    Size("32B", "32k", 64, 2, _32B),
-    Size("32B", "32k", 128, 2, _32B, prompts=256),
-    Size("30B-A3B", "32k", 64, 4, _30B_A3B),
+    LadderSize("7B", "8k", 16, 1, _7B),
+    LadderSize("14B", "16k", 32, 2, _14B),
+    LadderSize("32B", "32k", 64, 2, _32B),
+    LadderSize("32B", "32k", 128, 2, _32B, prompts=256),
+    LadderSize("30B-A3B", "32k", 64, 4, _30B_A3B),
 )
 SAMPLES = 8
 EPOCH = 8
@@ -68,7 +68,7 @@ ON_POLICY = {"tail": TAIL, "planner": PLANNER, "stream": STREAM, "drafts": DRAFT
 ALPHAS = (1, 2, 4)
 
 
-def job(size: Size, seed: int) -> SimJob:
+def job(size: LadderSize, seed: int) -> SimJob:
     """Return the baseline."""
     lengths = replace(GENERATORS[size.lengths], seed=seed)
     cfg = config(
@@ -143,7 +143,9 @@ class Measured:
         return statistics.fmean(self.seconds)
 
 
-def measure(size: Size, seeds: Sequence[int], say: Callable[[str], None]) -> dict[str, Measured]:
+def measure(
+    size: LadderSize, seeds: Sequence[int], say: Callable[[str], None]
+) -> dict[str, Measured]:
     """Simulate all arms of a size."""
     found: dict[str, list[tuple[float, float]]] = {}
     for seed in seeds:
@@ -160,7 +162,7 @@ def measure(size: Size, seeds: Sequence[int], say: Callable[[str], None]) -> dic
 
 
 def table(
-    seeds: Sequence[int], say: Callable[[str], None], sizes: Sequence[Size] = SIZES
+    seeds: Sequence[int], say: Callable[[str], None], sizes: Sequence[LadderSize] = SIZES
 ) -> TableResult:
     """Return the speed-up of every arm over the baseline, the best composition of each kind, and
     what each system contributes to it."""
@@ -186,7 +188,7 @@ def table(
     return TableResult("All systems together, over synchronous steps", rows, notes)
 
 
-def _speed_up(size: Size, found: Mapping[str, Measured], name: str) -> Row:
+def _speed_up(size: LadderSize, found: Mapping[str, Measured], name: str) -> Row:
     base, arm = found["baseline"], found[name]
     ratios = [b / s for b, s in zip(base.seconds, arm.seconds, strict=True)]
     return row(
@@ -201,7 +203,7 @@ def _speed_up(size: Size, found: Mapping[str, Measured], name: str) -> Row:
     )
 
 
-def _contributions(size: Size, found: Mapping[str, Measured], best: str) -> list[Row]:
+def _contributions(size: LadderSize, found: Mapping[str, Measured], best: str) -> list[Row]:
     """Return by how much each system of a composition makes it faster: below 1, it loses."""
     rows = []
     parts = best.split(" + ")
