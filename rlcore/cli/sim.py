@@ -259,7 +259,7 @@ def _show(made: table.TableResult, a: argparse.Namespace, begin: float) -> int:
     print(f"\n{a.rounds} rounds a cell, seed {a.seed}, {time.monotonic() - begin:.0f} s")
     if a.json:
         head = {"what": made.title, "rounds": a.rounds, "seed": a.seed, "notes": made.notes}
-        _write(a.json, head | {"rows": made.rows})
+        _write(a.json, head | {"summary": table.summary(made.rows), "rows": made.rows})
     if a.picture:
         report.bars(made.rows, a.picture, made.title)
         print(a.picture)
@@ -304,7 +304,7 @@ def _rollmux(a: argparse.Namespace) -> int:
     print(f"\n{count} rounds, seed {a.seed}, {time.monotonic() - begin:.0f} s")
     if a.json:
         head = {"what": made.title, "rounds": count, "seed": a.seed, "notes": made.notes}
-        _write(a.json, head | {"rows": made.rows})
+        _write(a.json, head | {"summary": table.summary(made.rows), "rows": made.rows})
     if a.picture and found.lines:
         is_step = "hours" in found.axes  # cost per hour is a step function of time
         report.curves(
@@ -366,7 +366,7 @@ def _flash(a: argparse.Namespace) -> int:
         print("\n".join(table.show(made)))
         print(f"\n{a.rounds} rounds, seed {a.seed}, {time.monotonic() - begin:.0f} s\n")
         head = {"what": made.title, "rounds": a.rounds, "seed": a.seed, "notes": made.notes}
-        tables[name] = head | {"rows": made.rows}
+        tables[name] = head | {"summary": table.summary(made.rows), "rows": made.rows}
         broken += roll_flash.broken(made.rows)
         if a.json:
             _write(a.json, {"what": "ROLL Flash", "tables": tables})

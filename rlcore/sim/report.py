@@ -123,7 +123,7 @@ def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     rows = [r for r in rows if r["published"] is not None]
     figure, axes = pyplot.subplots(figsize=(9, 1.4 + 0.3 * len(rows)), layout="constrained")
     for at, r in enumerate(rows):
-        hatch = "///" if r["fitted"] else None
+        hatch = "///" if r["kind"] == "fitted" else None
         told = r["published"] or 0.0
         axes.barh(at - 0.19, told, 0.36, color="#B0B7BF")
         axes.barh(at + 0.19, r["simulated"], 0.36, color="#3B6FA0", hatch=hatch, edgecolor="white")
@@ -201,7 +201,7 @@ def _bars(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw bars of published and simulated ratios; cells with a fitted constant are hatched."""
     rows = [r for r in rows if r["published"] is not None and r["published"] < 20]
     for at, r in enumerate(rows):
-        hatch = "///" if r["fitted"] else None
+        hatch = "///" if r["kind"] == "fitted" else None
         axes.barh(at - 0.19, r["published"], 0.36, color="#B0B7BF")
         axes.barh(at + 0.19, r["simulated"], 0.36, color="#3B6FA0", hatch=hatch, edgecolor="white")
     axes.set_yticks(range(len(rows)), [str(r["cell"]) for r in rows], fontsize=6)

@@ -183,7 +183,8 @@ def micro(count: int, seed: int) -> Result:
         alone_bill = [k.nodes * (told.H20 + told.H800) for k in kinds]
         nodes = len({n for pin in one.pins for n in pin})
         bill = nodes * told.H20 + one.train * told.H800
-        rows.append(row(f"{name}, bills alone / group", one.price, sum(alone_bill) / bill))
+        bills = sum(alone_bill) / bill
+        rows.append(row(f"{name}, bills alone / group", one.price, bills, kind="arithmetic"))
         for migrates in (False, True):
             jobs, alone = _group(one, count, seed, migrates=migrates)
             trace = MuxSimulation(jobs, switch_s=told.WARM_S, tail=TAIL if migrates else 2.0).run(
@@ -196,13 +197,14 @@ def micro(count: int, seed: int) -> Result:
             gain = sum(b / s for b, s in zip(bills, slowdown, strict=True)) / bill
             what = ", with migration" if migrates else ""
             for version, value in zip(("v1", "OSDI"), one.over_solo, strict=True):
-                rows.append(row(f"{name}{what}, over solo ({version})", value, gain))
+                rows.append(row(f"{name}{what}, over solo ({version})", value, gain, even=1))
             if migrates:
                 continue
             slow += slowdown
             happened[name] = trace
             colocated = colocated_gain(one, "H800")
-            rows.append(row(f"{name}, over colocated", one.over_colocated, gain / colocated))
+            over = gain / colocated
+            rows.append(row(f"{name}, over colocated", one.over_colocated, over, even=1))
             gavel = max(colocated, colocated_gain(one, "H20"), 1.0)
             over_gavel.append(gain / gavel)
             rows += _bubbles(name, one, trace, jobs, alone)
@@ -210,9 +212,9 @@ def micro(count: int, seed: int) -> Result:
         ("least", told.OVER_GAVEL[0], min(over_gavel)),
         ("most", told.OVER_GAVEL[1], max(over_gavel)),
     ):
-        rows.append(row(f"over Gavel+, {what} of the three", value, found))
-    rows.append(row("slow-down of a job, least", told.SLOWDOWN[0], min(slow)))
-    rows.append(row("slow-down of a job, most", told.SLOWDOWN[1], max(slow)))
+        rows.append(row(f"over Gavel+, {what} of the three", value, found, even=1))
+    rows.append(row("slow-down of a job, least", told.SLOWDOWN[0], min(slow), even=1))
+    rows.append(row("slow-down of a job, most", told.SLOWDOWN[1], max(slow), even=1))
     notes = [
         "Rounds have the lengths of RollPacker's 8k generator and the data sheet's decode steps on",
         "H20, scaled to an iteration of 300 s alone (ours). Colocated: all of a job on its H800",
@@ -334,10 +336,10 @@ def _shared(shapes: Sequence[Sequence[RolloutLengths]], share: float, tp: int, k
 
 def switches(count: int, seed: int) -> Result:
     """Compare warm starts (states kept in host memory) with cold starts (states loaded again)."""
-    rows = [row("start, cold / warm (v1)", told.WARM_RATIO["v1"], told.COLD_S["v1"] / 1.7)]
-    rows.append(
-        row("start, cold / warm (OSDI)", told.WARM_RATIO["OSDI"], told.COLD_S["OSDI"] / 1.9)
-    )
+    rows: list[Row] = []
+    for version, warm_s in (("v1", 1.7), ("OSDI", told.WARM_S[ROLLOUT])):
+        cell, ratio = f"start, cold / warm ({version})", told.COLD_S[version] / warm_s
+        rows.append(row(cell, told.WARM_RATIO[version], ratio, kind="arithmetic"))
     for name, one in MICRO.items():
         for version, cold in told.COLD_S.items():
             periods = []
@@ -349,7 +351,7 @@ def switches(count: int, seed: int) -> Result:
             rows.append(
                 row(f"{name}, throughput lost, cold {cold:g} s", value, 1 - periods[0] / periods[1])
             )
-    notes = ["The first two are what is published, divided: seconds of a start are not simulated."]
+    notes = ["Cold over warm is published seconds, divided. Seconds of a start are not simulated."]
     return Result(TableResult("RollMux, warm and cold starts", rows, notes), {})
 
 
@@ -439,7 +441,9 @@ def trace200(count: int, seed: int) -> Result:
         for cell, value in told.TRACE_200_TOLD.items():
             if arm == "RollMux" or cell not in OF_OTHERS:
                 what = "" if arm == "RollMux" else " (with moves)"
-                rows.append(row(cell + what, value, found[cell], fitted=cell == "solo, $/h"))
+                is_fitted = cell == "solo, $/h"
+                even = 1.0 if " / " in cell else None
+                rows.append(row(cell + what, value, found[cell], fitted=is_fitted, even=even))
     rows += _of_trace("trace", runs)
     notes = [
         f"Means of {count} traces. $/h: the bill over {told.WINDOW_HOURS} h, the published window.",

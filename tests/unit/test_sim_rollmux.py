@@ -26,7 +26,7 @@ def rows_of(experiment: str, path: Path, *more: str) -> dict[str, float]:
     argv = ["rollmux", "--experiment", experiment, "--json", str(path), *more]
     assert sim.main(argv) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert all({"cell", "published", "simulated", "error", "fitted"} <= set(r) for r in rows)
+    assert all({"cell", "published", "simulated", "error", "kind"} <= set(r) for r in rows)
     return {r["cell"]: r["simulated"] for r in rows}
 
 
