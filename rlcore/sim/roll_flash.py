@@ -12,8 +12,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from rlcore.records import GroupId, Request, Work, group_of
-from rlcore.sched.roles import GroupState, Round, Verdict
+from rlcore.records import Request, Work, group_of
+from rlcore.sched.roles import Round
 from rlcore.sched.router import LeastLoaded
 from rlcore.sched.stop import StopAtAll, StopAtFirst
 from rlcore.sim.async_rollout import EndlessPrompts, PromptLengths, SimAsyncRollout
@@ -83,13 +83,14 @@ MIDDLE = Generator(
     b=20.0,
     s=0.0,
 )
-"""Lengths for the tables `queue` and `replication`, fitted on the two ratios of `queue`. The median
-is 2,000 tokens; for 1 in 20 prompts, all responses reach the limit of 8,192. With this limit, the
-data sheet of an 8B on an H800 also explains the seconds: 8,192 steps of 9 ms take 75 s. Each
-further response of that length on the same worker adds 2.5 s. RollPacker's generator, in which only
-some responses of a prompt are long, reproduces none of the five ratios."""
+"""Lengths for the tables `queue` and `replication`. The median is 2,000 tokens; for
+1 in 20 prompts, all responses reach the limit of 8,192. They were fitted on the two ratios of
+`queue` with ROLL's scheduler, which rlcore does not have. With this limit, the data sheet of an 8B
+on an H800 also explains the seconds: 8,192 steps of 9 ms take 75 s. Each further response of that
+length on the same worker adds 2.5 s."""
 KEPT = 0.75
-"""Share of prompts that dynamic filtering keeps because their rewards differ; also fitted."""
+"""Share of prompts that dynamic filtering keeps because their rewards differ; fitted together with
+`MIDDLE`."""
 QUEUE_REPLICAS, QUEUE_ROUNDS = 8, 10
 """Number of engines for `queue` (our assumption), and batches simulated per unit of `--rounds`."""
 
@@ -364,52 +365,35 @@ def queue(steps: int, seed: int) -> TableResult:
     """Return the seconds until dynamic filtering has kept 8 groups of 8 responses: with queue
     scheduling, relative to running prompts in whole batches."""
     arms = {
-        "queue": (MIDDLE, Running),
-        "a prompt only for one that is dropped": (MIDDLE, StopAtFirst),
-        "RollPacker's 16k lengths": (GENERATORS["16k"], Running),
-        "both": (GENERATORS["16k"], StopAtFirst),
+        "": (MIDDLE, False),
+        "; --rollout.routing response": (MIDDLE, True),
+        "; RollPacker's 16k lengths": (GENERATORS["16k"], False),
     }
     rows: list[Row] = []
     rounds = QUEUE_ROUNDS * steps
-    for arm, (generator, stop) in arms.items():
+    for arm, (generator, spread) in arms.items():
         mean = dict.fromkeys(QUEUE_S, 0.0)
         for k in range(rounds):
             lengths = PromptLengths(generator, 8, derive(seed, "queue", k) % 2**31)
             mean["batch"] += _in_batches(lengths, seed, k) / rounds
             for name, more in EXTRA.items():
-                mean[name] += _in_a_queue(lengths, seed, k, more, stop) / rounds
+                mean[name] += _in_a_queue(lengths, seed, k, more, spread=spread) / rounds
         for name in EXTRA:
-            ours = arm == "queue"
-            cell = name if ours else f"{name}; {arm}"
             told = QUEUE_S[name] / QUEUE_S["batch"]
             found = mean[name] / mean["batch"]
             seconds = {key: round(s, 1) for key, s in mean.items()}
-            rows.append(row(f"{cell}: of batch", told, found, fitted=ours, seconds=seconds))
+            facts = {"fitted": generator is MIDDLE, "even": 1, "seconds": seconds}
+            rows.append(row(f"{name}{arm}: of batch", told, found, **facts))
     return TableResult(
         "ROLL Flash: queue scheduling, 8 x 8, seconds as a share of those in batches",
         rows,
         [
             f"published seconds: {', '.join(f'{k} {v}' for k, v in QUEUE_S.items())}; {rounds} "
             f"batches an arm, {QUEUE_REPLICAS} engines, the filter keeps {KEPT:.0%}",
-            "fitted: lengths and that share. Two causes make the difference to the rows below: in "
-            "ROLL's scheduler 8 prompts (and the extra ones) run until 8 are kept, whatever has "
-            "ended; and the paper's answers end at 8k, of some prompts all",
+            "ROLL keeps 8 prompts running until 8 are kept, and starts one whenever one ends; "
+            "StopAtFirst replaces only a dropped prompt",
         ],
     )
-
-
-class Running(StopAtFirst):
-    """Stop policy as in ROLL's scheduler: whenever a group ends, kept or dropped, another prompt
-    starts, until enough groups are kept."""
-
-    def judge(self, groups: Mapping[GroupId, GroupState], group: GroupState) -> Verdict:
-        verdict = super().judge(groups, group)
-        if verdict.kept is None and not verdict.more and self._more is not None:
-            work = self._more("s")
-            assert work is not None
-            self._domains[work.id] = "s"
-            return replace(verdict, more=[work])
-        return verdict
 
 
 def _keeps(group: str, seed: int, round_: int) -> bool:
@@ -443,14 +427,19 @@ def _in_batches(lengths: PromptLengths, seed: int, round_: int) -> float:
 
 
 def _in_a_queue(
-    lengths: PromptLengths, seed: int, round_: int, more: int, stop: type[StopAtFirst]
+    lengths: PromptLengths, seed: int, round_: int, more: int, *, spread: bool
 ) -> float:
     """Return the seconds until 8 groups are kept, if 8 + `more` prompts run at the beginning."""
     source = EndlessPrompts(8, first=1000 * round_)
     work = source(8 + more)
-    policy = stop({"s": 8}, {w.id: "s" for w in work}, lambda domain: _another(source))
-    world = SimSettings([cost()] * QUEUE_REPLICAS, lengths, rewards=_Filter(seed, round_))
-    return world.run(Round(work=work, stop=policy)).seconds
+    stop = StopAtFirst({"s": 8}, {w.id: "s" for w in work}, lambda domain: _another(source))
+    world = SimSettings(
+        [cost()] * QUEUE_REPLICAS,
+        lengths,
+        rewards=_Filter(seed, round_),
+        place=partial(LeastLoaded, UNLIMITED, spread=spread),
+    )
+    return world.run(Round(work=work, stop=stop)).seconds
 
 
 def _another(source: EndlessPrompts) -> Work:
@@ -482,8 +471,8 @@ def replication(steps: int, seed: int) -> TableResult:
         "ROLL Flash: prompt replication",
         rows,
         [
-            f"assumed: {REPLICATION_REPLICAS} engines; lengths and costs as fitted for `queue`, "
-            "nothing is fitted here"
+            f"assumed: {REPLICATION_REPLICAS} engines; lengths and costs of `queue`, nothing is "
+            "fitted here"
         ],
     )
 

@@ -12,10 +12,11 @@ Kind = Literal["fitted", "predicted", "arithmetic", "not reproduced", "ours"]
 KINDS: tuple[Kind, ...] = ("fitted", "predicted", "arithmetic", "not reproduced", "ours")
 """Kinds of table cells. `fitted`: a constant was fitted on the published value of this cell.
 `predicted`: no constant was. `arithmetic`: the value follows from published numbers alone.
-`not reproduced`: a prediction that is wrong by the rule of `row`. `ours`: no value is published."""
+`not reproduced`: a cell, fitted or predicted, that is wrong by the rule of `row`. `ours`: no value
+is published."""
 
 WRONG = 0.15
-"""Relative error above which a prediction counts as not reproduced. Two versions of one paper
+"""Relative error above which a cell counts as not reproduced. Two versions of one paper
 differ by up to 13 % in a cell (RollPacker's 14B: speed-ups of 1.76 and 1.99), so a larger error is
 not one of measurement."""
 
@@ -41,8 +42,8 @@ def row(
 ) -> Row:
     """Return the row of a cell, with the error `simulated - published`.
 
-    A prediction is labelled `not reproduced` if its relative error is above `WRONG`, or if a
-    published effect is absent or reversed.
+    A fitted or predicted cell is labelled `not reproduced` if its relative error is above `WRONG`,
+    or if a published effect is absent or reversed.
 
     Args:
         published: published value; None if there is none.
@@ -52,7 +53,7 @@ def row(
     label: Kind = "fitted" if fitted else kind
     if published is None:
         label = "ours"
-    elif label == "predicted" and _is_wrong(published, simulated, even):
+    elif label != "arithmetic" and _is_wrong(published, simulated, even):
         label = "not reproduced"
     made: Row = {
         "cell": cell,
@@ -74,8 +75,8 @@ def _is_wrong(published: float, simulated: float, even: float | None) -> bool:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """Return the number of cells of each kind, and the median relative error of all predictions,
-    whether reproduced or not. Without predictions, the error is None."""
+    """Return the number of cells of each kind, and the median relative error of the predicted and
+    the not reproduced cells. Without such cells, the error is None."""
     count = Counter(r["kind"] for r in rows)
     errors = [
         abs(r["error"] / r["published"])
@@ -139,4 +140,4 @@ def _sentence(found: Mapping[str, Any]) -> str:
     said = "cells: " + ", ".join(f"{n} {kind}" for kind, n in found["cells"].items())
     if found["median_error"] is None:
         return said
-    return f"{said}; median relative error of all predictions {found['median_error']:.1%}"
+    return f"{said}; median relative error of predictions {found['median_error']:.1%}"

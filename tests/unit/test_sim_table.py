@@ -11,8 +11,9 @@ from rlcore.sim.table import TableResult, over_seeds, row, show, summary
         (2.0, 2.29, {}, "predicted"),
         (2.0, 2.31, {}, "not reproduced"),
         (2.0, 1.69, {}, "not reproduced"),
-        (2.0, 4.0, {"kind": "fitted"}, "fitted"),
-        (2.0, 4.0, {"fitted": True}, "fitted"),
+        (2.0, 2.1, {"kind": "fitted"}, "fitted"),
+        (2.0, 2.1, {"fitted": True}, "fitted"),
+        (2.0, 4.0, {"fitted": True}, "not reproduced"),
         (2.0, 2.0, {"kind": "arithmetic"}, "arithmetic"),
         (None, 2.0, {}, "ours"),
         (1.06, 1.0, {}, "predicted"),
@@ -32,7 +33,7 @@ def test_the_summary_counts_wrong_predictions_too() -> None:
         row("a", 1.0, 1.1),
         row("b", 1.0, 1.5),
         row("c", 1.0, 3.0),
-        row("d", 1.0, 9, fitted=True),
+        row("d", 1.0, 1, fitted=True),
     ]
     assert summary(rows) == {
         "cells": {"fitted": 1, "predicted": 1, "not reproduced": 2},
