@@ -302,7 +302,7 @@ def _add_rollmux(p: argparse.ArgumentParser) -> None:
         help="PNG file that compares published and simulated values, or shows curves",
     )
     p.add_argument(
-        "--timeline", type=Path, help="PNG of each GPU's jobs over time (--experiment micro)"
+        "--timeline", type=Path, help="PNG of each node's jobs over time (--experiment micro)"
     )
     p.add_argument("--json", type=Path, help="JSON file for the results")
 

@@ -28,8 +28,9 @@ POOLS = (
 )
 SLOTS = 8
 """Number of GPUs in a node."""
-KEEP, KEPT = 4, (1, 2, 4)
-"""Number of engines per node on which a rollout's tail continues: the default, and all choices."""
+KEEP = 1
+"""Number of nodes on which the tail of a rollout on several nodes continues in the
+micro-benchmarks (`--mux.tail_nodes`, our choice)."""
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class RolloutLengths:
     tail_s: float
     tokens: int
     moved_s: Mapping[int, float]
-    """Seconds of the tail if it moves, including prefill, by number of kept engines."""
+    """Seconds of the tail if it moves, including prefill, by number of kept nodes."""
 
 
 def finish_times(lengths: Sequence[int], prompt: int, cost: EngineCost) -> list[float]:
@@ -72,12 +73,12 @@ def finish_times(lengths: Sequence[int], prompt: int, cost: EngineCost) -> list[
 
 @cache
 def rounds(
-    model: ModelSize, column: str, gpu: Gpu, tp: int, count: int, seed: int
+    model: ModelSize, column: str, gpu: Gpu, tp: int, nodes: int, count: int, seed: int
 ) -> list[RolloutLengths]:
-    """Return the timing of `count` rollouts on a node of eight GPUs, in data set order."""
+    """Return the timing of `count` rollouts on nodes of eight GPUs, in data set order."""
     cost = from_data_sheet(model, gpu, tp)
     generator = GENERATORS[column]
-    engines = SLOTS // tp
+    engines = nodes * SLOTS // tp
     out = []
     for n in range(count):
         lengths = [
@@ -91,8 +92,12 @@ def rounds(
             for t in finish_times(lengths[r::engines], generator.prompt_tokens, cost)
         )
         at = ends[int(TAIL * len(ends)) - 1]
-        moved = {k: _moved_s(sorted(lengths), generator.prompt_tokens, cost, k, engines)
-                 for k in KEPT}  # fmt: skip
+        moved = {
+            kept: _moved_s(
+                sorted(lengths), generator.prompt_tokens, cost, kept * SLOTS // tp, engines
+            )
+            for kept in range(1, nodes)
+        }
         out.append(RolloutLengths(ends[-1], at, sum(lengths), moved))
     return out
 
@@ -109,14 +114,6 @@ def _moved_s(
     moving = len(left) * (1 - kept / engines) * (prompt + done)
     decode = max(finish_times(left[k::kept], prompt + done, cost)[-1] for k in range(kept))
     return moving * cost.prefill_s / kept + decode
-
-
-def batch_share(model: ModelSize, column: str, gpu: Gpu, tp: int) -> float:
-    """Return the share of a decode step's time that grows with batch size, as a rollout starts."""
-    cost = from_data_sheet(model, gpu, tp)
-    size = told.PROMPTS * told.SAMPLES * tp // SLOTS
-    step = cost.decode_s(size, size * GENERATORS[column].prompt_tokens, 1)
-    return 1 - cost.step_s / step
 
 
 # ---- micro-benchmarks
@@ -136,7 +133,7 @@ def iterations_of(
         Iteration(
             rollout_s=rollout_s * r.seconds / mean_s,
             tail_s=rollout_s * r.tail_s / mean_s,
-            moved_s=rollout_s * r.moved_s[KEEP] / mean_s,
+            moved_s=rollout_s * r.moved_s.get(KEEP, 0.0) / mean_s,
             train_s=train_s * r.tokens / mean_tokens,
         )
         for r in shapes
@@ -153,17 +150,14 @@ def _group(
     order = sorted(range(len(micro.jobs)), key=lambda n: -len(micro.pins[n]))
     for n in order:
         kind = KINDS[micro.jobs[n]]
-        shapes = rounds(model, told.LENGTHS, gpu, 1, count, derive(seed, "job", n))
-        names = [f"r{node}.{g}" for node in micro.pins[n] for g in range(SLOTS)]
-        member = Member(
-            job=f"{micro.jobs[n]}{n}",
-            slots={ROLLOUT: tuple(names), TRAIN: tuple(f"t{t}" for t in range(micro.train))},
-            keep=KEEP * len(micro.pins[n]) if migrates else 0,
-            least={ROLLOUT: len(names) // 2} if migrates else {},
-        )
+        pins = micro.pins[n]
+        shapes = rounds(model, told.LENGTHS, gpu, 1, len(pins), count, derive(seed, "job", n))
+        names = {ROLLOUT: tuple(f"r{node}" for node in pins)}
+        names[TRAIN] = tuple(f"t{node}" for node in range(micro.train))
+        keep = KEEP if migrates and len(pins) > KEEP else 0
+        member = Member(job=f"{micro.jobs[n]}{n}", slots=names, keep=keep)
         its = iterations_of(kind, shapes, micro.train)
-        share = batch_share(model, told.LENGTHS, gpu, 1)
-        jobs.append(VirtualJob(member=member, iteration=_cycled(its), batch_share=share))
+        jobs.append(VirtualJob(member=member, iteration=_cycled(its)))
         alone.append(iterations_of(kind, shapes, kind.nodes))
     return jobs, alone
 
@@ -185,7 +179,8 @@ def micro(count: int, seed: int) -> Result:
         bill = nodes * told.H20 + one.train * told.H800
         bills = sum(alone_bill) / bill
         rows.append(row(f"{name}, bills alone / group", one.price, bills, kind="arithmetic"))
-        for migrates in (False, True):
+        can_migrate = any(len(pin) > KEEP for pin in one.pins)
+        for migrates in (False, True) if can_migrate else (False,):
             jobs, alone = _group(one, count, seed, migrates=migrates)
             trace = MuxSimulation(jobs, switch_s=told.WARM_S, tail=TAIL if migrates else 2.0).run(
                 count
@@ -221,7 +216,8 @@ def micro(count: int, seed: int) -> Result:
         "nodes, rollouts as much faster or slower as the data sheets say. Gavel+: of alone,",
         "colocated on H800 and colocated on H20 what costs least, jobs do not take turns.",
         "A phase that is longer than usual keeps the next job waiting: that, and the switch, is",
-        "the slow-down; interference on shared hosts and links is not modelled.",
+        "the slow-down; interference on shared hosts and links is not modelled. Only C has two",
+        "rollout nodes, of which its tail can release one.",
     ]
     return Result(TableResult("RollMux, micro-benchmarks", rows, notes), {}, happened=happened)
 
@@ -247,7 +243,7 @@ def colocated_rollout(where: str) -> float:
     """Return the rollout time on GPU type `where` relative to H20, from the data sheets."""
     model = MODELS[told.MODEL]
     seconds = [
-        statistics.fmean(r.seconds for r in rounds(model, told.LENGTHS, GPUS[gpu], 1, 3, 0))
+        statistics.fmean(r.seconds for r in rounds(model, told.LENGTHS, GPUS[gpu], 1, 1, 3, 0))
         for gpu in (where, "H20")
     ]
     return seconds[0] / seconds[1]
@@ -279,39 +275,50 @@ def _bubbles(
 
 # ---- migration of tails
 
+GROUPS = {
+    "two jobs on one node": ((0,), (0,)),
+    "2 nodes, and a job on one": ((0, 1), (1,)),
+    "2 nodes, and a job on each": ((0, 1), (0,), (1,)),
+    "4 nodes, and a job on three": ((0, 1, 2, 3), (1,), (2,), (3,)),
+}
+"""Rollout nodes of the jobs of a group (our assumption). The tail of the first job can move."""
+
 
 def migration(count: int, seed: int) -> Result:
-    """Simulate two rollout-heavy jobs on one rollout node, with and without migration of tails."""
+    """Simulate rollout-heavy jobs that share rollout nodes: without migration of tails, and with it
+    for every number of nodes that a tail can keep."""
     rows: list[Row] = []
-    gains: dict[tuple[str, str], float] = {}
-    for name, column in told.MIGRATION_MODELS:
-        model, gpu = MODELS[name], GPUS["H20"]
-        tp = 2 if name == "32B" else 1
-        shapes = [rounds(model, column, gpu, tp, count, derive(seed, n)) for n in range(2)]
-        share = batch_share(model, column, gpu, tp)
-        seconds = {0: _shared(shapes, share, tp, 0)}
-        for kept in (k for k in KEPT if k * tp < SLOTS):
-            seconds[kept] = _shared(shapes, share, tp, kept)
-            gain = seconds[0] / seconds[kept]
-            gains[name, column] = max(gain, gains.get((name, column), 0.0))
-            rows.append(row(f"migration, {name}/{column}, tail on {kept * tp} GPUs", None, gain))
-    most = gains["14B", "8k"]
-    rows.append(row("migration, 14B/8k, best of these", told.MIGRATION[1], most))
-    rows.append(row("migration, least of the best", told.MIGRATION[0], min(gains.values())))
-    rows.append(row("migration, most of the best", told.MIGRATION[1], max(gains.values())))
+    least, most = told.MIGRATION
+    for group, pins in GROUPS.items():
+        for name, column in told.MIGRATION_MODELS:
+            without = _shared(name, column, pins, 0, count, seed)
+            if len(pins[0]) == 1:  # no node to release
+                gain = without / _shared(name, column, pins, 1, count, seed)
+                value = most if (name, column) == ("14B", "8k") else least
+                rows.append(row(f"{group}, {name}/{column}", value, gain, even=1))
+            for kept in range(1, len(pins[0])):
+                gain = without / _shared(name, column, pins, kept, count, seed)
+                cell = f"{group}, {name}/{column}, tail keeps {kept}"
+                rows.append(row(cell, None, gain))
     notes = [
         "Iterations a second with migration at 80 % against without; jobs of T_rollout = 2.5",
-        "T_train that share a rollout node of 8 H20. What moves is prefilled again where the tail",
-        "runs; the next rollout starts on the other GPUs, and gets these when the tail is done.",
+        "T_train on nodes of 8 H20, each with a train node of its own. As in rlcore/mux, a tail",
+        "releases whole nodes and a rollout starts once all of its nodes are free, so two jobs on",
+        "one node gain nothing. The paper releases single GPUs. Published: the least and, for",
+        "14B/8k, the most; the group is not published. What moves is prefilled again.",
     ]
     return Result(TableResult("RollMux, migration of long tails", rows, notes), {})
 
 
-def _shared(shapes: Sequence[Sequence[RolloutLengths]], share: float, tp: int, kept: int) -> float:
-    """Return the mean seconds of an iteration of two rollout-heavy jobs on one rollout node. Tails
-    continue on `kept` engines; 0: tails do not move."""
+def _shared(
+    name: str, column: str, pins: Sequence[Sequence[int]], kept: int, count: int, seed: int
+) -> float:
+    """Return the mean seconds of an iteration of rollout-heavy jobs on rollout nodes `pins`. The
+    tail of a rollout continues on `kept` nodes if the job has more; 0: tails do not move."""
+    model, tp = MODELS[name], 2 if name == "32B" else 1
     jobs = []
-    for n, mine in enumerate(shapes):
+    for n, pin in enumerate(pins):
+        mine = rounds(model, column, GPUS["H20"], tp, len(pin), count, derive(seed, n))
         mean_train = statistics.fmean(r.seconds for r in mine) / KINDS["D"].rollout_per_train
         tokens = statistics.fmean(r.tokens for r in mine)
         its = [
@@ -323,10 +330,9 @@ def _shared(shapes: Sequence[Sequence[RolloutLengths]], share: float, tp: int, k
             )
             for r in mine
         ]
-        slots = {ROLLOUT: tuple(f"r{g}" for g in range(SLOTS)), TRAIN: (f"t{n}",)}
-        member = Member(job=f"{n}", slots=slots, keep=kept * tp, least={ROLLOUT: SLOTS // 2})
-        jobs.append(VirtualJob(member=member, iteration=_cycled(its), batch_share=share))
-    count = len(shapes[0])
+        slots = {ROLLOUT: tuple(f"r{node}" for node in pin), TRAIN: (f"t{n}",)}
+        member = Member(job=f"{n}", slots=slots, keep=kept if len(pin) > kept else 0)
+        jobs.append(VirtualJob(member=member, iteration=_cycled(its)))
     trace = MuxSimulation(jobs, switch_s=told.WARM_S, tail=TAIL if kept else 2.0).run(count)
     return statistics.fmean(trace.period(j.member.job, count // 10) for j in jobs)
 
