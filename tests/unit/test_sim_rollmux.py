@@ -77,6 +77,16 @@ def test_jobs_on_one_node_cannot_migrate(tmp_path: Path):
     assert found["2 nodes, and a job on one, 14B/8k, tail keeps 1"] > 1
 
 
+def test_a_shorter_iteration_loses_more_to_cold_starts():
+    found = {r["cell"]: r["simulated"] for r in rollmux._group_sweeps(3, 0)[0]}
+    for group in ("A+A", "D+D+E", "C+D+D"):
+        lost = [
+            found[f"{group}, {seconds:g} s an iteration alone: lost, cold"]
+            for seconds in rollmux.SOLO_SWEEP
+        ]
+        assert lost == sorted(lost, reverse=True)
+
+
 def test_finish_times_are_those_of_decoding_side_by_side():
     cost = EngineCost(step_s=1.0, sequence_s=0.5)
     assert rollmux.finish_times([4, 2], 10, cost) == pytest.approx([2 * 2.0, 2 * 2.0 + 2 * 1.5])
