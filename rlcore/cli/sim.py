@@ -374,11 +374,28 @@ def _show(made: table.TableResult, a: argparse.Namespace, begin: float) -> int:
     print(f"\n{a.rounds} rounds a cell, seed {a.seed}, {time.monotonic() - begin:.0f} s")
     if a.json:
         head = {"what": made.title, "rounds": a.rounds, "seed": a.seed, "notes": made.notes}
-        _write(a.json, head | {"rows": made.rows})
+        _write(a.json, head | {"summary": table.summary(made.rows), "rows": made.rows})
     if a.picture:
         report.bars(made.rows, a.picture, made.title)
         print(a.picture)
     return 0
+
+
+def _add_seeds(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    p.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        help="number of seeds from --seed on; a cell is their mean, with minimum, maximum and "
+        "standard deviation",
+    )
+
+
+def _seeds(a: argparse.Namespace) -> range:
+    if a.seeds < 1:
+        raise ConfigError(f"--seeds {a.seeds}: must be at least 1")
+    return range(a.seed, a.seed + a.seeds)
 
 
 def _add_rollmux(p: argparse.ArgumentParser) -> None:
@@ -393,14 +410,14 @@ def _add_rollmux(p: argparse.ArgumentParser) -> None:
         type=int,
         help="number of repetitions of the experiment (rlcore/sim/README.md)",
     )
-    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    _add_seeds(p)
     p.add_argument(
         "--picture",
         type=Path,
         help="PNG file that compares published and simulated values, or shows curves",
     )
     p.add_argument(
-        "--timeline", type=Path, help="PNG of each GPU's jobs over time (--experiment micro)"
+        "--timeline", type=Path, help="PNG of each node's jobs over time (--experiment micro)"
     )
     p.add_argument("--json", type=Path, help="JSON file for the results")
 
@@ -412,14 +429,14 @@ def _rollmux(a: argparse.Namespace) -> int:
         raise ConfigError(f"--rounds {count}: must be at least 1")
     if a.timeline and a.experiment != "micro":
         raise ConfigError(f"--timeline {a.timeline}: works only with --experiment micro")
-    begin = time.monotonic()
-    found = make(count, a.seed)
-    made = found.made
+    begin, seeds = time.monotonic(), _seeds(a)
+    runs = [make(count, seed) for seed in seeds]
+    found, made = runs[0], table.over_seeds([r.made for r in runs])
     print("\n".join(table.show(made)))
-    print(f"\n{count} rounds, seed {a.seed}, {time.monotonic() - begin:.0f} s")
+    print(f"\n{count} rounds, seeds {list(seeds)}, {time.monotonic() - begin:.0f} s")
     if a.json:
-        head = {"what": made.title, "rounds": count, "seed": a.seed, "notes": made.notes}
-        _write(a.json, head | {"rows": made.rows})
+        head = {"what": made.title, "rounds": count, "seeds": list(seeds), "notes": made.notes}
+        _write(a.json, head | {"summary": table.summary(made.rows), "rows": made.rows})
     if a.picture and found.lines:
         is_step = "hours" in found.axes  # cost per hour is a step function of time
         report.curves(
@@ -453,7 +470,7 @@ def _rhymerl(a: argparse.Namespace) -> int:
 def _add_flash(p: argparse.ArgumentParser) -> None:
     p.add_argument("what", nargs="+", choices=list(roll_flash.TABLES), help="tables to simulate")
     p.add_argument("--rounds", type=int, default=8, help="policy updates per table cell")
-    p.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    _add_seeds(p)
     p.add_argument("--picture", type=Path, help="PNG file of all tables in the --json file")
     p.add_argument(
         "--json", type=Path, help="JSON file for the tables; other tables in it are kept"
@@ -469,14 +486,14 @@ def _flash(a: argparse.Namespace) -> int:
         tables = read_json(a.json, hint).get("tables", {})
         if not isinstance(tables, dict):
             raise ConfigError(f"{a.json}: has no tables; {hint}")
-    broken = []
+    broken, seeds = [], _seeds(a)
     for name in a.what:
         begin = time.monotonic()
-        made = roll_flash.TABLES[name](a.rounds, a.seed)
+        made = table.over_seeds([roll_flash.TABLES[name](a.rounds, seed) for seed in seeds])
         print("\n".join(table.show(made)))
-        print(f"\n{a.rounds} rounds, seed {a.seed}, {time.monotonic() - begin:.0f} s\n")
-        head = {"what": made.title, "rounds": a.rounds, "seed": a.seed, "notes": made.notes}
-        tables[name] = head | {"rows": made.rows}
+        print(f"\n{a.rounds} rounds, seeds {list(seeds)}, {time.monotonic() - begin:.0f} s\n")
+        head = {"what": made.title, "rounds": a.rounds, "seeds": list(seeds), "notes": made.notes}
+        tables[name] = head | {"summary": table.summary(made.rows), "rows": made.rows}
         broken += roll_flash.broken(made.rows)
         if a.json:
             _write(a.json, {"what": "ROLL Flash", "tables": tables})

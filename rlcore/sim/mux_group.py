@@ -1,5 +1,6 @@
-"""Simulate the jobs of one group on virtual slots (rollout GPUs and train nodes). The shipped
-`sched/phase_mux.py` orders the phases of the jobs."""
+"""Simulate the jobs of one group on virtual nodes (slots). The shipped `sched/phase_mux.py` orders
+the phases of the jobs. As in `rlcore/mux/`, a phase starts once all of its nodes are free, and the
+tail of a rollout releases whole nodes."""
 
 import heapq
 import math
@@ -15,15 +16,15 @@ STEPS = {ROLLOUT: TRAIN, TRAIN: "sync", "sync": ROLLOUT}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Iteration:
-    """Durations of one iteration of a job that holds all of its rollout GPUs and train nodes."""
+    """Durations of one iteration of a job that holds all of its rollout and train nodes."""
 
     rollout_s: float
     train_s: float
     sync_s: float = 0.0
     tail_s: float = math.inf
-    """Seconds from the start of the rollout until its tail, which may move to fewer GPUs."""
+    """Seconds from the start of the rollout until its tail, which may move to fewer nodes."""
     moved_s: float = 0.0
-    """Seconds of the tail, including prefill, if the tail moves to the GPUs that the job keeps."""
+    """Seconds of the tail, including prefill, if the tail moves to the nodes that the job keeps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,9 +33,6 @@ class VirtualJob:
 
     member: Member
     iteration: Callable[[int], Iteration]
-    batch_share: float = 0.0
-    """Share of a decode step's time that grows with batch size; it determines how much slower a
-    rollout is on fewer slots."""
     colocated: bool = False
     """Whether rollout and training are one phase, which holds the slots of both pools."""
 
@@ -60,7 +58,7 @@ class MuxTimeline:
     moves: int = 0
 
     def count_move(self) -> None:
-        """Count a rollout whose tail has moved to the GPUs that the job keeps."""
+        """Count a rollout whose tail has moved to the nodes that the job keeps."""
         self.moves += 1
 
     def period(self, job: str, skip: int) -> float:
@@ -86,12 +84,10 @@ class _JobProgress:
     step: str = ROLLOUT
     now: Iteration = field(default_factory=lambda: Iteration(rollout_s=1, train_s=1))
     left_s: float = 0.0
-    """Seconds that the current phase would still take at full speed."""
-    rate: float = 1.0
+    """Seconds that the current phase still takes."""
     at: float = 0.0
     version: int = 0
     is_tail: bool = False
-    has_moved: bool = False
     opened: dict[str, float] = field(default_factory=dict)
 
     def next_pools(self) -> tuple[str, ...]:
@@ -110,11 +106,11 @@ class _JobProgress:
         self.left_s += switch_s.get(self.step, 0.0)
         if self.job.colocated:
             self.left_s += self.now.train_s + self.now.sync_s + switch_s.get(TRAIN, 0.0)
-        self.at, self.is_tail, self.has_moved = now, False, False
+        self.at, self.is_tail = now, False
 
     def advance(self, now: float) -> None:
         """Simulate the phase until `now`."""
-        self.left_s -= (now - self.at) * self.rate
+        self.left_s -= now - self.at
         self.at = now
 
     def reach_tail(self) -> None:
@@ -124,15 +120,9 @@ class _JobProgress:
     def move_tail(self) -> None:
         """Continue the tail of the rollout on the slots that the job keeps."""
         self.left_s *= self.now.moved_s / (self.now.rollout_s - self.now.tail_s)
-        self.has_moved = True
 
-    def change_speed(self, tail_share: float) -> None:
-        """Set the speed of the phase from its number of slots, and invalidate planned events."""
-        self.rate = 1.0
-        if self.step == ROLLOUT and not self.has_moved:
-            live = 1 - tail_share if self.is_tail else 1.0
-            crowd = live * len(self.job.member.slots[ROLLOUT]) / len(self.opened)
-            self.rate = 1 / (1 + self.job.batch_share * max(0.0, crowd - 1))
+    def replan(self) -> None:
+        """Invalidate planned events."""
         self.version += 1
 
     def end_phase(self) -> bool:
@@ -215,11 +205,9 @@ class MuxSimulation:
                 self._move(t, run, now)
 
     def _open(self, grant: Grant, run: _JobProgress, now: float) -> None:
+        assert not grant.is_more, "a phase starts on all of its nodes"
         run.add_slots(grant.slots, now)
-        if grant.is_more:
-            run.advance(now)
-        else:
-            run.start_phase(now, self._switch)
+        run.start_phase(now, self._switch)
         self._plan(grant.job, run, now)
 
     def _move(self, move: Migrate, run: _JobProgress, now: float) -> None:
@@ -231,12 +219,12 @@ class MuxSimulation:
         self._do(self.mux.freed(move.job, move.free, now), now)
 
     def _plan(self, name: str, run: _JobProgress, now: float) -> None:
-        """Update the speed of a job's current phase, and queue the new end of the phase."""
-        run.change_speed(self._tail_share)
-        self._at(now + max(0.0, run.left_s) / run.rate, "end", name)
+        """Queue the new end of a job's current phase, and the start of its tail."""
+        run.replan()
+        self._at(now + max(0.0, run.left_s), "end", name)
         before_tail = run.left_s - (run.now.rollout_s - run.now.tail_s)
         if run.step == ROLLOUT and not run.is_tail and before_tail > -math.inf:
-            self._at(now + max(0.0, before_tail) / run.rate, "tail", name)
+            self._at(now + max(0.0, before_tail), "tail", name)
 
     def _close(self, name: str, run: _JobProgress, slots: Sequence[str], now: float) -> None:
         for slot in slots:

@@ -3,7 +3,7 @@ nodes. The shipped `sched/cluster.py` places the jobs."""
 
 import heapq
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlcore.sched.cluster import Cluster, JobGroup, MuxJob
@@ -73,10 +73,16 @@ class _Going:
         return now + max(0.0, self.left) * period_s
 
 
-def draw_job(name: str, dice: random.Random, shapes: Sequence[str], sizes: Sequence[str]) -> MuxJob:
+def draw_job(
+    name: str,
+    dice: random.Random,
+    shapes: Sequence[str],
+    sizes: Sequence[str],
+    shares: Mapping[str, float] = SHAPES,
+) -> MuxJob:
     """Draw a job at random. A shape (ratio of rollout to training) or size is more likely if the
-    argument contains this shape or size several times."""
-    share = SHAPES[dice.choice(shapes)]
+    argument contains this shape or size several times. `shares`: share of rollout by shape."""
+    share = shares[dice.choice(shapes)]
     size = SIZES[dice.choice(sizes)]
     took, nodes = dice.uniform(*size.seconds), dice.choice(size.nodes)
     return MuxJob(
@@ -91,17 +97,20 @@ def draw_job(name: str, dice: random.Random, shapes: Sequence[str], sizes: Seque
     )
 
 
-def draw_trace(trace: JobTrace, seed: int) -> list[Arrival]:
-    """Draw jobs with Poisson arrivals, log-normal durations and the size frequencies of `trace`."""
+def draw_trace(
+    trace: JobTrace, seed: int, *, sigma: float = SIGMA, shares: Mapping[str, float] = SHAPES
+) -> list[Arrival]:
+    """Draw jobs with Poisson arrivals, log-normal durations of width `sigma` and the size
+    frequencies of `trace`."""
     dice = random.Random(seed)
     times = sorted(dice.uniform(0, trace.hours * 3600) for _ in range(trace.jobs))
-    hours = [dice.lognormvariate(0, SIGMA) for _ in times]
+    hours = [dice.lognormvariate(0, sigma) for _ in times]
     scale = MEAN_HOURS * len(hours) / sum(hours)
     names, weights = zip(*trace.sizes.items(), strict=True)
     out = []
     for n, (at, h) in enumerate(zip(times, hours, strict=True)):
         size = dice.choices(names, weights)
-        job = draw_job(f"job {n}", dice, list(SHAPES), size)
+        job = draw_job(f"job {n}", dice, list(shares), size, shares)
         out.append(Arrival(job, at, h * scale * 3600))
     return out
 

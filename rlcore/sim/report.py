@@ -123,7 +123,7 @@ def bars(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     rows = [r for r in rows if r["published"] is not None]
     figure, axes = pyplot.subplots(figsize=(9, 1.4 + 0.3 * len(rows)), layout="constrained")
     for at, r in enumerate(rows):
-        hatch = "///" if r["fitted"] else None
+        hatch = "///" if r["kind"] == "fitted" else None
         told = r["published"] or 0.0
         axes.barh(at - 0.19, told, 0.36, color="#B0B7BF")
         axes.barh(at + 0.19, r["simulated"], 0.36, color="#3B6FA0", hatch=hatch, edgecolor="white")
@@ -239,7 +239,7 @@ def _bars(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw bars of published and simulated ratios; cells with a fitted constant are hatched."""
     rows = [r for r in rows if r["published"] is not None and r["published"] < 20]
     for at, r in enumerate(rows):
-        hatch = "///" if r["fitted"] else None
+        hatch = "///" if r["kind"] == "fitted" else None
         axes.barh(at - 0.19, r["published"], 0.36, color="#B0B7BF")
         axes.barh(at + 0.19, r["simulated"], 0.36, color="#3B6FA0", hatch=hatch, edgecolor="white")
     axes.set_yticks(range(len(rows)), [str(r["cell"]) for r in rows], fontsize=6)
@@ -288,7 +288,7 @@ def curves(
 def timeline(
     happened: Mapping[str, MuxTimeline], path: Path, title: str, iterations: float = 5
 ) -> None:
-    """Write a PNG that shows which job holds each slot over the first `iterations` iterations, with
+    """Write a PNG that shows which job holds each node over the first `iterations` iterations, with
     one panel per group of jobs."""
     import matplotlib
 
@@ -303,23 +303,19 @@ def timeline(
     for axes, (name, trace) in zip(panels[:, 0], happened.items(), strict=True):
         end = min(e[-1] / len(e) for e in trace.ends.values()) * iterations
         slots = sorted({s.slot for s in trace.spans}, key=lambda s: (s[0] != "r", s))
-        tops, bottom = {}, 0.0
-        for slot in slots:  # a train node is one slot, a rollout node has one slot per GPU
-            tops[slot] = (bottom, 1.0 if slot[0] == "r" else 5.0)
-            bottom += tops[slot][1]
+        tops = {slot: (float(n), 1.0) for n, slot in enumerate(slots)}
         colours = dict(zip(trace.ends, palette, strict=False))
         shown = [s for s in trace.spans if s.start < end]
         for slot in slots:
             mine = [s for s in shown if s.slot == slot]
             bars_of = [(s.start, min(s.end, end) - s.start) for s in mine]
             axes.broken_barh(bars_of, tops[slot], color=[colours[s.job] for s in mine])
-        first = [slot for n, slot in enumerate(slots) if not n or slot[:2] != slots[n - 1][:2]]
         say = {"r": "rollout", "t": "train"}
-        names = [f"{say[slot[0]]} {slot[1]}" for slot in first]
-        axes.set_yticks([tops[slot][0] for slot in first], names, fontsize=8, va="top")
-        for slot in first[1:]:
-            axes.axhline(tops[slot][0], color="white", linewidth=1.2)
-        axes.set_ylim(bottom, 0)
+        names = [f"{say[slot[0]]} {slot[1:]}" for slot in slots]
+        axes.set_yticks([n + 0.5 for n in range(len(slots))], names, fontsize=8)
+        for n in range(1, len(slots)):
+            axes.axhline(n, color="white", linewidth=1.2)
+        axes.set_ylim(len(slots), 0)
         axes.set_xlim(0, end)
         axes.set_facecolor("#EEEEEE")
         axes.set_title(name, loc="left", fontsize=9)

@@ -1,7 +1,7 @@
 """ROLL Flash's tables (arXiv:2510.11345), simulated with the shipped controller and sample buffer.
 
-Settings that the paper leaves open are constants here, with their source. Table cells are marked if
-a constant was fitted to them, or if their setting differs from the paper's.
+Settings that the paper leaves open are constants here, with their source. `table.py` says how cells
+are labelled.
 """
 
 import math
@@ -12,11 +12,18 @@ from statistics import NormalDist
 
 import numpy as np
 
-from rlcore.records import GroupId, Request, Work, group_of
-from rlcore.sched.roles import GroupState, Round, Verdict
+from rlcore.records import Request, Work, group_of
+from rlcore.sched.balance import Rates, best
+from rlcore.sched.roles import Round
 from rlcore.sched.router import LeastLoaded
 from rlcore.sched.stop import StopAtAll, StopAtFirst
-from rlcore.sim.async_rollout import EndlessPrompts, PromptLengths, SimAsyncRollout, async_rollout
+from rlcore.sim.async_rollout import (
+    EndlessPrompts,
+    PromptLengths,
+    SimAsyncRollout,
+    Update,
+    async_rollout,
+)
 from rlcore.sim.cost import GPUS, EngineCost, engine_cost, named
 from rlcore.sim.phases import Layout, training_cost, turns_s
 from rlcore.sim.rewards import UNLIMITED, Rewards
@@ -66,6 +73,12 @@ SPLIT, SPLIT_SPEED_UP = (16, 24), 2.0
 """Numbers of training and rollout GPUs, and the approximate published speed-up over Sync-Naive on
 40 GPUs. The model is not stated."""
 ALPHAS = (0, 1, 2, 4, 8)
+BEST_ALPHA = {"32k limit, 256 prompts": 2, "4k limit, 256 prompts": 1, "32k limit, 32 prompts": 4}
+"""Published smallest alpha with nearly the full speed-up, by setting, from third-party notes on the
+paper. It is 2 for models of 0.6B to 8B."""
+ENOUGH = 1.05
+"""Maximum ratio of a step's seconds to those of the fastest alpha that counts as nearly the full
+speed-up (our assumption)."""
 SYNC_STEPS = 3
 """Number of steps for which Sync-Naive, the synchronous baseline, is simulated."""
 
@@ -83,13 +96,14 @@ MIDDLE = Generator(
     b=20.0,
     s=0.0,
 )
-"""Lengths for the tables `queue` and `replication`, fitted on the two ratios of `queue`. The median
-is 2,000 tokens; for 1 in 20 prompts, all responses reach the limit of 8,192. With this limit, the
-data sheet of an 8B on an H800 also explains the seconds: 8,192 steps of 9 ms take 75 s. Each
-further response of that length on the same worker adds 2.5 s. RollPacker's generator, in which only
-some responses of a prompt are long, reproduces none of the five ratios."""
+"""Lengths for the tables `queue` and `replication`. The median is 2,000 tokens; for
+1 in 20 prompts, all responses reach the limit of 8,192. They were fitted on the two ratios of
+`queue` with ROLL's scheduler, which rlcore does not have. With this limit, the data sheet of an 8B
+on an H800 also explains the seconds: 8,192 steps of 9 ms take 75 s. Each further response of that
+length on the same worker adds 2.5 s."""
 KEPT = 0.75
-"""Share of prompts that dynamic filtering keeps because their rewards differ; also fitted."""
+"""Share of prompts that dynamic filtering keeps because their rewards differ; fitted together with
+`MIDDLE`."""
 QUEUE_REPLICAS, QUEUE_ROUNDS = 8, 10
 """Number of engines for `queue` (our assumption), and batches simulated per unit of `--rounds`."""
 
@@ -179,13 +193,19 @@ def flow(law: Law, train: int, infer: int, alpha: float, seed: int) -> SimAsyncR
 
 def measured(law: Law, train: int, infer: int, alpha: float, steps: int, seed: int) -> StepBound:
     """Return the mean seconds of a step and their upper bound, once the sample buffer is full."""
-    made = flow(law, train, infer, alpha, seed)
-    made.run(math.ceil(alpha) + 1)
-    updates = made.run(steps)
+    updates = _steady(flow(law, train, infer, alpha, seed), alpha, steps)
     lengths = [n for u in updates for n in u.lengths]
-    trained = sum(u.trained for u in updates) / steps
+    trained = sum(u.trained for u in updates) / len(updates)
     bound = bound_2(law, lengths, infer, alpha, trained)
-    return StepBound(sum(u.seconds for u in updates) / steps, bound)
+    return StepBound(sum(u.seconds for u in updates) / len(updates), bound)
+
+
+def _steady(made: SimAsyncRollout, alpha: float, steps: int) -> list[Update]:
+    """Return at least `steps` updates, once the sample buffer is full. Prompts of 1 + alpha steps
+    start together, so a slow update recurs after as many steps: only whole cycles are measured."""
+    cycle = math.ceil(alpha) + 1
+    made.run(cycle)
+    return made.run(math.ceil(steps / cycle) * cycle)
 
 
 def best_share(law: Law, gpus: int, seed: int) -> int:
@@ -201,6 +221,32 @@ def best_share(law: Law, gpus: int, seed: int) -> int:
     unit = max(gpus // 16, 1)
     share = round(gpus * trained / (generate + trained) / unit) * unit
     return min(max(share, unit), gpus - unit)
+
+
+def planner_rates(law: Law, seed: int) -> Rates:
+    """Return what the planner of a run knows: rates from one random draw of response lengths, and
+    the costs of one GPU."""
+    c, (train_s, sync_s) = cost(), learner(1)
+    lengths = [n for p in range(law.prompts) for n in law.generator.lengths(p, SAMPLES, seed)]
+    mean, prompt = sum(lengths) / len(lengths), law.generator.prompt_tokens
+    request_s = c.sequence_s + c.context_s * (prompt + mean / 2)
+    return Rates(
+        samples=len(lengths),
+        tokens=sum(lengths),
+        longest=max(lengths),
+        step_s=c.step_s + request_s,
+        running=1,
+        train_s=train_s([prompt + n for n in lengths]),
+        sync_s=sync_s,
+        load=request_s / c.step_s,
+        places=max(1.0, min(law.max_running, c.cache_tokens / (prompt + mean))),
+        tp=TP,
+    )
+
+
+def planned(law: Law, gpus: int, seed: int) -> int:
+    """Return the number of training GPUs that the shipped planner proposes for alpha 2."""
+    return gpus - best(planner_rates(law, seed), gpus, 2, range(TP, gpus, TP))
 
 
 # ---- propositions
@@ -257,24 +303,30 @@ def broken(rows: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def scaling(steps: int, seed: int) -> TableResult:
-    """Return the speed-up of asynchronous training over Sync-Naive by number of GPUs (alpha 2)."""
+    """Return the speed-up of asynchronous training over Sync-Naive by number of GPUs, alpha 2, with
+    the planner's split and with beta*."""
     rows: list[Row] = []
-    for name, law in list(LAWS.items())[:2]:
-        speed = {}
+    for name, law in LAWS.items():
+        speed: dict[str, dict[int, float]] = {"planner": {}, "beta*": {}}
         for gpus in SIZES:
-            train = best_share(law, gpus, seed)
-            ours = measured(law, train, gpus - train, 2, steps, seed)
             naive = sync_naive(law, gpus, SYNC_STEPS, seed)
-            speed[gpus] = 1 / ours.seconds
             told = law.speed_up if gpus == SIZES[-1] else None
-            facts = ours.facts | {"sync_s": round(naive, 1), "law": name, "at": gpus}
-            cell = f"{name}, {gpus} GPUs, {train} train"
-            note = "" if told is not None else "not published by number"
-            rows.append(row(cell, told, naive / ours.seconds, note=note) | facts)
-        growth = speed[SIZES[-1]] / speed[SIZES[0]]
-        cell = f"{name}, throughput of {SIZES[-1]} GPUs over {SIZES[0]}"
-        rows.append(row(cell, GROWTH, growth))
-    return TableResult("ROLL Flash: asynchronous over Sync-Naive, alpha 2", rows, [_note()])
+            splits = {"planner": planned(law, gpus, seed), "beta*": best_share(law, gpus, seed)}
+            for by, train in splits.items():
+                ours = measured(law, train, gpus - train, 2, steps, seed)
+                speed[by][gpus] = 1 / ours.seconds
+                facts = ours.facts | {"sync_s": round(naive, 1), "law": name, "train": train}
+                if by == "planner":
+                    facts["at"] = gpus
+                note = f"{train} train"
+                cell = f"{name}, {gpus} GPUs, split by {by}"
+                rows.append(row(cell, told, naive / ours.seconds, even=1, note=note) | facts)
+        for by, of in speed.items():
+            growth = of[SIZES[-1]] / of[SIZES[0]]
+            cell = f"{name}, throughput of {SIZES[-1]} GPUs over {SIZES[0]}, split by {by}"
+            rows.append(row(cell, GROWTH, growth, even=1))
+    notes = ["planner: sched/balance.py, which a run asks; only 128 GPUs are published by number"]
+    return TableResult("ROLL Flash: asynchronous over Sync-Naive, alpha 2", rows, [*notes, _note()])
 
 
 def staleness(steps: int, seed: int) -> TableResult:
@@ -290,25 +342,55 @@ def staleness(steps: int, seed: int) -> TableResult:
             facts = ours.facts | {"law": name, "at": alpha}
             speed_up = naive / ours.seconds
             cell = f"{name}, alpha {alpha}"
-            rows.append(row(cell, told, speed_up, fitted=fitted, note=note) | facts)
+            rows.append(row(cell, told, speed_up, fitted=fitted, even=1, note=note) | facts)
     title = "ROLL Flash: staleness, 16 GPUs that train and 24 that sample over Sync-Naive on 40"
     return TableResult(title, rows, [_note()])
 
 
+def alphas(steps: int, seed: int) -> TableResult:
+    """Return the smallest alpha with nearly the full speed-up, by length limit and by number of
+    prompts in a step, on 16 + 24 GPUs."""
+    rows: list[Row] = []
+    for name, law in LAWS.items():
+        short = replace(law, generator=replace(law.generator, cap=4096))
+        laws = law, short, replace(law, prompts=32)
+        for (setting, told), one in zip(BEST_ALPHA.items(), laws, strict=True):
+            found = {a: measured(one, *SPLIT, a, steps, seed).seconds for a in ALPHAS[1:]}
+            enough = min(a for a, s in found.items() if s <= ENOUGH * min(found.values()))
+            seconds = {str(a): round(s, 1) for a, s in found.items()}
+            cell = f"{name}, {setting}: best alpha"
+            rows.append(row(cell, told, enough, seconds=seconds))
+    notes = [
+        f"best alpha: the smallest of {ALPHAS[1:]} whose step takes at most {ENOUGH:g} times as "
+        "long as the fastest; only 8B is simulated",
+    ]
+    return TableResult("ROLL Flash: the best alpha", rows, [*notes, _note()])
+
+
 def splits(steps: int, seed: int) -> TableResult:
     """Return the samples per second for every split of 40 GPUs into training and rollout GPUs with
-    alpha 2. Mark the split that Proposition 2 gives."""
+    alpha 2, and compare the fastest split, the planner's and beta* with the published one."""
     rows: list[Row] = []
-    notes = []
-    for name, law in list(LAWS.items())[:1]:
-        best = best_share(law, 40, seed)
-        notes.append(f"{name}: beta* has {best} GPUs train")
-        for train in range(4, 40, 4):
-            ours = measured(law, train, 40 - train, 2, steps, seed)
-            note = "nearest to beta*" if abs(train - best) <= 2 else ""
+    gpus, samples = sum(SPLIT), PROMPTS * SAMPLES
+    for name, law in LAWS.items():
+        fastest, most = 0, 0.0
+        for train in range(4, gpus, 4):
+            ours = measured(law, train, gpus - train, 2, steps, seed)
             facts = ours.facts | {"law": name, "at": train}
-            cell = f"{name}, {train} train, {40 - train} infer: samples/s"
-            rows.append(row(cell, None, PROMPTS * SAMPLES / ours.seconds, note=note) | facts)
+            cell = f"{name}, {train} train, {gpus - train} infer: samples/s"
+            rows.append(row(cell, None, samples / ours.seconds) | facts)
+            if samples / ours.seconds > most:
+                fastest, most = train, samples / ours.seconds
+        proposed = planned(law, gpus, seed)
+        ours = measured(law, proposed, gpus - proposed, 2, steps, seed)
+        facts = ours.facts | {"law": name, "note": f"{proposed} train"}
+        rows.append(
+            row(f"{name}, split by planner: samples/s", None, samples / ours.seconds) | facts
+        )
+        of = {"fastest": fastest, "planner": proposed, "beta*": best_share(law, gpus, seed)}
+        for by, train in of.items():
+            rows.append(row(f"{name}, GPUs that train, {by}", SPLIT[0], train))
+    notes = ["fastest: of the nine; the paper's 16 + 24 GPUs are said to be the best of its splits"]
     return TableResult("ROLL Flash: every split of 40 GPUs, alpha 2", rows, [*notes, _note()])
 
 
@@ -319,18 +401,26 @@ def propositions(steps: int, seed: int) -> TableResult:
     for alpha in ALPHAS:
         found, bound = list_scheduling(64, alpha, 4 * steps, seed)
         cell = f"1: 64 workers, 256 samples, alpha {alpha}: s"
-        rows.append(row(cell, bound, found, holds=_holds(found, bound)))
+        rows.append(_within(cell, found, bound))
     for name, law in LAWS.items():
         few = replace(law, prompts=32)
         for train, infer in ((1, 4), (2, 3), (3, 2)):
             for alpha in ALPHAS:
                 ours = measured(few, train, infer, alpha, 4 * steps, seed)
                 cell = f"2: {name}, 32 prompts, {train} + {infer}, alpha {alpha}: s"
-                rows.append(row(cell, ours.bound, ours.seconds, holds=ours.facts["holds"]))
-    title = "ROLL Flash: Propositions 1 and 2 (published: the bound; simulated: not above it)"
-    return TableResult(
-        title, rows, [f"hold in {len(rows) - len(broken(rows))} of {len(rows)} cases"]
-    )
+                rows.append(_within(cell, ours.seconds, ours.bound))
+    notes = [
+        f"hold in {len(rows) - len(broken(rows))} of {len(rows)} cases; the bounds are the paper's "
+        "formulas with our lengths and costs",
+    ]
+    return TableResult("ROLL Flash: Propositions 1 and 2, seconds and bounds", rows, notes)
+
+
+def _within(cell: str, seconds: float, bound: float) -> Row:
+    """Return the row of simulated seconds that must not exceed a bound."""
+    note = f"bound {bound:.4g}"
+    facts = {"bound_s": round(bound, 3), "holds": _holds(seconds, bound)}
+    return row(cell, None, seconds, note=note, **facts)
 
 
 def list_scheduling(workers: int, alpha: float, steps: int, seed: int) -> tuple[float, float]:
@@ -347,62 +437,44 @@ def list_scheduling(workers: int, alpha: float, steps: int, seed: int) -> tuple[
         max_running=1,
         place=LeastLoaded(1, spread=True),
     )
-    made.run(math.ceil(alpha) + 1)
-    updates = made.run(steps)
+    updates = _steady(made, alpha, steps)
     lengths = [n for u in updates for n in u.lengths]
-    return sum(u.seconds for u in updates) / steps, bound_1(lengths, workers, alpha)
+    return sum(u.seconds for u in updates) / len(updates), bound_1(lengths, workers, alpha)
 
 
 def queue(steps: int, seed: int) -> TableResult:
     """Return the seconds until dynamic filtering has kept 8 groups of 8 responses: with queue
     scheduling, relative to running prompts in whole batches."""
     arms = {
-        "queue": (MIDDLE, Running),
-        "a prompt only for one that is dropped": (MIDDLE, StopAtFirst),
-        "RollPacker's 16k lengths": (GENERATORS["16k"], Running),
-        "both": (GENERATORS["16k"], StopAtFirst),
+        "": (MIDDLE, False),
+        "; --rollout.routing response": (MIDDLE, True),
+        "; RollPacker's 16k lengths": (GENERATORS["16k"], False),
     }
     rows: list[Row] = []
     rounds = QUEUE_ROUNDS * steps
-    for arm, (generator, stop) in arms.items():
+    for arm, (generator, spread) in arms.items():
         mean = dict.fromkeys(QUEUE_S, 0.0)
         for k in range(rounds):
             lengths = PromptLengths(generator, 8, derive(seed, "queue", k) % 2**31)
             mean["batch"] += _in_batches(lengths, seed, k) / rounds
             for name, more in EXTRA.items():
-                mean[name] += _in_a_queue(lengths, seed, k, more, stop) / rounds
+                mean[name] += _in_a_queue(lengths, seed, k, more, spread=spread) / rounds
         for name in EXTRA:
-            ours = arm == "queue"
-            cell = name if ours else f"{name}; {arm}"
             told = QUEUE_S[name] / QUEUE_S["batch"]
             found = mean[name] / mean["batch"]
             seconds = {key: round(s, 1) for key, s in mean.items()}
-            rows.append(row(f"{cell}: of batch", told, found, fitted=ours, seconds=seconds))
+            facts = {"fitted": generator is MIDDLE, "even": 1, "seconds": seconds}
+            rows.append(row(f"{name}{arm}: of batch", told, found, **facts))
     return TableResult(
         "ROLL Flash: queue scheduling, 8 x 8, seconds as a share of those in batches",
         rows,
         [
             f"published seconds: {', '.join(f'{k} {v}' for k, v in QUEUE_S.items())}; {rounds} "
             f"batches an arm, {QUEUE_REPLICAS} engines, the filter keeps {KEPT:.0%}",
-            "fitted: lengths and that share. Two causes make the difference to the rows below: in "
-            "ROLL's scheduler 8 prompts (and the extra ones) run until 8 are kept, whatever has "
-            "ended; and the paper's answers end at 8k, of some prompts all",
+            "ROLL keeps 8 prompts running until 8 are kept, and starts one whenever one ends; "
+            "StopAtFirst replaces only a dropped prompt",
         ],
     )
-
-
-class Running(StopAtFirst):
-    """Stop policy as in ROLL's scheduler: whenever a group ends, kept or dropped, another prompt
-    starts, until enough groups are kept."""
-
-    def judge(self, groups: Mapping[GroupId, GroupState], group: GroupState) -> Verdict:
-        verdict = super().judge(groups, group)
-        if verdict.kept is None and not verdict.more and self._more is not None:
-            work = self._more("s")
-            assert work is not None
-            self._domains[work.id] = "s"
-            return replace(verdict, more=[work])
-        return verdict
 
 
 def _keeps(group: str, seed: int, round_: int) -> bool:
@@ -436,14 +508,19 @@ def _in_batches(lengths: PromptLengths, seed: int, round_: int) -> float:
 
 
 def _in_a_queue(
-    lengths: PromptLengths, seed: int, round_: int, more: int, stop: type[StopAtFirst]
+    lengths: PromptLengths, seed: int, round_: int, more: int, *, spread: bool
 ) -> float:
     """Return the seconds until 8 groups are kept, if 8 + `more` prompts run at the beginning."""
     source = EndlessPrompts(8, first=1000 * round_)
     work = source(8 + more)
-    policy = stop({"s": 8}, {w.id: "s" for w in work}, lambda domain: _another(source))
-    world = SimSettings([cost()] * QUEUE_REPLICAS, lengths, rewards=_Filter(seed, round_))
-    return world.run(Round(work=work, stop=policy)).seconds
+    stop = StopAtFirst({"s": 8}, {w.id: "s" for w in work}, lambda domain: _another(source))
+    world = SimSettings(
+        [cost()] * QUEUE_REPLICAS,
+        lengths,
+        rewards=_Filter(seed, round_),
+        place=partial(LeastLoaded, UNLIMITED, spread=spread),
+    )
+    return world.run(Round(work=work, stop=stop)).seconds
 
 
 def _another(source: EndlessPrompts) -> Work:
@@ -469,13 +546,14 @@ def replication(steps: int, seed: int) -> TableResult:
             speed_up = seconds[False] / seconds[True]
             found = [round(s, 1) for s in seconds.values()]
             cell = f"{prompts} x {samples}{name}: speed-up"
-            rows.append(row(cell, one / anywhere, speed_up, seconds=found, told=[one, anywhere]))
+            facts = {"seconds": found, "told": [one, anywhere]}
+            rows.append(row(cell, one / anywhere, speed_up, even=1, **facts))
     return TableResult(
         "ROLL Flash: prompt replication",
         rows,
         [
-            f"assumed: {REPLICATION_REPLICAS} engines; lengths and costs as fitted for `queue`, "
-            "nothing is fitted here"
+            f"assumed: {REPLICATION_REPLICAS} engines; lengths and costs of `queue`, nothing is "
+            "fitted here"
         ],
     )
 
@@ -509,7 +587,7 @@ def agentic(steps: int, seed: int) -> TableResult:
     rows = [
         row("rollout, together: s", ENV_S[0], together, fitted=True),
         row("rollout, each by itself: s", ENV_S[1], apart),
-        row("rollout: speed-up", ENV_S[0] / ENV_S[1], together / apart),
+        row("rollout: speed-up", ENV_S[0] / ENV_S[1], together / apart, even=1),
     ]
     share = (AGENTIC_GPUS - AGENTIC_INFER) / AGENTIC_GPUS
     for name, (by_itself, beside) in AGENTIC.items():
@@ -524,12 +602,12 @@ def agentic(steps: int, seed: int) -> TableResult:
             train_s=_always(train / share),
             rewards=Turns(seed),
         )
-        made.run(3)
-        seconds = sum(u.seconds for u in made.run(steps)) / steps
+        updates = _steady(made, 2, steps)
+        seconds = sum(u.seconds for u in updates) / len(updates)
         everything = together + train
         rows += [
             row(f"{name}, by itself", by_itself, everything / (apart + train), fitted=True),
-            row(f"{name}, by itself and beside training", beside, everything / seconds),
+            row(f"{name}, by itself and beside training", beside, everything / seconds, even=1),
         ]
         rows[-1]["train_s"] = round(train, 1)
     return TableResult(
@@ -569,6 +647,7 @@ TABLES: dict[str, Callable[[int, int], TableResult]] = {
     "scaling": scaling,
     "staleness": staleness,
     "splits": splits,
+    "alphas": alphas,
     "propositions": propositions,
     "queue": queue,
     "replication": replication,

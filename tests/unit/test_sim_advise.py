@@ -170,7 +170,7 @@ def test_advice_on_a_model_fits_its_gpus(tmp_path: Path, capsys):
     assert "strictly on-policy" in said and "GB of a GPU" in said and "x/÷" in said
     rows = json.loads(out.read_text())["rows"]
     assert rows[0]["speed_up"] > 1 and "drafts" in rows[0]["parts"]
-    assert sim.main("advise 32b --gpus 2 --lengths 8k".split()) == 2
+    assert sim.main(["advise", "32b", "--gpus", "2", "--lengths", "8k"]) == 2
     assert "no layout of 2 x H100 fits" in capsys.readouterr().err
 
 

@@ -77,6 +77,21 @@ def test_proposition_2_bounds_a_small_cluster(monkeypatch: pytest.MonkeyPatch) -
         assert ours.facts["holds"], ours
 
 
+def test_whole_cycles_are_measured() -> None:
+    """With alpha 2, the prompts of three steps start together, so every third update is slow."""
+    assert [len(roll_flash._steady(flow(2), 2, steps)) for steps in (1, 3, 4)] == [3, 3, 6]
+    assert len(roll_flash._steady(flow(0.5), 0.5, 3)) == 4
+
+
+def test_the_planner_knows_the_lengths_and_costs_of_a_law() -> None:
+    rates = roll_flash.planner_rates(roll_flash.LAWS["3k"], 0)
+    samples = roll_flash.PROMPTS * roll_flash.SAMPLES
+    assert (rates.samples, rates.longest) == (samples, 32_768)
+    assert rates.decode_s(1) == pytest.approx(rates.step_s)
+    for gpus in (16, 128):
+        assert gpus / 8 < roll_flash.planned(roll_flash.LAWS["3k"], gpus, 0) < gpus / 2
+
+
 def test_proposition_1_bounds_list_scheduling_and_nears_its_limit() -> None:
     found = {alpha: roll_flash.list_scheduling(16, alpha, 6, seed=1) for alpha in (0, 1, 8)}
     assert all(seconds <= bound for seconds, bound in found.values()), found
@@ -100,7 +115,10 @@ def test_the_command_prints_tables_and_adds_them_to_the_file(tmp_path, capsys, m
     monkeypatch.setattr(roll_flash, "REPLICATION_S", {(4, 4): (2, 1)})
     out, picture = tmp_path / "flash.json", tmp_path / "flash.png"
     common = ["--rounds", "1", "--json", str(out)]
-    assert sim.main(["roll_flash", "queue", *common]) == 0
+    assert sim.main(["roll_flash", "queue", *common, "--seeds", "2"]) == 0
+    (queue,) = json.loads(out.read_text())["tables"].values()
+    assert queue["seeds"] == [0, 1] and sum(queue["summary"]["cells"].values()) == 6
+    assert all(r["spread"]["min"] <= r["simulated"] <= r["spread"]["max"] for r in queue["rows"])
     assert "queue scheduling, 8 x 8" in capsys.readouterr().out
     assert sim.main(["roll_flash", "replication", *common, "--picture", str(picture)]) == 0
     assert list(json.loads(out.read_text())["tables"]) == ["queue", "replication"]

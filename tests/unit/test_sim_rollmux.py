@@ -26,7 +26,7 @@ def rows_of(experiment: str, path: Path, *more: str) -> dict[str, float]:
     argv = ["rollmux", "--experiment", experiment, "--json", str(path), *more]
     assert sim.main(argv) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert all({"cell", "published", "simulated", "error", "fitted"} <= set(r) for r in rows)
+    assert all({"cell", "published", "simulated", "error", "kind"} <= set(r) for r in rows)
     return {r["cell"]: r["simulated"] for r in rows}
 
 
@@ -53,22 +53,38 @@ def test_a_job_that_comes_later_makes_the_first_one_slower_only_while_both_are_t
     assert o.points[-1][1] == 0.0
 
 
-def test_a_tail_that_moves_lets_the_next_job_start_early():
-    """Two rollouts of 100 s with a tail of 40 s on one node of two slots: they follow each other
-    after 60 s, where each is done on one slot as fast."""
-    slots = {ROLLOUT: ("r0", "r1"), TRAIN: ("t0",)}
+def test_a_tail_that_moves_lets_the_next_job_start_once_all_of_its_nodes_are_free():
+    """A samples 100 s on two nodes, and its tail of 40 s may move to r0. B samples 100 s on r1 and
+    starts after 60 s then. If B needs r0 too, nothing is gained."""
     took = Iteration(rollout_s=100, train_s=1, tail_s=60, moved_s=40)
 
-    def period(keep: int) -> float:
+    def period(keep: int, *nodes: str) -> float:
         jobs = []
-        for name in "AB":
-            mine = {**slots, TRAIN: (f"t{name}",)}
-            member = Member(job=name, slots=mine, keep=keep, least={ROLLOUT: 1})
+        for name, mine, kept in (("A", ("r0", "r1"), keep), ("B", nodes, 0)):
+            member = Member(job=name, slots={ROLLOUT: mine, TRAIN: (f"t{name}",)}, keep=kept)
             jobs.append(VirtualJob(member=member, iteration=lambda _: took))
         return MuxSimulation(jobs).run(20).period("A", 5)
 
-    assert period(0) == pytest.approx(200)
-    assert period(1) == pytest.approx(120)
+    assert period(0, "r1") == pytest.approx(200)
+    assert period(1, "r1") == pytest.approx(160)
+    assert period(1, "r0", "r1") == pytest.approx(200)
+
+
+def test_jobs_on_one_node_cannot_migrate(tmp_path: Path):
+    found = rows_of("migration", tmp_path / "a.json", "--rounds", "3")
+    one = [gain for cell, gain in found.items() if cell.startswith("two jobs on one node")]
+    assert len(one) == 4 and set(one) == {1.0}
+    assert found["2 nodes, and a job on one, 14B/8k, tail keeps 1"] > 1
+
+
+def test_a_shorter_iteration_loses_more_to_cold_starts():
+    found = {r["cell"]: r["simulated"] for r in rollmux._group_sweeps(3, 0)[0]}
+    for group in ("A+A", "D+D+E", "C+D+D"):
+        lost = [
+            found[f"{group}, {seconds:g} s an iteration alone: lost, cold"]
+            for seconds in rollmux.SOLO_SWEEP
+        ]
+        assert lost == sorted(lost, reverse=True)
 
 
 def test_finish_times_are_those_of_decoding_side_by_side():
