@@ -42,6 +42,7 @@ from rlcore.records import (
 from rlcore.rollout.controller import Controller
 from rlcore.sched.histopipe import HistoPipe
 from rlcore.sched.roles import GroupState, RequestState, Router
+from rlcore.sched.router import Loads
 from rlcore.sched.staleness import Refill, SampleBuffer
 from rlcore.sched.stop import EQUAL_REWARDS
 
@@ -139,7 +140,7 @@ class AsyncController(Controller):
         self._seen = dict.fromkeys(self._all_ranks, now)
         self._heard = dict(self._seen)
         self._last_alive, self._look_at = now, now + self._deadline_s
-        self._up = dict.fromkeys(self._ranks, 0)
+        self._up = Loads(self._ranks)
         for request in self._requests.values():
             if request.rank in self._up and not request.finish:
                 self._up[request.rank] += 1

@@ -57,6 +57,7 @@ from rlcore.records import (
 from rlcore.sched.completion_order import ByTokens, CompletionOrder
 from rlcore.sched.reward_timeout import key_of
 from rlcore.sched.roles import Cell, Elastic, GroupState, Live, RequestState, Router, Stop
+from rlcore.sched.router import Loads
 
 ALIVE_INTERVAL_S = 20.0
 MAX_REPAIRS = 3
@@ -109,7 +110,7 @@ class Controller:
         self._all_ranks = tuple(all_ranks if all_ranks is not None else ranks)
         self._leader = {r: rank for rank, rest in (members or {}).items() for r in rest}
         self._repairs = 0
-        self._up = dict.fromkeys(ranks, 0)  # live requests per decoding engine, by leading rank
+        self._up = Loads(ranks)  # live requests per decoding engine, by leading rank
         self._ready: set[int] = set()
         self._seen: dict[int, float] = {}  # rank -> time of its latest event that shows progress
         self._heard: dict[int, float] = {}  # rank -> time of its latest event of any kind
@@ -360,7 +361,7 @@ class Controller:
         self._count("sched/repairs", 1)
         self._forget_training()
         self._place.clear()  # otherwise all groups would go back to the engine that failed last
-        self._up = {rank: 0 for rank in self._ranks if rank not in self._gone}
+        self._up = Loads(rank for rank in self._ranks if rank not in self._gone)
         self._ready.clear()
         return [Repair(rank=r) for r in self._all_ranks]
 
@@ -478,7 +479,7 @@ class Controller:
     def _submit(self) -> list[AnyCommand]:
         """Submit waiting requests to engines that have room. Wait until every engine has sent
         `Ready`, so that placement does not depend on the order in which engines start."""
-        if not self._waiting or any(rank not in self._ready for rank in self._up):
+        if not self._waiting or not self._ready.issuperset(self._up):
             return []
         chosen: dict[int, list[RequestState]] = {}
         while self._waiting:

@@ -1,8 +1,37 @@
 """Route requests to engines."""
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Iterable, Mapping
 
 from rlcore.records import GroupId, RequestId, group_of
+
+
+class Loads(dict[int, int]):
+    """Number of unfinished requests of each decoding engine, by leader rank.
+
+    A heap gives the least loaded engine in O(log(engines)). Every change adds an entry to it; an
+    entry that is no longer true is dropped when it comes to the top.
+    """
+
+    def __init__(self, ranks: Iterable[int] = ()) -> None:
+        super().__init__(dict.fromkeys(ranks, 0))
+        self._heap = [(0, rank) for rank in sorted(self)]
+
+    def __setitem__(self, rank: int, load: int) -> None:
+        super().__setitem__(rank, load)
+        heapq.heappush(self._heap, (load, rank))
+        if len(self._heap) > 64 + 4 * len(self):
+            self._heap = [(load, rank) for rank, load in self.items()]
+            heapq.heapify(self._heap)
+
+    def least(self) -> int | None:
+        """Return the engine with the fewest requests; ties: lowest rank. None without engines."""
+        while self._heap:
+            load, rank = self._heap[0]
+            if self.get(rank) == load:
+                return rank
+            heapq.heappop(self._heap)
+        return None
 
 
 class LeastLoaded:
@@ -24,7 +53,10 @@ class LeastLoaded:
         home = self._home.get(group)
         if home is not None and load.get(home, self._max_running) < self._max_running:
             return home
-        rank = min(load, key=lambda r: (load[r], r), default=None)
+        if isinstance(load, Loads):
+            rank = load.least()
+        else:
+            rank = min(load, key=lambda r: (load[r], r), default=None)
         if rank is None or load[rank] >= self._max_running:
             return None
         if not self._spread:

@@ -1,5 +1,6 @@
 """Policies that decide when a round ends."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from rlcore.records import GroupId, Work
@@ -42,16 +43,19 @@ class StopAtFirst:
         self._domains, self._more = domains, more
         self._kept: set[GroupId] = set()
         self._dropped: set[GroupId] = set()
+        self._num_open = Counter(domains.values())
+        """Number of started groups that are neither kept nor dropped, by domain."""
 
     def judge(self, groups: Mapping[GroupId, GroupState], group: GroupState) -> Verdict:
         domain = self._domains[group.work.id]
         if self._more is not None and group.has_equal_scores:
             return self._replace(groups, group.work.id, domain)
         self._kept.add(group.work.id)
+        self._num_open[domain] -= 1
         self._left[domain] -= 1
         if not any(self._left.values()):
             return self._end(groups)
-        if not self._can_count(groups):  # earlier groups were dropped, and `more` was at its limit
+        if not self._can_count():  # earlier groups were dropped, and `more` was at its limit
             return Verdict(kept=self._end(groups).kept, is_short=True)
         if self._left[domain]:
             return Verdict()
@@ -63,20 +67,22 @@ class StopAtFirst:
     def _replace(self, groups: Mapping[GroupId, GroupState], gone: GroupId, domain: str) -> Verdict:
         assert self._more is not None
         self._dropped.add(gone)
+        self._num_open[domain] -= 1
         dropped = {gone: EQUAL_REWARDS}
         work = self._more(domain)
         if work is not None:
             self._domains[work.id] = domain
+            self._num_open[domain] += 1
             return Verdict(dropped=dropped, more=[work])
-        if self._can_count(groups):
+        if self._can_count():
             return Verdict(dropped=dropped)
         if not self._kept:
             return Verdict(kept=[gone], is_short=True)
         return Verdict(dropped=dropped, kept=self._end(groups).kept, is_short=True)
 
-    def _can_count(self, groups: Mapping[GroupId, GroupState]) -> bool:
+    def _can_count(self) -> bool:
         """Return whether an open group can still fill a quota."""
-        return any(self._left[self._domains[g]] for g in self._open(groups))
+        return any(left and self._num_open[domain] for domain, left in self._left.items())
 
     def _open(self, groups: Mapping[GroupId, GroupState]) -> list[GroupId]:
         return [g for g in groups if g not in self._kept and g not in self._dropped]
