@@ -147,6 +147,11 @@ MIGRATION = (1.06, 1.28)
 """Published minimum and maximum speed-up by tail migration; the maximum is for 14B with 8k."""
 MIGRATION_MODELS = (("7B", "8k"), ("14B", "8k"), ("14B", "16k"), ("32B", "32k"))
 """Models and length caps for migration: 14B with 8k is RollMux's, the others are our assumption."""
+SYNC = {8: (7.87, 8.33), 16: (2.62, 2.75)}
+"""Published minimum and maximum speed-up of a weight update in two stages, by number of GPUs on
+either side. The baseline's algorithm is not published."""
+SLOW_GBS, FAST_GBS = 20 / 8, 400 / 8
+"""Published speed in GB/s of the Ethernet between the clusters, and of InfiniBand inside them."""
 COLD_LOSS = 0.45
 """Published share of throughput lost if job states do not stay in host memory (OSDI version)."""
 WARM_RATIO = {"v1": 48.0, "OSDI": 71.5}

@@ -371,6 +371,53 @@ def switches(count: int, seed: int) -> Result:
     return Result(TableResult("RollMux, warm and cold starts", rows, notes), {})
 
 
+# ---- weight updates
+
+
+def weight_update_s(route: str, gb: float, gpus: int, in_node_gbs: float) -> float:
+    """Return the seconds in which `gb` of weights, sharded over `gpus` train GPUs, reach as many
+    rollout GPUs in another cluster. All traffic between the clusters shares one link.
+
+    Args:
+        route: `two_stage`: each shard crosses once, then the rollout GPUs gather the shards.
+            `flat`: every rollout GPU gets every shard from its owner. `ring`: an all-gather of all
+            GPUs, in which rollout GPUs contribute as much as they get.
+        in_node_gbs: speed of a GPU's links inside a node.
+    """
+    if route == "flat":
+        return gpus * gb / told.SLOW_GBS
+    if route == "ring":  # each edge carries all shards but one
+        return 2 * gb * (1 - 1 / (2 * gpus)) / told.SLOW_GBS
+    assert route == "two_stage", route
+    other_nodes = gb * max(0, gpus - SLOTS) / gpus / told.FAST_GBS
+    in_node = gb * (1 - 1 / min(gpus, SLOTS)) / in_node_gbs
+    return gb / told.SLOW_GBS + other_nodes + in_node
+
+
+def weight_update(count: int, seed: int) -> Result:
+    """Compare a weight update in two stages with other routes, by the speed of links. Neither the
+    seed nor the size of the model changes a ratio."""
+    rows: list[Row] = []
+    gb = 2 * MODELS[told.MODEL].parameters / 1e9
+    for gpus, bounds in told.SYNC.items():
+        seconds = {
+            route: weight_update_s(route, gb, gpus, GPUS["H20"].link_gbs)
+            for route in ("two_stage", "flat", "ring")
+        }
+        for route in ("flat", "ring"):
+            gain = seconds[route] / seconds["two_stage"]
+            for what, value in zip(("least", "most"), bounds, strict=True):
+                cell = f"{gpus} to {gpus} GPUs, {route} / two_stage, {what}"
+                note = f"{seconds[route]:.1f} s, {seconds['two_stage']:.1f} s in two stages"
+                rows.append(row(cell, value, gain, even=1, note=note))
+    notes = [
+        f"{told.MODEL}, one link of {told.SLOW_GBS:g} GB/s between clusters. Stages follow each",
+        "other; latencies and checksums take no time. The paper's baseline is not published, so",
+        "two are here. tools/bench_sync.py measures both (7.85, 14.6; 2.04, 2.45).",
+    ]
+    return Result(TableResult("RollMux, weight update in two stages", rows, notes), {})
+
+
 # ---- sensitivity to assumed constants
 
 SOLO_SWEEP = (100.0, 200.0, 300.0, 600.0, 900.0)
@@ -756,6 +803,7 @@ EXPERIMENTS: dict[str, tuple[Callable[[int, int], Result], int]] = {
     "micro": (micro, 100),
     "migration": (migration, 60),
     "switches": (switches, 60),
+    "weight_update": (weight_update, 1),
     "sensitivity": (sensitivity, 60),
     "trace200": (trace200, 5),
     "trace300": (trace300, 1),

@@ -87,6 +87,14 @@ def test_a_shorter_iteration_loses_more_to_cold_starts():
         assert lost == sorted(lost, reverse=True)
 
 
+def test_two_stages_send_one_copy_over_the_slow_link():
+    """10 GB at 2.5 GB/s take 4 s; 8 copies 32 s; a ring of 16 ranks carries 15/16 of 20 GB."""
+    assert rollmux.weight_update_s("flat", 10, 8, 100) == 32
+    assert rollmux.weight_update_s("ring", 10, 8, 100) == pytest.approx(7.5)
+    assert rollmux.weight_update_s("two_stage", 10, 8, 100) == pytest.approx(4 + 0.0875)
+    assert rollmux.weight_update_s("two_stage", 10, 16, 100) == pytest.approx(4 + 0.1 + 0.0875)
+
+
 def test_finish_times_are_those_of_decoding_side_by_side():
     cost = EngineCost(step_s=1.0, sequence_s=0.5)
     assert rollmux.finish_times([4, 2], 10, cost) == pytest.approx([2 * 2.0, 2 * 2.0 + 2 * 1.5])

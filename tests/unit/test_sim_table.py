@@ -19,7 +19,9 @@ from rlcore.sim.table import TableResult, over_seeds, row, show, summary
         (1.06, 1.0, {}, "predicted"),
         (1.06, 1.0, {"even": 1}, "not reproduced"),  # the effect is absent
         (1.06, 0.98, {"even": 1}, "not reproduced"),  # the effect is reversed
-        (1.06, 1.02, {"even": 1}, "predicted"),
+        (1.06, 1.04, {"even": 1}, "predicted"),
+        (1.06, 1.02, {"even": 1}, "not reproduced"),  # a third of the effect
+        (1.08, 1.24, {"even": 1}, "not reproduced"),  # three times the effect
         (1.0, 0.98, {"even": 1}, "predicted"),  # no effect is published
         (0.0, 0.1, {}, "not reproduced"),
     ],
