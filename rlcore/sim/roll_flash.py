@@ -420,7 +420,7 @@ def _within(cell: str, seconds: float, bound: float) -> Row:
     """Return the row of simulated seconds that must not exceed a bound."""
     note = f"bound {bound:.4g}"
     facts = {"bound_s": round(bound, 3), "holds": _holds(seconds, bound)}
-    return row(cell, None, seconds, note=note, **facts)
+    return row(cell, None, seconds, note=note) | facts
 
 
 def list_scheduling(workers: int, alpha: float, steps: int, seed: int) -> tuple[float, float]:
@@ -463,8 +463,9 @@ def queue(steps: int, seed: int) -> TableResult:
             told = QUEUE_S[name] / QUEUE_S["batch"]
             found = mean[name] / mean["batch"]
             seconds = {key: round(s, 1) for key, s in mean.items()}
-            facts = {"fitted": generator is MIDDLE, "even": 1, "seconds": seconds}
-            rows.append(row(f"{name}{arm}: of batch", told, found, **facts))
+            cell = f"{name}{arm}: of batch"
+            is_fitted = generator is MIDDLE
+            rows.append(row(cell, told, found, fitted=is_fitted, even=1, seconds=seconds))
     return TableResult(
         "ROLL Flash: queue scheduling, 8 x 8, seconds as a share of those in batches",
         rows,
@@ -547,7 +548,7 @@ def replication(steps: int, seed: int) -> TableResult:
             found = [round(s, 1) for s in seconds.values()]
             cell = f"{prompts} x {samples}{name}: speed-up"
             facts = {"seconds": found, "told": [one, anywhere]}
-            rows.append(row(cell, one / anywhere, speed_up, even=1, **facts))
+            rows.append(row(cell, one / anywhere, speed_up, even=1) | facts)
     return TableResult(
         "ROLL Flash: prompt replication",
         rows,

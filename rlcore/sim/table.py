@@ -4,11 +4,12 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 Row = dict[str, object]
 
-Kind = Literal["fitted", "predicted", "arithmetic", "not reproduced", "ours"]
+Stated = Literal["fitted", "predicted", "arithmetic"]
+Kind = Stated | Literal["not reproduced", "ours"]
 KINDS: tuple[Kind, ...] = ("fitted", "predicted", "arithmetic", "not reproduced", "ours")
 """Kinds of table cells. `fitted`: a constant was fitted on the published value of this cell.
 `predicted`: no constant was. `arithmetic`: the value follows from published numbers alone.
@@ -39,7 +40,7 @@ def row(
     simulated: float,
     *,
     fitted: bool = False,
-    kind: Literal["fitted", "predicted", "arithmetic"] = "predicted",
+    kind: Stated = "predicted",
     even: float | None = None,
     **more: object,
 ) -> Row:
@@ -119,7 +120,8 @@ def _mean(same: Sequence[Mapping[str, Any]]) -> Row:
         more["holds"] = all(r["holds"] for r in same)
     stated = {r["kind"] for r in same} & {"fitted", "arithmetic"}
     kind = stated.pop() if stated else "predicted"
-    return row(first["cell"], first["published"], statistics.fmean(found), kind=kind, **more)
+    mean = statistics.fmean(found)
+    return row(first["cell"], first["published"], mean, kind=cast(Stated, kind), **more)
 
 
 def show(made: TableResult) -> list[str]:
