@@ -5,6 +5,7 @@ needed, and the job may be of any model on any machine. What drafts would gain i
 the shipped drafter drafts the run's own responses from those of earlier epochs.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,11 @@ WARM_UP = 2
 """Steps at the start of the run that are not used: they contain compilation and the first
 allocations."""
 LEAST_STEPS = 5
+VARIED = 0.2
+"""Variation of the tokens of a step, relative to the mean, from which on a constant part of the
+training can be told."""
+LEAST_SHARE = 0.8
+"""Least share of rank 0's responses that the log must have to judge drafts by it."""
 PARTS = ("exchange", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 """Phases of a step that are training here; their seconds grow with the tokens of a step."""
 
@@ -96,7 +102,7 @@ def read(folder: Path, last: int = 0) -> Recording:
         measured={cfg.rollout.tp: EngineMeasurements(tp=cfg.rollout.tp, cost=engine)},
         measured_training=training_cost(rows, ranks),
     )
-    found = gain(responses(folder, cfg, first), cfg.draft, job)
+    found = gain(responses(folder, cfg, ranks), cfg.draft, job)
     if found is None:
         notes.append(
             "drafts: not known; they need a run whose prompts come again (--data.num_prompts) and "
@@ -178,12 +184,14 @@ def engine_cost(rows: Sequence[Mapping[str, float]], cfg: Config, workload: Reco
 
 def training_cost(rows: Sequence[Mapping[str, float]], ranks: int) -> TrainingCost:
     """Return the costs of training on `ranks` ranks that best explain the steps: a constant, and a
-    part for every token."""
+    part for every token. If the steps hardly differ in tokens, all is taken to grow with them."""
     trains = [sum(row.get(f"timing_s/{part}", 0.0) for part in PARTS) for row in rows]
-    terms = [[1.0, row["perf/total_num_tokens"]] for row in rows]
-    step_s, token_s = positive(terms, trains)
-    factor = sum(trains) / sum(step_s + token_s * tokens for _, tokens in terms)
-    step_s, token_s = factor * step_s, factor * token_s
+    tokens = [row["perf/total_num_tokens"] for row in rows]
+    step_s, token_s = 0.0, sum(trains) / sum(tokens)
+    if statistics.stdev(tokens) > VARIED * statistics.fmean(tokens):
+        step_s, token_s = positive([[1.0, n] for n in tokens], trains)
+        factor = sum(trains) / sum(step_s + token_s * n for n in tokens)
+        step_s, token_s = factor * step_s, factor * token_s
     pushes = [row.get("timing_s/update_weights", 0.0) for row in rows]
     return TrainingCost(
         token_s=token_s,
@@ -200,14 +208,15 @@ def scorer(rows: Sequence[Mapping[str, float]], ranks: int, cfg: Config) -> Fixe
     return FixedScorer(mean, max(1, cfg.reward.workers * ranks))
 
 
-def responses(folder: Path, cfg: Config, first: int) -> list[tuple[int, str, np.ndarray]]:
-    """Return (step, prompt, tokens [n] int32) of the logged responses, in the order of the log. If
-    the log has few of a step's responses, drafts cannot be judged by it: return none."""
+def responses(folder: Path, cfg: Config, ranks: int) -> list[tuple[int, str, np.ndarray]]:
+    """Return (step, prompt, tokens [n] int32) of the logged responses, in the order of the log,
+    which has those of rank 0. If it has few of a step's, drafts cannot be judged by it: return
+    none."""
     path = folder / "rollouts.jsonl"
-    wanted = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
+    wanted = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt // ranks
     rows = list(read_lines(path)) if path.is_file() else []
     steps = {int(row["step"]) for row in rows}
-    if not steps or len(rows) < wanted * len(steps):
+    if not steps or len(rows) < LEAST_SHARE * wanted * len(steps):
         return []
     tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path)
     return [

@@ -33,7 +33,7 @@ def test_a_run_that_is_hurt_ends_well_or_names_what_failed_and_leaves_nothing(
     freeze_matrix.keep(FILE, row)
     if row.outcome.startswith("SKIP"):
         pytest.skip(row.outcome)
-    assert row.is_explained, row
+    assert row.is_explained, f"{row.outcome}\n{row}"
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def test_a_random_schedule_is_explained(bench: freeze_matrix.Bench, seed: int) -
     mode, todo = freeze_matrix.draw(seed)
     row = bench.row(f"seed {seed} {mode}", mode, todo, seed)
     freeze_matrix.keep(FILE, row)
-    assert row.is_explained, row
+    assert row.is_explained, f"{row.outcome}\n{row}"
 
 
 def test_a_row_whose_process_left_something_is_not_explained(
