@@ -187,8 +187,8 @@ def micro(count: int, seed: int) -> Result:
         alone_bill = [k.nodes * (told.H20 + told.H800) for k in kinds]
         nodes = len({n for pin in one.pins for n in pin})
         bill = nodes * told.H20 + one.train * told.H800
-        bills = sum(alone_bill) / bill
-        rows.append(row(f"{name}, bills alone / group", one.price, bills, kind="arithmetic"))
+        price = sum(alone_bill) / bill
+        rows.append(row(f"{name}, bills alone / group", one.price, price, kind="arithmetic"))
         can_migrate = any(len(pin) > KEEP for pin in one.pins)
         for migrates in (False, True) if can_migrate else (False,):
             jobs, alone = _group(one, count, seed, migrates=migrates)
@@ -767,17 +767,17 @@ def decisions(count: int, seed: int) -> Result:
     lines: dict[str, list[tuple[float, float]]] = {}
     dice = random.Random(seed)
     cluster = Cluster(*POOLS)
-    names = [list(SHAPES), list(SIZES)]
+    shapes, sizes = list(SHAPES), list(SIZES)
     there: list[str] = []
     for size in SIZES_OF_CLUSTERS:
         while len(there) < size:
-            job = draw_job(f"job {len(there)}", dice, *names)
+            job = draw_job(f"job {len(there)}", dice, shapes, sizes)
             cluster.admit(job)
             there.append(job.id)
         for arm in ("admit", "admit and repack"):
             took = []
             for n in range(count if arm == "admit" else max(count // 4, 10)):
-                job = draw_job(f"new {arm} {n}", dice, *names)
+                job = draw_job(f"new {arm} {n}", dice, shapes, sizes)
                 begin = time.process_time()
                 decision = cluster.admit(job)
                 if arm != "admit" and decision.added:

@@ -117,8 +117,12 @@ def _mean(same: Sequence[Mapping[str, Any]]) -> Row:
     more = {k: v for k, v in first.items() if k not in known} | {"spread": spread}
     if "holds" in first:
         more["holds"] = all(r["holds"] for r in same)
-    stated = {r["kind"] for r in same} & {"fitted", "arithmetic"}
-    kind = stated.pop() if stated else "predicted"
+    kinds = {r["kind"] for r in same}
+    kind: Literal["fitted", "predicted", "arithmetic"] = "predicted"
+    if "arithmetic" in kinds:
+        kind = "arithmetic"
+    elif "fitted" in kinds:
+        kind = "fitted"
     return row(first["cell"], first["published"], statistics.fmean(found), kind=kind, **more)
 
 
