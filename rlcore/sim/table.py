@@ -4,12 +4,11 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 Row = dict[str, object]
 
-Stated = Literal["fitted", "predicted", "arithmetic"]
-Kind = Stated | Literal["not reproduced", "ours"]
+Kind = Literal["fitted", "predicted", "arithmetic", "not reproduced", "ours"]
 KINDS: tuple[Kind, ...] = ("fitted", "predicted", "arithmetic", "not reproduced", "ours")
 """Kinds of table cells. `fitted`: a constant was fitted on the published value of this cell.
 `predicted`: no constant was. `arithmetic`: the value follows from published numbers alone.
@@ -40,7 +39,7 @@ def row(
     simulated: float,
     *,
     fitted: bool = False,
-    kind: Stated = "predicted",
+    kind: Literal["fitted", "predicted", "arithmetic"] = "predicted",
     even: float | None = None,
     **more: object,
 ) -> Row:
@@ -118,10 +117,13 @@ def _mean(same: Sequence[Mapping[str, Any]]) -> Row:
     more = {k: v for k, v in first.items() if k not in known} | {"spread": spread}
     if "holds" in first:
         more["holds"] = all(r["holds"] for r in same)
-    stated = {r["kind"] for r in same} & {"fitted", "arithmetic"}
-    kind = stated.pop() if stated else "predicted"
-    mean = statistics.fmean(found)
-    return row(first["cell"], first["published"], mean, kind=cast(Stated, kind), **more)
+    kinds = {r["kind"] for r in same}
+    kind: Literal["fitted", "predicted", "arithmetic"] = "predicted"
+    if "arithmetic" in kinds:
+        kind = "arithmetic"
+    elif "fitted" in kinds:
+        kind = "fitted"
+    return row(first["cell"], first["published"], statistics.fmean(found), kind=kind, **more)
 
 
 def show(made: TableResult) -> list[str]:
