@@ -56,7 +56,7 @@ class SimPrompts:
         self.sampling = Sampling(max_tokens=job.workload.cap)
         rows = job.cfg.data.num_prompts or None
         self.source = policies.make_source(
-            job.cfg, ShuffledEpochs(rows, job.cfg.run.seed, shuffle=rows is not None), self._prompt
+            job.cfg, ShuffledEpochs(rows, job.cfg.run.seed, job.cfg.data.shuffle), self._prompt
         )
 
     def _prompt(self, row: int) -> Prompt:
