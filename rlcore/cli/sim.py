@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     _add_ladder(add("ladder", "what all systems give together, at five sizes"))
     _add_calibrate(add("calibrate", "fit the cost model on published seconds, and say its error"))
     a, keys = p.parse_known_args(argv)
-    a.keys = keys
+    a = argparse.Namespace(**vars(a), keys=keys)
     if keys and a.system not in ("run", "splits", "advise"):
         p.error(f"unrecognized arguments: {' '.join(keys)}")
     commands = {

@@ -52,6 +52,10 @@ class SimRequest:
             return self.length - int(self.have)
         return max(1, math.ceil(drafts.forwards(self.length) - drafts.forwards(self.have) - 1e-9))
 
+    def finish(self) -> None:
+        """Count all tokens as decoded: drafts may leave a part of the last one."""
+        self.have = self.length
+
     def leave(self) -> None:
         """Stop decoding, and keep the decoded tokens."""
         self.have, self.gone = int(self.have), True
@@ -181,7 +185,7 @@ class VirtualEngine:
                 continue
             del self._running[job.id]
             self._leave(job)
-            job.have = job.length
+            job.finish()
             out.append(job)
         while self._next_context > self.cost.cache_tokens and len(self._running) > 1:
             self._preempt()

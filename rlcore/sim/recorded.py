@@ -19,6 +19,7 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.tokenizer import load_tokenizer
 from rlcore.metrics.jsonl import read_lines
 from rlcore.metrics.sinks import read_metrics
+from rlcore.records import group_of
 from rlcore.rollout.round_log import FILE, Log, LoggedRound
 from rlcore.sim.cluster import simulate
 from rlcore.sim.cost import EngineCost, Gpu
@@ -157,8 +158,9 @@ def lengths(log: Log, first: int, rows: Sequence[Mapping[str, float]]) -> Record
     for round_ in rounds(log, first):
         row_of = {group.id: group.row for group in round_.started}
         for response in round_.counted:
-            group = response.id.rpartition(".")[0]
-            by_prompt.setdefault(row_of[group], []).append(max(1, response.num_tokens))
+            by_prompt.setdefault(row_of[group_of(response.id)], []).append(
+                max(1, response.num_tokens)
+            )
     return Recorded(list(by_prompt.values()), prompt_tokens=max(1, prompt))
 
 

@@ -107,10 +107,10 @@ def _train(cfg: Any, hf: Any, rank: int) -> dict[str, Any]:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from rlcore.cli.builders.learner import wants
     from rlcore.mcore import bridge, learner
     from rlcore.mcore.layout import layout_of
     from rlcore.trainer import memory
+    from rlcore.trainer.policies import estimator
 
     world = int(os.environ["NODES"]) * int(os.environ["GPUS_PER_NODE"]) - cfg.cluster.rollout_ranks
     rank %= world
@@ -134,7 +134,7 @@ def _train(cfg: Any, hf: Any, rank: int) -> dict[str, Any]:
     keep = cfg.algo.needs_reference
     own = learner.MegatronLearner(hf, model, cfg.train, device=device, keep_reference=keep)
     every = [own]
-    if wants(cfg) == "gae":
+    if estimator(cfg) == "gae":
         critic = learner.MegatronLearner(hf, model, cfg.train, device=device, head="value")
         every.append(critic)
     phases.mark("build")
