@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.metrics.plots import COLORS  # noqa: E402
 from rlcore.sim.cluster import SimRun  # noqa: E402
-from rlcore.sim.cost import GPUS, hf_of  # noqa: E402
+from rlcore.sim.cost import GPUS, hf_named  # noqa: E402
 from rlcore.sim.job import SimJob, config  # noqa: E402
 from rlcore.sim.workload import GENERATORS  # noqa: E402
 from rlcore.utils import env  # noqa: E402
@@ -46,7 +46,7 @@ def measure(gpus: int, schedule: str, seed: int) -> dict[str, Any]:
         *("--rollout.max_tokens", str(lengths.cap), "--rollout.routing", "response"),
     )
     job = SimJob(
-        name=schedule, cfg=cfg, hf=hf_of("7B"), gpu=GPUS["H100"], gpus=gpus, workload=lengths
+        name=schedule, cfg=cfg, hf=hf_named("7B"), gpu=GPUS["H100"], gpus=gpus, workload=lengths
     )
     begin = time.monotonic()
     (step,) = SimRun(job).steps(1)

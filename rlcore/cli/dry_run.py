@@ -1,7 +1,6 @@
 """`--dry-run`: show what would run, in one process and for any number of ranks."""
 
 import contextlib
-import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from rlcore.utils.files import read_json
 if TYPE_CHECKING:  # importing torch would slow down the command line
     from rlcore.cli.inputs import Findings
     from rlcore.mcore.layout import ParallelLayout
-    from rlcore.trainer.memory import MemoryPlan, OtherMemory
+    from rlcore.trainer.memory import OtherMemory
 
 GPU_GB = 80.0
 """Memory of a GPU in GB that is assumed if this machine has no GPU."""
@@ -95,7 +94,7 @@ def show(cfg: Config, every: bool = False) -> int:
     if hf is not None and not problems:
         gpu_bytes, source = gpu_gb(cfg) * memory.GB, gpu_source(cfg)
         most = gpu_bytes or GPU_GB * memory.GB
-        for plan in memory_plans(cfg, hf, world, most, beside):
+        for plan in memory.plans(cfg, hf, world, gpu_bytes=most, beside=beside):
             print("\n".join(memory.table(plan, world, per_node)))
             problems += plan.problems if gpu_bytes else ()
             if large := memory.too_large(plan, gpu_bytes):
@@ -123,23 +122,6 @@ def show(cfg: Config, every: bool = False) -> int:
     )
     print(f"dry run: {end}")
     return 0
-
-
-def memory_plans(
-    cfg: Config, hf: HFConfig, world: int, gpu_bytes: float, beside: "OtherMemory"
-) -> list["MemoryPlan"]:
-    """Return the memory plan of the rank that needs most, or with separate rollout ranks one plan
-    for either kind of rank. `beside`: memory of judges on the same GPUs."""
-    from rlcore.trainer import memory
-
-    if not cfg.cluster.rollout_ranks:
-        return [memory.worst_of(cfg, hf, world, gpu_bytes=gpu_bytes, beside=beside)]
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, offload=False))
-    train_ranks = max(world - cfg.cluster.rollout_ranks, 1)
-    return [
-        memory.worst_of(cfg, hf, train_ranks, gpu_bytes=gpu_bytes, has_engine=False),
-        memory.make_sampler(cfg, hf, train_ranks, gpu_bytes=gpu_bytes, beside=beside),
-    ]
 
 
 def settings_of(cfg: Config) -> str:

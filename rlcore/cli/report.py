@@ -156,7 +156,7 @@ def _memory(cfg: "Config", rows: Sequence[Mapping[str, Any]], world: int) -> dic
     try:
         hf = with_layers(cfg, dry_run.model_of(cfg.model.path)[0])
         beside, _ = dry_run.judges(cfg, inputs.Findings(elsewhere=False))
-        for plan in dry_run.memory_plans(cfg, hf, world, most * memory.GB, beside):
+        for plan in memory.plans(cfg, hf, world, gpu_bytes=most * memory.GB, beside=beside):
             for phase in plan.phases:
                 planned[phase] = max(planned.get(phase, 0.0), plan.total(phase) / memory.GB)
         plan_of = f"The plan is of the rank that needs most, for {most:g} GB"

@@ -233,6 +233,8 @@ def _add_advise(p: argparse.ArgumentParser) -> None:
 def _advise(a: argparse.Namespace) -> int:
     if bool(a.model) == bool(a.run):
         raise ConfigError("advise: give either a model or --run DIR")
+    if a.gpus < 1:
+        raise ConfigError(f"--gpus {a.gpus}: must be at least 1")
     begin = time.monotonic()
 
     def say(what: str) -> None:
@@ -249,7 +251,7 @@ def _advise(a: argparse.Namespace) -> int:
     plain = next(x for x in every if x.job.name == "synchronous")
     lines = [*notes, ""]
     for x in every:
-        parts = ", ".join(f"{name} {gain:.2f}x" for name, gain in x.parts.items())
+        parts = ", ".join(f"{name} {gain:.2f}x" for name, gain in x.contributions.items())
         gain = plain.found.seconds / x.found.seconds
         told = f"{x.found.seconds:8.3g} s{bar} {gain:6.2f}x {x.samples_per_s:8.3g} samples/s"
         lines.append(f"{x.job.name:28} {told}  {parts}".rstrip())
@@ -258,7 +260,7 @@ def _advise(a: argparse.Namespace) -> int:
         room = "" if a.run else f", {advise.gigabytes(x.job):.0f} GB of a GPU"
         kind = "strictly on-policy" if x.is_on_policy else f"samples {x.found.age:.1f} versions old"
         lines += ["", f"{x.job.name}: {x.found.seconds:.3g} s a step{bar}, {kind}{room}"]
-        lines.append(f"  {'' if a.run else advise.keys_of(x.job) + ' '}{' '.join(x.keys)}")
+        lines.append(f"  {' '.join(x.keys) if a.run else advise.keys_of(x.job)}")
     print("\n".join(lines))
     print(f"\nsimulated in {time.monotonic() - begin:.0f} s{'' if a.run else '; ' + error_bar()}")
     if a.json:
@@ -270,7 +272,7 @@ def _advise(a: argparse.Namespace) -> int:
                 "speed_up": plain.found.seconds / x.found.seconds,
                 "samples_per_s": x.samples_per_s,
                 "age": x.found.age,
-                "parts": x.parts,
+                "contributions": x.contributions,
             }
             for x in every
         ]

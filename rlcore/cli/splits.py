@@ -8,7 +8,7 @@ from pathlib import Path
 from rlcore.config import rules
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
-from rlcore.metrics.sinks import read_metrics
+from rlcore.metrics.sinks import num_ranks, read_metrics
 from rlcore.sched.balance import WINDOW, Balance
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import read_json
@@ -53,14 +53,8 @@ def by_last_steps(plan: Balance, cfg: Config, folder: Path, world: int) -> str:
         return ""
     if not isinstance(cluster, dict) or (cluster.get("rollout_ranks") != cfg.cluster.rollout_ranks):
         return ""
-    rows = [row for row in read_metrics(folder)[-WINDOW:] if _ranks(row) == world]
+    rows = [row for row in read_metrics(folder)[-WINDOW:] if num_ranks(row) == world]
     return plan.sentence(rows, "the last steps")
-
-
-def _ranks(row: dict[str, float]) -> int:
-    """Return the number of ranks of the run that wrote this row of metrics."""
-    rate = row.get("perf/throughput", 0.0) * row.get("timing_s/step", 0.0)
-    return round(row.get("perf/total_num_tokens", 0.0) / rate) if rate else 0
 
 
 def by_data_sheet(plan: Balance, cfg: Config, hf: HFConfig, world: int, earlier: Path) -> str:

@@ -121,6 +121,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
+def num_ranks(row: Mapping[str, float]) -> int:
+    """Return the number of ranks of the run that wrote this row of metrics; 0: not known."""
+    rate = row.get("perf/throughput", 0.0) * row.get("timing_s/step", 0.0)
+    return round(row.get("perf/total_num_tokens", 0.0) / rate) if rate else 0
+
+
 def accuracies(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float, float]]]:
     """Return (step, mean@k, standard error or NaN) of each evaluation, in order, by data set."""
     found: dict[str, list[tuple[int, float, float]]] = {}

@@ -5,9 +5,11 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rlcore.config import resolve
+from rlcore.config.schema import Config
 from rlcore.sim import ladder, splits
 from rlcore.sim.cluster import Summary, simulate
-from rlcore.sim.job import SimJob
+from rlcore.sim.job import SimJob, config
 from rlcore.trainer import memory
 from rlcore.utils.errors import ConfigError
 
@@ -16,9 +18,15 @@ STEPS = 5
 """Simulated steps of an arm: one period of tail batching."""
 ALPHAS = (1, 2)
 BEST = 3
+LEAST_GAIN = 1.01
+"""Contribution of a system up to which it is not worth switching on."""
 NEAR = 1.03
 """Ratio of the seconds of a step up to which smaller model-parallel groups are taken: they leave
 more splits to --mode async and halves to --mode stream."""
+
+
+PLACEHOLDERS = ("model.path", "data.train", "eval.every", "run.seed")
+"""Keys of a simulated job that say nothing about a real run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +37,7 @@ class Advice:
     keys: tuple[str, ...]
     """Keys to set besides those of the base job."""
     found: Summary
-    parts: dict[str, float]
+    contributions: dict[str, float]
     """What each system contributes: seconds of a step without it over seconds with it."""
 
     @property
@@ -43,8 +51,8 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """A composition to try: keys by the name of the system that they switch on."""
+class Composition:
+    """Systems to try together: keys by the name of the system that they switch on."""
 
     systems: dict[str, tuple[str, ...]]
 
@@ -58,7 +66,7 @@ class Arm:
 
     def without(self, name: str) -> str:
         """Return the name of the composition without one of its systems."""
-        return Arm({n: keys for n, keys in self.systems.items() if n != name}).name
+        return Composition({n: keys for n, keys in self.systems.items() if n != name}).name
 
 
 # ---- layouts
@@ -68,14 +76,7 @@ def gigabytes(job: SimJob) -> float:
     """Return the GB that the memory plan needs on the GPU that needs most. Raise ConfigError if
     that is more than the GPU has."""
     gpu_bytes = job.gpu.memory_gb * memory.GB
-    if job.cfg.cluster.rollout_ranks:
-        cfg = replace(job.cfg, train=replace(job.cfg.train, offload=False))
-        plans = [
-            memory.worst_of(cfg, job.hf, job.train_gpus, gpu_bytes=gpu_bytes, has_engine=False),
-            memory.make_sampler(cfg, job.hf, job.train_gpus, gpu_bytes=gpu_bytes),
-        ]
-    else:
-        plans = [memory.worst_of(job.cfg, job.hf, job.gpus, gpu_bytes=gpu_bytes)]
+    plans = memory.plans(job.cfg, job.hf, job.gpus, gpu_bytes=gpu_bytes)
     for plan in plans:
         problems = (*plan.problems, memory.too_large(plan, gpu_bytes))
         if found := [line for line in problems if line]:
@@ -151,7 +152,7 @@ def with_engines(job: SimJob, say: Callable[[str], None]) -> SimJob:
 # ---- systems
 
 
-def arms(job: SimJob) -> Iterator[Arm]:
+def arms(job: SimJob) -> Iterator[Composition]:
     """Yield all compositions that may help: on-policy ones, and asynchronous ones with the split
     that the planner proposes."""
     on_policy = {k: v for k, v in ladder.ON_POLICY.items() if k != "planner"}
@@ -166,16 +167,16 @@ def arms(job: SimJob) -> Iterator[Arm]:
 
 def _compositions(
     mode: Mapping[str, tuple[str, ...]], options: Mapping[str, tuple[str, ...]]
-) -> Iterator[Arm]:
+) -> Iterator[Composition]:
     for switches in itertools.product((False, True), repeat=len(options)):
         on = zip(options.items(), switches, strict=True)
-        yield Arm({**mode} | {name: keys for (name, keys), is_on in on if is_on})
+        yield Composition({**mode} | {name: keys for (name, keys), is_on in on if is_on})
 
 
 def search(job: SimJob, say: Callable[[str], None]) -> list[Advice]:
     """Return all compositions for a job, the fastest first. What validation or the memory plan
     refuses is left out."""
-    found: dict[str, tuple[Arm, SimJob, Summary]] = {}
+    found: dict[str, tuple[Composition, SimJob, Summary]] = {}
     for arm in arms(job):
         try:
             made = job.with_(arm.name, *arm.keys)
@@ -189,31 +190,31 @@ def search(job: SimJob, say: Callable[[str], None]) -> list[Advice]:
         say(f"{arm.name}: {summary.seconds:.3g} s")
     out = []
     for arm, made, summary in sorted(found.values(), key=lambda x: x[2].seconds):
-        parts = {
+        contributions = {
             name: found[rest][2].seconds / summary.seconds
             for name in arm.systems
             if (rest := arm.without(name)) in found
         }
-        out.append(Advice(made, arm.keys, summary, parts))
+        out.append(Advice(made, arm.keys, summary, contributions))
     return out
 
 
 def best(found: Sequence[Advice]) -> list[Advice]:
-    """Return the `BEST` fastest compositions; the fastest on-policy one is always among them."""
-    chosen = list(found[:BEST])
+    """Return the `BEST` fastest compositions in which every system contributes. The fastest
+    on-policy one is always among them."""
+    useful = [x for x in found if all(gain > LEAST_GAIN for gain in x.contributions.values())]
+    chosen = useful[:BEST]
     if not any(advice.is_on_policy for advice in chosen):
-        chosen[-1] = next(advice for advice in found if advice.is_on_policy)
+        chosen[-1] = next(advice for advice in useful if advice.is_on_policy)
     return chosen
 
 
 def keys_of(job: SimJob) -> str:
-    """Return the layout of a job as keys of a run."""
-    t, r = job.cfg.train, job.cfg.rollout
-    sizes = {f"train.{n}": getattr(t, n) for n in ("tp", "pp", "cp", "ep", "recompute")}
-    sizes |= {"rollout.tp": r.tp, "rollout.kv_cache_tokens": r.kv_cache_tokens}
-    shown = {k: v for k, v in sizes.items() if v not in (1, 0, "none")}
-    shown |= {
-        "train.tokens_per_micro_batch": t.tokens_per_micro_batch,
-        "train.head_chunk_tokens": t.head_chunk_tokens,
+    """Return all keys of a job that differ from their defaults, as words of a command line."""
+    usual = resolve.keys(replace(Config(), algo=config().algo))
+    found = {
+        key.removeprefix("select."): value
+        for key, value in resolve.keys(job.cfg).items()
+        if key not in PLACEHOLDERS and value != usual.get(key)
     }
-    return "--train.offload true " + " ".join(f"--{k} {v}" for k, v in shown.items())
+    return " ".join(resolve.words(found))

@@ -6,7 +6,7 @@ turn, the constants are fitted on the others, and the paper's points are predict
 these predictions is what to expect of a prediction, so it is the error bar of simulated seconds.
 
 The paper on truncated importance sampling publishes no seconds. RollMux publishes its phases only
-as a range of 50 to 900 s; its warm starts give `sleep_s` and `resume_s` (`cost.py`).
+as a range of 50 to 900 s; its warm starts give `sleep_s` and `offload_s` (`cost.py`).
 """
 
 import math
@@ -21,7 +21,7 @@ from rlcore.sched.stop import StopAtAll
 from rlcore.sim import published, rollpacker
 from rlcore.sim.async_rollout import EndlessPrompts, PromptLengths
 from rlcore.sim.cluster import Summary, simulate
-from rlcore.sim.cost import CONSTANTS, ERROR, GPUS, Constants, engine_cost, named
+from rlcore.sim.cost import CONSTANTS, ERROR, GPUS, Constants, engine_cost, model_named
 from rlcore.sim.rewards import UNLIMITED
 from rlcore.sim.round import SimSettings
 from rlcore.sim.table import TableResult, row
@@ -37,8 +37,8 @@ PRIOR = {
     "padding": (0.2, 1.0),
     "overhead_s": (20.0, 1.0),
 }
-"""Constants that are fitted. Without priors, papers that say nothing of a constant, such as ROLL
-Flash of `collective_s`, would leave it undetermined."""
+"""Fitted constants. A paper may have no point that depends on a constant: ROLL Flash has none for
+`collective_s`. Then the fit on this paper keeps the prior value."""
 NOISE = 0.25
 """Logarithm of the factor by which a published number may well differ from any such model."""
 STEPS = 5
@@ -121,7 +121,7 @@ def _math(seed: int, c: Constants) -> float:
 
 def _replicated(prompts: int, samples: int, spread: bool, seed: int, c: Constants) -> float:
     """Return the rollout seconds of ROLL Flash's prompt replication."""
-    cost = engine_cost(named("8B"), GPUS["H800"], 1, constants=c)
+    cost = engine_cost(model_named("8B"), GPUS["H800"], 1, constants=c)
     seconds = 0.0
     for k in range(STEPS):
         world = SimSettings(
@@ -147,8 +147,12 @@ def _rhymerl(seed: int, c: Constants) -> float:
 
 
 def fit(points: Sequence[Point]) -> Constants:
-    """Return the most probable constants given the points: those that minimize the squares of the
-    points' logarithmic errors and of the distances from `PRIOR`, each in units of its deviation."""
+    """Return the constants that fit the points best (maximum a posteriori).
+
+    The fit minimizes a sum of squares with one term per point and one per constant. A point's term
+    is the logarithm of simulated / published seconds, divided by `NOISE`. A constant's term is the
+    logarithm of its ratio to its value in `PRIOR`, divided by its deviation in `PRIOR`.
+    """
     from scipy.optimize import least_squares
 
     told = [math.log(p.published) for p in points]

@@ -138,7 +138,7 @@ class SimRun:
         logprobs = training.logprobs_s(lengths)
         if self._job.overlap_logprobs:
             logprobs -= min(logprobs, outcome.idle * outcome.seconds)
-        update_s = training.update_s(lengths) + training.step_s + training.wake_s
+        update_s = training.update_s(lengths) + training.step_s + training.offload_s
         return {
             "gen": outcome.seconds,
             "reward": outcome.reward_s,
@@ -167,7 +167,7 @@ class SimRun:
             drafts=job.drafts,
             elastic=elastic,
             train_s=train_s,
-            turn_s=job.turns_s / 2,
+            load_s=job.offload_s / 2,
             controller=partial(policies.make_controller, cfg, job.gpus),
             report_s=REPORT_S if elastic is not None else 0.0,
         )

@@ -42,11 +42,11 @@ class Constants:
     expert_arithmetic: float = 0.5
     """Share of `arithmetic` that the products of one expert after another reach; assumed."""
     imbalance: float = 1.2
-    """Tokens of the busiest expert-parallel rank over the mean; assumed."""
+    """Ratio of the tokens of the busiest expert-parallel rank to the mean over all; assumed."""
     sleep_s: float = 0.8
     """Seconds besides copies in which an engine falls asleep and wakes up: the middle of RollMux'
     warm starts of a rollout, .9 to 1.9 s, without the copy of the weights."""
-    resume_s: float = 4.4
+    offload_s: float = 4.4
     """Seconds besides copies in which a learner leaves the GPU and returns: the middle of RollMux'
     warm starts of training, 4.1 to 5.9 s, without the copy of the states."""
     capture_s: float = 10.0
@@ -195,12 +195,13 @@ class ModelSize:
 
     @property
     def dense(self) -> float:
-        """Return the parameters by which every token is multiplied."""
+        """Return the number of parameters in the matrix products of every token."""
         return self.parameters - self.embeddings - self.experts
 
     @property
     def products(self) -> float:
-        """Return the parameters by which a token is multiplied, of the experts only its own."""
+        """Return the number of parameters in the matrix products of one token. Of the experts, only
+        those that the token uses count."""
         return self.dense + self.experts * self.expert_share
 
 
@@ -233,15 +234,15 @@ MODEL_FILES = {
 
 
 @cache
-def hf_of(name: str) -> HFConfig:
+def hf_named(name: str) -> HFConfig:
     """Return the architecture of a model of `MODEL_FILES`."""
     return HFConfig.from_dict(read_json(recipes_folder() / "models" / f"{MODEL_FILES[name]}.json"))
 
 
 @cache
-def named(name: str) -> ModelSize:
+def model_named(name: str) -> ModelSize:
     """Return the size of a model of `MODEL_FILES`."""
-    return size_of(hf_of(name), name)
+    return size_of(hf_named(name), name)
 
 
 def engine_cost(

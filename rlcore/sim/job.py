@@ -18,7 +18,7 @@ from rlcore.mcore.layout import check_model, layout_of
 from rlcore.records import Request
 from rlcore.sim.cost import CONSTANTS, Constants, EngineCost, Gpu, ModelSize, engine_cost, size_of
 from rlcore.sim.drafts import REAL, DraftGain
-from rlcore.sim.phases import Layout, TrainingCost, resize_s, training_cost, turns_s
+from rlcore.sim.phases import Layout, TrainingCost, offload_s, resize_s, training_cost
 from rlcore.sim.profile import EngineMeasurements
 from rlcore.sim.rewards import Rewards
 from rlcore.sim.workload import Workload
@@ -80,8 +80,8 @@ class SimJob:
 
     @property
     def drafts(self) -> DraftGain | None:
-        """What drafts gain; None without drafts. Raise ConfigError for drafts of another source,
-        whose gain is not known."""
+        """Tokens per forward with drafts; None without drafts. If the gain of --rollout.draft is
+        not known, raise ConfigError."""
         draft = self.cfg.rollout.draft
         if draft == "ngram":
             raise ConfigError("--rollout.draft ngram: its gain is not known; simulate history")
@@ -108,8 +108,8 @@ class SimJob:
     def problem(self, tp: int) -> str:
         """Return why engines of `tp` GPUs are not possible; "" if they are."""
         sized = policies.with_tp(self.cfg, tp)
-        for problem in memory.make_sampler(sized, self.hf, 0, gpu_bytes=0).problems:
-            return problem
+        if problems := memory.make_sampler(sized, self.hf, 0, gpu_bytes=0).problems:
+            return problems[0]
         try:
             room = self.engine(tp).cache_tokens
         except ConfigError as error:
@@ -192,11 +192,11 @@ class SimJob:
         return resize_s(self.model, self.gpu, tp, self.constants)
 
     @property
-    def turns_s(self) -> float:
+    def offload_s(self) -> float:
         """Seconds in which half of the engines leave their GPUs to the learner (--mode stream)."""
         if self.measured_training is not None:
             return 0.0  # a part of the measured steps, if there is any
-        return turns_s(self.model, self.gpu, self.gpus, self.constants)
+        return offload_s(self.model, self.gpu, self.gpus, self.constants)
 
     def with_(self, name: str, *keys: str, **fields: Any) -> "SimJob":
         """Return this job under another name, with further keys and fields."""

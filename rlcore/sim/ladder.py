@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from rlcore.sim import splits
 from rlcore.sim.cluster import simulate
-from rlcore.sim.cost import GPUS, hf_of
+from rlcore.sim.cost import GPUS, hf_named
 from rlcore.sim.job import SimJob, config
 from rlcore.sim.table import Row, TableResult, row
 from rlcore.sim.workload import GENERATORS
@@ -84,7 +84,7 @@ def job(size: LadderSize, seed: int) -> SimJob:
         *size.layout,
     )
     made = SimJob(
-        name="baseline", cfg=cfg, hf=hf_of(size.model), gpu=GPU, gpus=size.gpus, workload=lengths
+        name="baseline", cfg=cfg, hf=hf_named(size.model), gpu=GPU, gpus=size.gpus, workload=lengths
     )
     room = int(made.engine(size.tp).cache_tokens)
     return made.with_("baseline", "--rollout.kv_cache_tokens", str(room))
@@ -132,7 +132,7 @@ RUNGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class SimulatedArm:
     """An arm's simulated seconds of a step, one for each seed."""
 
     seconds: tuple[float, ...]
@@ -143,9 +143,9 @@ class Measured:
         return statistics.fmean(self.seconds)
 
 
-def measure(
+def simulated(
     size: LadderSize, seeds: Sequence[int], say: Callable[[str], None]
-) -> dict[str, Measured]:
+) -> dict[str, SimulatedArm]:
     """Simulate all arms of a size."""
     found: dict[str, list[tuple[float, float]]] = {}
     for seed in seeds:
@@ -156,7 +156,7 @@ def measure(
             found.setdefault(name, []).append((done.seconds, done.age))
         say(f"{size.name}, seed {seed}")
     return {
-        name: Measured(tuple(s for s, _ in runs), statistics.fmean(a for _, a in runs))
+        name: SimulatedArm(tuple(s for s, _ in runs), statistics.fmean(a for _, a in runs))
         for name, runs in found.items()
     }
 
@@ -168,7 +168,7 @@ def table(
     what each system contributes to it."""
     rows: list[Row] = []
     for size in sizes:
-        found = measure(size, seeds, say)
+        found = simulated(size, seeds, say)
         rows += [_speed_up(size, found, name) | {"part": "rung"} for name in RUNGS]
         others = [name for name in found if name not in RUNGS]
         rows += [_speed_up(size, found, name) | {"part": "arm"} for name in others]
@@ -188,7 +188,7 @@ def table(
     return TableResult("All systems together, over synchronous steps", rows, notes)
 
 
-def _speed_up(size: LadderSize, found: Mapping[str, Measured], name: str) -> Row:
+def _speed_up(size: LadderSize, found: Mapping[str, SimulatedArm], name: str) -> Row:
     base, arm = found["baseline"], found[name]
     ratios = [b / s for b, s in zip(base.seconds, arm.seconds, strict=True)]
     return row(
@@ -203,7 +203,7 @@ def _speed_up(size: LadderSize, found: Mapping[str, Measured], name: str) -> Row
     )
 
 
-def _contributions(size: LadderSize, found: Mapping[str, Measured], best: str) -> list[Row]:
+def _contributions(size: LadderSize, found: Mapping[str, SimulatedArm], best: str) -> list[Row]:
     """Return by how much each system of a composition makes it faster: below 1, it loses."""
     rows = []
     parts = best.split(" + ")

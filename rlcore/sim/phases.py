@@ -57,7 +57,7 @@ class TrainingCost:
     step_s: float = 0.0
     """Seconds per step that do not depend on the samples: pipeline bubbles, reduction of gradients,
     optimizer."""
-    wake_s: float = 0.0
+    offload_s: float = 0.0
     """Seconds in which the learner returns to the GPU for a step, and leaves it after."""
     sync_s: float = 0.0
     """Seconds to update the weights of the engines."""
@@ -119,8 +119,8 @@ def training_cost(
         step_s=layout.updates
         * layout.epochs
         * (bubble_s + _reduce_s(model, gpu, layout, c) + _optimizer_s(model, gpu, layout, c)),
-        wake_s=turns_s(model, gpu, layout.gpus, c) if layout.offload else 0.0,
-        sync_s=push_s(model, gpu, layout, rollout_tp, apart=apart, constants=c),
+        offload_s=offload_s(model, gpu, layout.gpus, c) if layout.offload else 0.0,
+        sync_s=update_weights_s(model, gpu, layout, rollout_tp, apart=apart, constants=c),
     )
 
 
@@ -159,15 +159,15 @@ def _optimizer_s(model: ModelSize, gpu: Gpu, layout: Layout, c: Constants) -> fl
     return moved / (c.bandwidth * gpu.bandwidth_gbs * 1e9)
 
 
-def turns_s(model: ModelSize, gpu: Gpu, gpus: int, constants: Constants = CONSTANTS) -> float:
+def offload_s(model: ModelSize, gpu: Gpu, gpus: int, constants: Constants = CONSTANTS) -> float:
     """Return the seconds in which a learner on `gpus` GPUs returns from the host and leaves again,
     while the engines sleep and wake."""
     c = constants
     copied = 2 * STATE_BYTES * model.parameters / gpus / (c.link * gpu.host_gbs * 1e9)
-    return copied + c.resume_s + c.sleep_s
+    return copied + c.offload_s + c.sleep_s
 
 
-def push_s(
+def update_weights_s(
     model: ModelSize,
     gpu: Gpu,
     layout: Layout,

@@ -18,9 +18,9 @@ from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.hf.tokenizer import load_tokenizer
 from rlcore.metrics.jsonl import read_lines
-from rlcore.metrics.sinks import read_metrics
+from rlcore.metrics.sinks import num_ranks, read_metrics
 from rlcore.records import group_of
-from rlcore.rollout.round_log import FILE, Log, LoggedRound
+from rlcore.rollout.round_log import FILE, Log
 from rlcore.sim.cluster import simulate
 from rlcore.sim.cost import EngineCost, Gpu
 from rlcore.sim.job import SimJob
@@ -78,9 +78,10 @@ def read(folder: Path, last: int = 0) -> Recording:
             f"--run {folder}: has {len(rows)} steps after the first {WARM_UP}; record at least "
             f"{LEAST_STEPS}"
         )
-    ranks = ranks_of(rows[-1])
-    path = Path(cfg.model.path)  # relative to the folder in which the run was started
-    hf = HFConfig.from_folder(path if path.is_dir() else folder / "hf")
+    ranks = num_ranks(rows[-1])
+    # model.path is relative to the folder in which the run was started
+    model = Path(cfg.model.path) if Path(cfg.model.path).is_dir() else folder / "hf"
+    hf = HFConfig.from_folder(model)
     first = int(rows[0]["training/global_step"])
     workload = lengths(Log(folder / FILE), first, rows)
     cfg = resolve.with_keys(
@@ -103,14 +104,18 @@ def read(folder: Path, last: int = 0) -> Recording:
         measured={cfg.rollout.tp: EngineMeasurements(tp=cfg.rollout.tp, cost=engine)},
         measured_training=training_cost(rows, ranks),
     )
-    found = gain(responses(folder, cfg, ranks), cfg.draft, job)
+    found = gain(responses(folder, model, cfg, ranks), cfg.draft, job)
     if found is None:
         notes.append(
             "drafts: not known; they need a run whose prompts come again (--data.num_prompts) and "
             "that logs all responses (--log.rollouts -1)"
         )
     else:
-        notes.append(f"drafts: by replay, {found}")
+        first_gain, last_gain = found.gains[0], found.gains[-1]
+        notes.append(
+            f"drafts: by replay, {first_gain:.1f} tokens of a request per forward at the start of "
+            f"a response, {last_gain:.1f} from token {found.starts[-1]} on"
+        )
     job = replace(job, gain=found)
     seconds = float(np.mean([row["timing_s/step"] for row in rows]))
     rest = seconds - simulate(job, len(rows)).seconds
@@ -125,8 +130,8 @@ def read(folder: Path, last: int = 0) -> Recording:
 
 
 def config_of(folder: Path) -> tuple[Config, dict[str, str]]:
-    """Return the part of a run's configuration that a simulation reads, with all systems off, and
-    the run's selectors."""
+    """Return the settings of a run that a simulation needs, with all systems switched off, and the
+    run's selectors (`--mode`, `--schedule`, ...)."""
     try:
         found = read_json(folder / "config.json")
     except ConfigError as error:
@@ -144,29 +149,18 @@ def config_of(folder: Path) -> tuple[Config, dict[str, str]]:
     return resolve.with_keys(cfg, off), found.get("select", {})
 
 
-def ranks_of(row: Mapping[str, float]) -> int:
-    """Return the number of ranks of the run that wrote this row of metrics."""
-    rate = row.get("perf/throughput", 0.0) * row.get("timing_s/step", 0.0)
-    return round(row.get("perf/total_num_tokens", 0.0) / rate) if rate else 0
-
-
 def lengths(log: Log, first: int, rows: Sequence[Mapping[str, float]]) -> Recorded:
-    """Return the lengths of all responses from step `first` on, by prompt in the order in which the
-    prompts came."""
+    """Return the lengths of all responses from step `first` on, by prompt. Prompts are in the order
+    in which the run started them."""
     prompt = round(float(np.mean([row["prompt_length/mean"] for row in rows])))
     by_prompt: dict[int, list[int]] = {}
-    for round_ in rounds(log, first):
+    for round_ in (found for found in log.rounds if found.step >= first):
         row_of = {group.id: group.row for group in round_.started}
         for response in round_.counted:
             by_prompt.setdefault(row_of[group_of(response.id)], []).append(
                 max(1, response.num_tokens)
             )
     return Recorded(list(by_prompt.values()), prompt_tokens=max(1, prompt))
-
-
-def rounds(log: Log, first: int) -> list[LoggedRound]:
-    """Return the logged rounds from step `first` on."""
-    return [found for found in log.rounds if found.step >= first]
 
 
 def engine_cost(rows: Sequence[Mapping[str, float]], cfg: Config, workload: Recorded) -> EngineCost:
@@ -210,17 +204,19 @@ def scorer(rows: Sequence[Mapping[str, float]], ranks: int, cfg: Config) -> Fixe
     return FixedScorer(mean, max(1, cfg.reward.workers * ranks))
 
 
-def responses(folder: Path, cfg: Config, ranks: int) -> list[tuple[int, str, np.ndarray]]:
-    """Return (step, prompt, tokens [n] int32) of the logged responses, in the order of the log,
-    which has those of rank 0. If it has few of a step's, drafts cannot be judged by it: return
-    none."""
+def responses(
+    folder: Path, model: Path, cfg: Config, ranks: int
+) -> list[tuple[int, str, np.ndarray]]:
+    """Return (step, prompt, tokens [n] int32) of the logged responses, in the order of the log.
+    The log has the responses of rank 0. If it lacks many of them, return no responses, because the
+    history would be too short to replay drafts."""
     path = folder / "rollouts.jsonl"
     wanted = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt // ranks
     rows = list(read_lines(path)) if path.is_file() else []
     steps = {int(row["step"]) for row in rows}
     if not steps or len(rows) < LEAST_SHARE * wanted * len(steps):
         return []
-    tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path)
+    tokenizer = load_tokenizer(cfg.model.tokenizer or model)
     return [
         (
             int(row["step"]),

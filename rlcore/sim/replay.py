@@ -63,8 +63,9 @@ def _replay(
     engines: int,
     counts: _Counts,
 ) -> None:
-    """Decode the responses of one step in one batch, with drafts. The batch of an engine is its
-    share of the unfinished ones, by which long drafts are limited as in the engine."""
+    """Decode the responses of one step with drafts, all at the same time, and add to `counts`.
+    Draft lengths are limited as in an engine whose batch is 1/`engines` of the unfinished
+    responses."""
     forest = _forest(draft)
     keys = list(by_prompt)
     old = [response for prompt in keys for group in history[prompt] for response in group]

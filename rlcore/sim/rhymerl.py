@@ -11,7 +11,7 @@ from dataclasses import replace
 from rlcore.sched import histopipe
 from rlcore.sim import splits
 from rlcore.sim.cluster import simulate
-from rlcore.sim.cost import GPUS, hf_of
+from rlcore.sim.cost import GPUS, hf_named
 from rlcore.sim.job import SimJob, config
 from rlcore.sim.table import Row, TableResult, row
 from rlcore.sim.workload import GENERATORS, Workload
@@ -84,7 +84,7 @@ def job(name: str, lengths: str, seed: int) -> SimJob:
     return SimJob(
         name="veRL",
         cfg=cfg,
-        hf=hf_of(name),
+        hf=hf_named(name),
         gpu=GPUS["H100"],
         gpus=GPU_COUNT,
         workload=workload,

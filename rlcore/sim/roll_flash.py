@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import NormalDist
 
 import numpy as np
 
@@ -24,17 +23,18 @@ from rlcore.sim.async_rollout import (
     Update,
     async_rollout,
 )
-from rlcore.sim.cost import GPUS, EngineCost, engine_cost, named
-from rlcore.sim.phases import Layout, training_cost, turns_s
+from rlcore.sim.cost import GPUS, EngineCost, engine_cost, model_named
+from rlcore.sim.phases import Layout, offload_s, training_cost
+from rlcore.sim.published import REPLICATION_ENGINES, REPLICATION_S
 from rlcore.sim.rewards import UNLIMITED, Rewards
 from rlcore.sim.round import SimSettings
 from rlcore.sim.table import Row, TableResult, row
-from rlcore.sim.workload import GENERATORS, Generator
+from rlcore.sim.workload import FLASH_8K, GENERATORS, Generator
 from rlcore.utils.seed import derive
 
 PROMPTS, SAMPLES = 256, 16
 """Prompts per step (256, the paper's rollout batch) and responses per prompt (our assumption)."""
-MODEL, GPU, TP = named("8B"), GPUS["H800"], 1
+MODEL, GPU, TP = model_named("8B"), GPUS["H800"], 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,34 +85,11 @@ SYNC_STEPS = 3
 QUEUE_S = {"batch": 125, "queue": 58, "queue, 16 more": 37}
 """Published seconds for 8 prompts x 8 responses with dynamic filtering, by scheduling method."""
 EXTRA = {"queue": 0, "queue, 16 more": 16}
-HARD = 0.05
-MIDDLE = Generator(
-    cap=8_192,
-    mu=7.6,
-    sp=0.3,
-    sr=0.4,
-    pt=0.0,
-    a=-20 * NormalDist().inv_cdf(1 - HARD),
-    b=20.0,
-    s=0.0,
-)
-"""Lengths for the tables `queue` and `replication`. The median is 2,000 tokens; for
-1 in 20 prompts, all responses reach the limit of 8,192. They were fitted on the two ratios of
-`queue` with ROLL's scheduler, which rlcore does not have. With this limit, the data sheet of an 8B
-on an H800 also explains the seconds: 8,192 steps of 9 ms take 75 s. Each further response of that
-length on the same worker adds 2.5 s."""
 KEPT = 0.75
 """Share of prompts that dynamic filtering keeps because their rewards differ; fitted together with
-`MIDDLE`."""
+`FLASH_8K`."""
 QUEUE_REPLICAS, QUEUE_ROUNDS = 8, 10
 """Number of engines for `queue` (our assumption), and batches simulated per unit of `--rounds`."""
-
-REPLICATION_S = {(32, 16): (116, 89), (64, 16): (149, 81), (16, 32): (162, 83)}
-"""Published seconds by (prompts, responses per prompt): with all responses of a prompt on one
-worker, and on any worker. Another source states 16 x 64 instead of 16 x 32, but a worker with 64
-responses at the limit would need 250 s."""
-REPLICATION_REPLICAS = 16
-"""Number of engines for the table `replication` (our assumption)."""
 
 EPISODES, TURNS, TURN_TOKENS = 256, 23, 50
 LATENCY_S = 10.0, 10.0
@@ -164,7 +141,7 @@ def sync_naive(law: Law, gpus: int, steps: int, seed: int) -> float:
     requests start at once. ROLL Flash's propositions do not cover this case."""
     lengths, source = PromptLengths(law.generator, SAMPLES, seed), EndlessPrompts(SAMPLES)
     train_s, sync_s = learner(gpus)
-    moved = turns_s(MODEL, GPU, gpus)
+    moved = offload_s(MODEL, GPU, gpus)
     total = 0.0
     for _ in range(steps):
         world = SimSettings([cost()] * gpus, lengths, max_running=law.max_running)
@@ -447,8 +424,8 @@ def queue(steps: int, seed: int) -> TableResult:
     """Return the seconds until dynamic filtering has kept 8 groups of 8 responses: with queue
     scheduling, relative to running prompts in whole batches."""
     arms = {
-        "": (MIDDLE, False),
-        "; --rollout.routing response": (MIDDLE, True),
+        "": (FLASH_8K, False),
+        "; --rollout.routing response": (FLASH_8K, True),
         "; RollPacker's 16k lengths": (GENERATORS["16k"], False),
     }
     rows: list[Row] = []
@@ -464,7 +441,7 @@ def queue(steps: int, seed: int) -> TableResult:
             told = QUEUE_S[name] / QUEUE_S["batch"]
             found = mean[name] / mean["batch"]
             seconds = {key: round(s, 1) for key, s in mean.items()}
-            cell, is_fitted = f"{name}{arm}: of batch", generator is MIDDLE
+            cell, is_fitted = f"{name}{arm}: of batch", generator is FLASH_8K
             rows.append(row(cell, told, found, fitted=is_fitted, even=1, seconds=seconds))
     return TableResult(
         "ROLL Flash: queue scheduling, 8 x 8, seconds as a share of those in batches",
@@ -531,14 +508,14 @@ def _another(source: EndlessPrompts) -> Work:
 def replication(steps: int, seed: int) -> TableResult:
     """Compare two placements of a prompt's responses: all on one engine, and each on any engine."""
     rows: list[Row] = []
-    for name, generator in (("", MIDDLE), ("; RollPacker's 16k lengths", GENERATORS["16k"])):
+    for name, generator in (("", FLASH_8K), ("; RollPacker's 16k lengths", GENERATORS["16k"])):
         for (prompts, samples), (one, anywhere) in REPLICATION_S.items():
             seconds = {False: 0.0, True: 0.0}
             for k in range(steps):
                 lengths = PromptLengths(generator, samples, derive(seed, "replication", k) % 2**31)
                 for spread in seconds:
                     world = SimSettings(
-                        [cost()] * REPLICATION_REPLICAS,
+                        [cost()] * REPLICATION_ENGINES,
                         lengths,
                         place=partial(LeastLoaded, UNLIMITED, spread=spread),
                     )
@@ -553,7 +530,7 @@ def replication(steps: int, seed: int) -> TableResult:
         "ROLL Flash: prompt replication",
         rows,
         [
-            f"assumed: {REPLICATION_REPLICAS} engines; lengths and costs of `queue`, nothing is "
+            f"assumed: {REPLICATION_ENGINES} engines; lengths and costs of `queue`, nothing is "
             "fitted here"
         ],
     )

@@ -12,7 +12,7 @@ from rlcore.sched.cluster import Cluster, MuxJob, NodePool
 from rlcore.sched.phase_mux import TAIL, Member
 from rlcore.sim import mux_trace
 from rlcore.sim import published_rollmux as told
-from rlcore.sim.cost import GPUS, EngineCost, Gpu, ModelSize, engine_cost, named
+from rlcore.sim.cost import GPUS, EngineCost, Gpu, ModelSize, engine_cost, model_named
 from rlcore.sim.mux_baselines import Greedy, Random, optimum
 from rlcore.sim.mux_group import ROLLOUT, TRAIN, Iteration, MuxSimulation, VirtualJob
 from rlcore.sim.mux_group import MuxTimeline as Happened
@@ -154,7 +154,7 @@ def _group(
     kinds: Mapping[str, told.JobKind] = KINDS,
 ) -> tuple[list[VirtualJob], list[Sequence[Iteration]]]:
     """Return the jobs of a group, and each job's iterations when it runs alone."""
-    model, gpu = named(told.MODEL), GPUS["H20"]
+    model, gpu = model_named(told.MODEL), GPUS["H20"]
     jobs: list[VirtualJob] = []
     alone: list[Sequence[Iteration]] = []
     order = sorted(range(len(micro.jobs)), key=lambda n: -len(micro.pins[n]))
@@ -251,7 +251,7 @@ def colocated_gain(one: told.Micro, where: str) -> float:
 @cache
 def colocated_rollout(where: str) -> float:
     """Return the rollout time on GPU type `where` relative to H20, from the data sheets."""
-    model = named(told.MODEL)
+    model = model_named(told.MODEL)
     seconds = [
         statistics.fmean(r.seconds for r in rounds(model, told.LENGTHS, GPUS[gpu], 1, 1, 3, 0))
         for gpu in (where, "H20")
@@ -325,7 +325,7 @@ def _shared(
 ) -> float:
     """Return the mean seconds of an iteration of rollout-heavy jobs on rollout nodes `pins`. The
     tail of a rollout continues on `kept` nodes if the job has more; 0: tails do not move."""
-    model, tp = named(name), 2 if name == "32B" else 1
+    model, tp = model_named(name), 2 if name == "32B" else 1
     jobs = []
     for n, pin in enumerate(pins):
         mine = rounds(model, column, GPUS["H20"], tp, len(pin), count, derive(seed, n))
@@ -398,7 +398,7 @@ def weight_update(count: int, seed: int) -> Result:
     """Compare a weight update in two stages with other routes, by the speed of links. Neither the
     seed nor the size of the model changes a ratio."""
     rows: list[Row] = []
-    gb = 2 * named(told.MODEL).parameters / 1e9
+    gb = 2 * model_named(told.MODEL).parameters / 1e9
     for gpus, bounds in told.SYNC.items():
         seconds = {
             route: weight_update_s(route, gb, gpus, GPUS["H20"].link_gbs)

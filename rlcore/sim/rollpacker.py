@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlcore.sim import published
 from rlcore.sim.cluster import SimRun, SimStep, Summary, simulate, summarize
-from rlcore.sim.cost import CONSTANTS, GPUS, Constants, hf_of, named
+from rlcore.sim.cost import CONSTANTS, GPUS, Constants, hf_named, model_named
 from rlcore.sim.job import RowOf, SimJob, config
 from rlcore.sim.lengths import read_lengths
 from rlcore.sim.phases import judge_bytes
@@ -55,7 +55,7 @@ def job_of(
     return SimJob(
         name=name,
         cfg=cfg,
-        hf=hf_of(system.model),
+        hf=hf_named(system.model),
         gpu=H800,
         gpus=gpus,
         workload=lengths,
@@ -78,7 +78,7 @@ def ladder(
     verl = job_of("veRL", system, seed, prompts=prompts, gpus=gpus, constants=constants)
     tail = verl.with_("tail", "--schedule", "tail_batching")
     beside = partial(rewards, "mix", H800, "streamed", verl.gpus, seed)
-    judge = judge_bytes(named("7B"), streamed=True) / system.tp
+    judge = judge_bytes(model_named("7B"), streamed=True) / system.tp
     reward = replace(tail, name="reward", rewards=beside, judge_bytes=judge)
     planner = reward.with_("planner", "--rollout.adaptive_tp")
     trainer = planner.with_("trainer", *stream_keys(planner))
@@ -109,7 +109,7 @@ def _after(made: Callable[[RowOf], Rewards], row_of: RowOf) -> Rewards:
 
 
 def arm_of_figure_11(column: str, eta_prompts: float, eta_samples: float, seed: int) -> SimJob:
-    """Return the job of one cell of figure 11, of which the rollout counts."""
+    """Return the job of one cell of figure 11. Only its rollout seconds are used."""
     job = job_of(column, SYSTEMS[published.FIGURE_11[column].system], seed)
     job = replace(job, rewards=lambda row_of: Rewards())
     if eta_prompts == eta_samples == 1:

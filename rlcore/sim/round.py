@@ -124,7 +124,7 @@ class SimSettings:
         elastic: Elastic | None = None,
         train_s: Callable[[Sequence[int], int], float] = lambda lengths, groups: 0.0,
         drafts: DraftGain | None = None,
-        turn_s: float = 0.0,
+        load_s: float = 0.0,
         report_s: float = 0.0,
         controller: Callable[[Stop, Elastic | None], Controller] | None = None,
         place: Callable[[], Router] = lambda: LeastLoaded(UNLIMITED),
@@ -137,13 +137,13 @@ class SimSettings:
             train_s: returns the seconds in which a number of model-parallel groups train samples of
                 these lengths (with prompt).
             drafts: what drafts gain; None: engines do not draft.
-            turn_s: seconds in which engines leave their GPUs to the learner.
+            load_s: seconds to load the learner onto the GPUs of released engines.
             report_s: seconds between reports of an engine's unfinished lengths; 0: none.
             controller: makes the controller of a round; default: one with the router of `place`.
         """
         self._costs, self._lengths = list(costs), lengths
         self._ranks = tuple(ranks) or tuple(range(len(self._costs)))
-        self._elastic, self._train_s, self._turn_s = elastic, train_s, turn_s
+        self._elastic, self._train_s, self._load_s = elastic, train_s, load_s
         self._rewards = rewards or Rewards()
         self._max_running, self._report_s = max_running, report_s
         self._drafts = drafts
@@ -364,7 +364,7 @@ class _RoundRun(Engines):
         begin = self._now
         if command.rank not in self._released:  # the first groups wait until the roles have changed
             self._released.add(command.rank)
-            begin += self._world._turn_s
+            begin += self._world._load_s
         if command.rank in self._trains:
             self._trains[command.rank].append(
                 DecodeSpan(begin, begin + seconds, len(command.groups))

@@ -18,8 +18,8 @@ from rlcore.config.schema import (
 from rlcore.hf.config import HFConfig
 from rlcore.sched.reward_timeout import AdaptiveTimeout
 from rlcore.sim import profile, published
-from rlcore.sim.advise import SIZES, keys_of, with_engines, with_layout
-from rlcore.sim.cost import GPUS, MODEL_FILES, Gpu, hf_of, named
+from rlcore.sim.advise import SIZES, with_engines, with_layout
+from rlcore.sim.cost import GPUS, MODEL_FILES, Gpu, hf_named, model_named
 from rlcore.sim.job import RowOf, SimJob, config
 from rlcore.sim.lengths import read_lengths
 from rlcore.sim.phases import judge_bytes, judge_cost
@@ -44,19 +44,9 @@ def job(a: argparse.Namespace, keys: Sequence[str]) -> tuple[SimJob, list[str]]:
     workload, said = workload_of(a)
     has_judge = a.reward in ("judge", "mix")
     judge_gpus = round(published.JUDGE_GPUS * a.gpus) if a.judge == "dedicated" and has_judge else 0
-    taken = judge_bytes(named("7B"), streamed=a.judge == "streamed")
+    taken = judge_bytes(model_named("7B"), streamed=a.judge == "streamed")
     shared = has_judge and a.judge != "dedicated"
-    cfg = config(
-        *("--run.seed", str(a.seed)),
-        *("--data.prompts_per_step", "128"),
-        *("--data.max_prompt_tokens", str(workload.prompt_tokens)),
-        *("--rollout.max_tokens", str(workload.cap)),
-        *(
-            "--train.tokens_per_micro_batch",
-            str(max(16_384, workload.prompt_tokens + workload.cap)),
-        ),
-        *keys,
-    )
+    cfg = _config(a.seed, workload, *keys)
     notes = [f"lengths: {said}"]
     measured = profile.read(a.profile) if a.profile else {}
     if measured:
@@ -95,15 +85,8 @@ def advised(
     """
     gpu, (hf, name) = gpu_of(a.gpu), read_model(a.model)
     workload, said = workload_of(a)
-    longest = workload.prompt_tokens + workload.cap
-    cfg = config(
-        *("--run.seed", str(a.seed)),
-        *("--data.prompts_per_step", "128"),
-        *("--data.max_prompt_tokens", str(workload.prompt_tokens)),
-        *("--rollout.max_tokens", str(workload.cap), "--rollout.routing", "response"),
-        *("--train.tokens_per_micro_batch", str(max(16_384, longest))),
-        *("--train.offload", "--train.head_chunk_tokens", "2048", *keys),
-    )
+    usual = ("--train.offload", "--train.head_chunk_tokens", "2048")
+    cfg = _config(a.seed, workload, "--rollout.routing", "response", *usual, *keys)
     sized: SimJob | None = None
     for tp in SIZES:  # the smallest engine that is possible, from which the search starts
         try:
@@ -115,8 +98,19 @@ def advised(
     if sized is None:
         raise why
     made = with_layout(with_engines(sized, say))
-    notes = [f"{name}, {a.gpus} x {gpu.name}; lengths: {said}", f"layout: {keys_of(made)}"]
+    notes = [f"{name}, {a.gpus} x {gpu.name}; lengths: {said}"]
     return made, notes
+
+
+def _config(seed: int, workload: Workload, *keys: str) -> Config:
+    longest = workload.prompt_tokens + workload.cap
+    return config(
+        *("--run.seed", str(seed), "--data.prompts_per_step", "128"),
+        *("--data.max_prompt_tokens", str(workload.prompt_tokens)),
+        *("--rollout.max_tokens", str(workload.cap)),
+        *("--train.tokens_per_micro_batch", str(max(16_384, longest))),
+        *keys,
+    )
 
 
 def _systems(cfg: Config) -> list[str]:
@@ -164,7 +158,7 @@ def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf
     )
     dedicated = judge == "dedicated"
     judged = judge_cost(
-        named("7B"),
+        model_named("7B"),
         gpu,
         1,
         utilization=published.JUDGE_UTILIZATION,
@@ -193,7 +187,7 @@ def read_model(name: str) -> tuple[HFConfig, str]:
     """Return the architecture called `name`, or of the config.json at that path, and its name."""
     found = {m.lower(): m for m in MODEL_FILES}
     if name.lower() in found:
-        return hf_of(found[name.lower()]), found[name.lower()]
+        return hf_named(found[name.lower()]), found[name.lower()]
     path = Path(name)
     try:
         hf = HFConfig.from_dict(read_json(path))

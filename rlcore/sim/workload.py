@@ -84,8 +84,9 @@ FLASH_8K = Generator(
     b=20.0,
     s=0.0,
 )
-"""Lengths of ROLL Flash's queue scheduling and prompt replication, fitted on the two ratios of the
-former: the median is 2,000 tokens; for 1 in 20 prompts (`HARD`), all responses reach the limit."""
+"""Lengths for ROLL Flash's queue scheduling and prompt replication. The median is 2,000 tokens; for
+1 in 20 prompts (`HARD`), all responses reach the limit. Fitted on the two published ratios of queue
+scheduling, with the scheduler of ROLL, which rlcore does not have."""
 
 
 @dataclass(frozen=True, slots=True)

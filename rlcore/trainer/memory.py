@@ -475,6 +475,26 @@ def worst_of(
     return max(plans, key=lambda plan: plan.total(plan.worst))
 
 
+def plans(
+    cfg: Config,
+    hf: HFConfig,
+    world_size: int,
+    *,
+    gpu_bytes: float,
+    beside: OtherMemory = NOBODY,
+) -> list[MemoryPlan]:
+    """Return the memory plan of the rank that needs most, or with separate rollout ranks one plan
+    for either kind of rank. `beside`: memory of judges on the same GPUs."""
+    if not cfg.cluster.rollout_ranks:
+        return [worst_of(cfg, hf, world_size, gpu_bytes=gpu_bytes, beside=beside)]
+    cfg = replace(cfg, train=replace(cfg.train, offload=False))
+    train_ranks = max(world_size - cfg.cluster.rollout_ranks, 1)
+    return [
+        worst_of(cfg, hf, train_ranks, gpu_bytes=gpu_bytes, has_engine=False),
+        make_sampler(cfg, hf, train_ranks, gpu_bytes=gpu_bytes, beside=beside),
+    ]
+
+
 # ---- text
 
 

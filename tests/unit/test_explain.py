@@ -10,7 +10,7 @@ from rlcore.cli import dry_run, explain, settings, sim, splits
 from rlcore.hf.config import HFConfig
 from rlcore.mcore.layout import layout_of
 from rlcore.sim import expect
-from rlcore.sim.cost import hf_of
+from rlcore.sim.cost import hf_named
 from tests import kit
 
 KEYS = (
@@ -118,7 +118,7 @@ def test_a_job_takes_the_same_seconds_behind_every_door(tmp_path: Path, capsys):
     )
     keys = words.split()
     cfg = settings.parse(["--model.path", "m", "--data.train", "label", "--eval.every", "0", *keys])
-    hf = hf_of("7B")
+    hf = hf_named("7B")
     dry = float(dry_run.expected(cfg, hf, 8).split()[1])
     planner = float(dry_run.split(cfg, hf, 8, 8).split(": ")[1].split()[0])
     path = tmp_path / "sim.json"
@@ -147,8 +147,8 @@ def test_what_cannot_be_estimated_says_why():
     cfg = settings.parse(KEYS.split())
     tiny = HFConfig.from_dict(kit.tiny_config())
     assert "too few for a GPU's data sheet" in dry_run.expected(cfg, tiny, 2)
-    assert "expected     " in dry_run.expected(cfg, hf_of("30B-A3B"), 8)
-    assert "the weights take" in dry_run.expected(cfg, hf_of("32B"), 8)
+    assert "expected     " in dry_run.expected(cfg, hf_named("30B-A3B"), 8)
+    assert "the weights take" in dry_run.expected(cfg, hf_named("32B"), 8)
     one = settings.parse([*KEYS.split(), "--rollout.max_tokens", "2000000"])
     with pytest.raises(ValueError, match="has room for"):
         expect.step(one, _big(), 8, expect.GPUS["H100"], Path("none"))

@@ -14,7 +14,7 @@ from rlcore.sched.roles import Round
 from rlcore.sched.stop import StopAtAll, StopAtFirst
 from rlcore.sim import rollpacker
 from rlcore.sim.cluster import SimRun
-from rlcore.sim.cost import CONSTANTS, GPUS, EngineCost, engine_cost, named
+from rlcore.sim.cost import CONSTANTS, GPUS, EngineCost, engine_cost, model_named
 from rlcore.sim.drafts import REAL, DraftGain
 from rlcore.sim.engine import SimRequest, VirtualEngine
 from rlcore.sim.rewards import FixedScorer, Rewards
@@ -52,8 +52,8 @@ def test_the_steps_within_a_time_are_those_that_take_it(
 
 
 def test_an_engine_reads_its_weights_once_a_step_and_multiplies_once_a_token():
-    cost, c = engine_cost(named("14B"), GPUS["H800"], 2), CONSTANTS
-    parameters = named("14B").parameters
+    cost, c = engine_cost(model_named("14B"), GPUS["H800"], 2), CONSTANTS
+    parameters = model_named("14B").parameters
     assert parameters == pytest.approx(14.77e9, rel=1e-3)
     multiplied = parameters - 152_064 * 5120  # an embedding is looked up
     assert cost.weights_s == pytest.approx(multiplied / (c.bandwidth * 3350e9))
@@ -61,7 +61,7 @@ def test_an_engine_reads_its_weights_once_a_step_and_multiplies_once_a_token():
     assert cost.step_s == pytest.approx(48 * (c.layer_s + 2 * c.collective_s))
     assert cost.cache_tokens == pytest.approx((2 * 64e9 - 2 * parameters) / 196_608)
     with pytest.raises(ValueError, match="32B over 1 x A100: the weights take 66 GB of 64 GB"):
-        engine_cost(named("32B"), GPUS["A100"], 1)
+        engine_cost(model_named("32B"), GPUS["A100"], 1)
 
 
 def test_a_step_is_bound_by_reading_and_then_by_products():
@@ -71,7 +71,7 @@ def test_a_step_is_bound_by_reading_and_then_by_products():
 
 
 def test_a_mixture_reads_the_experts_that_its_tokens_need():
-    moe, dense = (engine_cost(named(m), GPUS["H100"], 2) for m in ("30B-A3B", "32B"))
+    moe, dense = (engine_cost(model_named(m), GPUS["H100"], 2) for m in ("30B-A3B", "32B"))
     assert moe.experts_s > 10 * moe.weights_s and moe.expert_share == 8 / 128
     one, all_ = moe.sequences_s(1) - moe.step_s, moe.sequences_s(200) - moe.step_s
     read = moe.weights_s + moe.experts_s * 8 / 128

@@ -8,16 +8,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from rlcore.cli import sim
+from rlcore.cli import settings, sim
 from rlcore.config import resolve
 from rlcore.config.schema import DraftConfig
 from rlcore.records import Sampling
 from rlcore.rollout.round_log import LoggedRound, Started
 from rlcore.sched.completion_order import Counted
 from rlcore.sim import advise, calibrate, ladder, recorded, replay
-from rlcore.sim.cost import CONSTANTS, ERROR, GPUS, Constants, EngineCost, engine_cost, named
+from rlcore.sim.cost import CONSTANTS, ERROR, GPUS, Constants, EngineCost, engine_cost, model_named
 from rlcore.sim.job import config
-from rlcore.sim.phases import Layout, push_s, resize_s, training_cost, turns_s
+from rlcore.sim.phases import Layout, offload_s, resize_s, training_cost, update_weights_s
 from rlcore.sim.published import SYSTEMS
 from tests import kit
 from tests.unit.test_sim_run import small
@@ -126,7 +126,7 @@ def test_advice_on_a_recorded_run_is_keys_to_set(tmp_path: Path, capsys):
     assert {"synchronous", "tail", "async 1", "async 2"} <= names.keys()
     assert not any("drafts" in name for name in names)  # their gain is not known
     assert names["tail"]["keys"] == ["--schedule", "tail_batching"]
-    assert names["tail"]["parts"]["tail"] == pytest.approx(names["tail"]["speed_up"])
+    assert names["tail"]["contributions"]["tail"] == pytest.approx(names["tail"]["speed_up"])
 
 
 def test_advice_needs_one_subject(capsys):
@@ -168,8 +168,13 @@ def test_advice_on_a_model_fits_its_gpus(tmp_path: Path, capsys):
     assert sim.main([*words.split(), str(out)]) == 0
     said = capsys.readouterr().out
     assert "strictly on-policy" in said and "GB of a GPU" in said and "x/÷" in said
+    keys = said.split("as keys:")[1].splitlines()[3].split()
+    assert {"--rollout.routing", "--train.offload", "--rollout.kv_cache_tokens"} <= set(keys)
+    settings.parse(["--model.path", "m", "--data.train", "label", *keys])  # a run takes them
     rows = json.loads(out.read_text())["rows"]
-    assert rows[0]["speed_up"] > 1 and "drafts" in rows[0]["parts"]
+    assert rows[0]["speed_up"] > 1 and "drafts" in rows[0]["contributions"]
+    assert sim.main(["advise", "7b", "--gpus", "0"]) == 2
+    assert "--gpus 0: must be at least 1" in capsys.readouterr().err
     assert sim.main(["advise", "32b", "--gpus", "2", "--lengths", "8k"]) == 2
     assert "no layout of 2 x H100 fits" in capsys.readouterr().err
 
@@ -212,7 +217,7 @@ def costs(c: Constants) -> dict[str, float]:
     """Seconds of the parts of every published system, by name."""
     out = {}
     for name, system in SYSTEMS.items():
-        model, gpu = named(system.model), GPUS["H800"]
+        model, gpu = model_named(system.model), GPUS["H800"]
         tp, pp, cp = system.layout
         layout = Layout(gpus=system.gpus, tp=tp, pp=pp, cp=cp)
         cost = engine_cost(model, gpu, system.tp, constants=c)
@@ -223,11 +228,11 @@ def costs(c: Constants) -> dict[str, float]:
             f"{name}: training": training.update_s([4000] * 64) + training.step_s,
             f"{name}: padding": c.padding * training.token_s,
             f"{name}: overhead": c.overhead_s,
-            f"{name}: turns": turns_s(model, gpu, system.gpus, c),
-            f"{name}: push": push_s(model, gpu, layout, system.tp, constants=c),
+            f"{name}: turns": offload_s(model, gpu, system.gpus, c),
+            f"{name}: push": update_weights_s(model, gpu, layout, system.tp, constants=c),
             f"{name}: resize": resize_s(model, gpu, system.tp, c),
         }
-    moe, gpu = named("30B-A3B"), GPUS["H100"]
+    moe, gpu = model_named("30B-A3B"), GPUS["H100"]
     for gpus in (32, 64):
         layout = Layout(gpus=gpus, tp=2, ep=8)
         out[f"30B-A3B/{gpus}: training"] = training_cost(moe, gpu, layout, constants=c).token_s
@@ -250,5 +255,7 @@ def test_no_constant_belongs_to_one_cell(record_property):
 def test_the_best_three_have_an_on_policy_one():
     sync, fast = small(), small("--mode", "async", "--cluster.rollout_ranks", "2")
     one = recorded.simulate(sync, 1)
-    found = [advise.Advice(fast, (), one, {})] * 3 + [advise.Advice(sync, (), one, {})]
+    useless = advise.Advice(sync, (), one, {"queue": 1.0})
+    found = [useless, *[advise.Advice(fast, (), one, {})] * 3, advise.Advice(sync, (), one, {})]
     assert [x.is_on_policy for x in advise.best(found)] == [False, False, True]
+    assert useless not in advise.best(found)

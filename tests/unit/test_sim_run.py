@@ -12,16 +12,16 @@ from rlcore.cli import sim
 from rlcore.sched.reward_timeout import AdaptiveTimeout
 from rlcore.sim import profile, report, rollpacker, table
 from rlcore.sim.cluster import PHASES, SimAsyncRun, SimRun, SimStep, simulate, summarize
-from rlcore.sim.cost import CONSTANTS, GPUS, EngineCost, hf_of, named
+from rlcore.sim.cost import CONSTANTS, GPUS, EngineCost, hf_named, model_named
 from rlcore.sim.job import SimJob, config
 from rlcore.sim.phases import (
     JudgeCost,
     Layout,
     TrainingCost,
     judge_cost,
-    push_s,
+    offload_s,
     training_cost,
-    turns_s,
+    update_weights_s,
 )
 from rlcore.sim.rewards import FixedScorer, JudgeScorer, Rewards, SandboxScorer
 from rlcore.sim.user import read_model
@@ -35,8 +35,8 @@ LINK, ARITHMETIC = CONSTANTS.link, CONSTANTS.arithmetic * 989e12
 
 
 def test_training_is_six_operations_a_parameter_and_token_and_the_pairs_of_attention():
-    t = training_cost(named("7B"), GPUS["H100"], Layout(gpus=8))
-    multiplied = named("7B").parameters - 152_064 * 3584
+    t = training_cost(model_named("7B"), GPUS["H100"], Layout(gpus=8))
+    multiplied = model_named("7B").parameters - 152_064 * 3584
     operations = 6 * multiplied * 3000 + 6 * 28 * 3584 * (1000**2 + 2000**2)
     assert t.dp == 8  # a sample takes one of eight GPUs, so the longer one takes the most
     longest = 6 * multiplied * 2000 + 6 * 28 * 3584 * 2000**2
@@ -44,13 +44,13 @@ def test_training_is_six_operations_a_parameter_and_token_and_the_pairs_of_atten
     many = [1000, 2000] * 8
     assert t.update_s(many) == pytest.approx(8 * operations / ARITHMETIC / 8)
     assert t.logprobs_s(many) == pytest.approx(operations / ARITHMETIC / 3)
-    with_reference = training_cost(named("7B"), GPUS["H100"], Layout(gpus=8), reference=True)
+    with_reference = training_cost(model_named("7B"), GPUS["H100"], Layout(gpus=8), reference=True)
     assert with_reference.forward_share == pytest.approx(2 / 3)
 
 
 def test_a_layout_pays_for_its_traffic_its_bubbles_and_its_recomputation():
     def cost(**sizes) -> TrainingCost:
-        return training_cost(named("14B"), GPUS["H800"], Layout(gpus=16, **sizes))
+        return training_cost(model_named("14B"), GPUS["H800"], Layout(gpus=16, **sizes))
 
     plain = cost()
     # two reductions of a layer's activations, forth and back, in each of three passes
@@ -66,7 +66,7 @@ def test_a_layout_pays_for_its_traffic_its_bubbles_and_its_recomputation():
 
 
 def test_experts_pay_for_their_balance_and_their_tokens_way():
-    model = named("30B-A3B")
+    model = model_named("30B-A3B")
     near, far = (training_cost(model, GPUS["H100"], Layout(gpus=32, ep=n)) for n in (8, 16))
     alone = training_cost(model, GPUS["H100"], Layout(gpus=32))
     products = 6 * (model.dense + model.experts * 8 / 128 / CONSTANTS.expert_arithmetic)
@@ -79,20 +79,21 @@ def test_experts_pay_for_their_balance_and_their_tokens_way():
 
 
 def test_weights_and_states_move_over_the_links_that_they_have():
-    model, gpu = named("7B"), GPUS["H100"]
+    model, gpu = model_named("7B"), GPUS["H100"]
     sent = 2 * model.parameters / 2
-    assert push_s(model, gpu, Layout(gpus=8), 2) == pytest.approx(sent / (LINK * 450e9))
-    apart = push_s(model, gpu, Layout(gpus=8), 2, apart=True)
+    assert update_weights_s(model, gpu, Layout(gpus=8), 2) == pytest.approx(sent / (LINK * 450e9))
+    apart = update_weights_s(model, gpu, Layout(gpus=8), 2, apart=True)
     assert apart == pytest.approx(sent / (LINK * 50e9))
-    half = push_s(model, gpu, Layout(gpus=32, tp=4, cp=4), 2)  # half of a group is elsewhere
+    # half of a model-parallel group is on another node
+    half = update_weights_s(model, gpu, Layout(gpus=32, tp=4, cp=4), 2)
     assert half == pytest.approx(sent / 2 / (LINK * 50e9) + sent / 2 / (LINK * 450e9))
     moved = 2 * 16 * model.parameters / 8 / (LINK * 64e9)
-    expected = moved + CONSTANTS.resume_s + CONSTANTS.sleep_s
-    assert turns_s(model, gpu, 8) == pytest.approx(expected)
+    expected = moved + CONSTANTS.offload_s + CONSTANTS.sleep_s
+    assert offload_s(model, gpu, 8) == pytest.approx(expected)
 
 
 def test_a_streamed_judge_takes_the_longer_of_computing_and_reading_or_both():
-    model = named("7B")
+    model = model_named("7B")
     whole = judge_cost(model, GPUS["H100"], 1)
     assert whole.seconds(1000) == pytest.approx(2000 * model.products / ARITHMETIC)
     streamed = judge_cost(model, GPUS["H100"], 1, streamed=True)
@@ -169,7 +170,7 @@ def small(*keys: str, name: str = "small", **options: object) -> SimJob:
         "measured": engines,
         "gpus": 4,
     }
-    job = SimJob(name=name, cfg=cfg, hf=hf_of("7B"), gpu=GPUS["H100"], **made | options)
+    job = SimJob(name=name, cfg=cfg, hf=hf_named("7B"), gpu=GPUS["H100"], **made | options)
     job.__dict__["training"] = training  # instead of the cost model's
     return job
 
@@ -237,7 +238,7 @@ def test_half_of_the_replicas_train_early_and_nothing_is_trained_twice_or_lost()
     update = training.update_s(rest) + at.stream_left_s + 2
     assert early.phases["update_actor"] == pytest.approx(update)
     # a replica that trains does not decode, and begins when the learner is back on its GPU
-    turn = small().turns_s / 2
+    turn = small().offload_s / 2
     for decoded, trained in zip(at.spans[2:], at.stream_spans[2:], strict=True):
         assert decoded[-1].end + turn <= trained[0].start + 0.02
     # a group of two replicas takes two of four times as long, or as its longest sample on one
@@ -398,9 +399,9 @@ def test_a_model_is_read_from_its_config(tmp_path: Path):
     path.parent.mkdir()
     path.write_text((recipes_folder() / "models" / "qwen3_30b_a3b.json").read_text())
     hf, name = read_model(str(path))
-    assert name == "mine" and hf == hf_of("30B-A3B")
-    assert named("30B-A3B").parameters == pytest.approx(30.5e9, rel=0.01)
-    assert named("30B-A3B").products == pytest.approx(3.0e9, rel=0.03)  # of a token
+    assert name == "mine" and hf == hf_named("30B-A3B")
+    assert model_named("30B-A3B").parameters == pytest.approx(30.5e9, rel=0.01)
+    assert model_named("30B-A3B").products == pytest.approx(3.0e9, rel=0.03)  # of a token
 
 
 @pytest.mark.parametrize("argv", [["--figure", "11"], ["--table", "1"]])
