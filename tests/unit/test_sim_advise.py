@@ -147,6 +147,8 @@ def test_what_was_said_before_is_drafted_and_what_was_not_is_not():
     new = replay.gain([row for row in same if row[0] == 1] + other, DraftConfig(), job)
     assert new is not None and max(new.gains) < 1.1
     assert replay.gain(same[:4], DraftConfig(), job) is None  # no prompt came twice
+    first_epoch = [*same[:7], (2, "another", same[0][2])]  # step 2 has a prompt without history
+    assert replay.gain(first_epoch, DraftConfig(), job) is None
 
 
 def test_a_draft_is_short_where_many_run_and_products_bind():
