@@ -158,11 +158,13 @@ def arms(job: SimJob) -> Iterator[Composition]:
     on_policy = {k: v for k, v in ladder.ON_POLICY.items() if k != "planner"}
     yield from _compositions({}, on_policy)
     for alpha in ALPHAS:
-        if possible := splits.possible(job, alpha):
-            ranks = splits.proposed(job, possible, alpha)
-            keys = ("--mode", "async", "--async.alpha", str(alpha))
-            mode = {f"async {alpha}": (*keys, "--cluster.rollout_ranks", str(ranks))}
-            yield from _compositions(mode, {"queue": ladder.QUEUE, "drafts": ladder.DRAFTS})
+        try:
+            ranks = splits.by_planner(job, alpha).rollout_gpus
+        except ConfigError:  # the GPUs cannot be split
+            continue
+        keys = ("--mode", "async", "--async.alpha", str(alpha))
+        mode = {f"async {alpha}": (*keys, "--cluster.rollout_ranks", str(ranks))}
+        yield from _compositions(mode, {"queue": ladder.QUEUE, "drafts": ladder.DRAFTS})
 
 
 def _compositions(

@@ -105,8 +105,7 @@ def bounded(base: SimJob) -> dict[str, SimJob]:
     HistoPipe, which is one step off-policy. The planner chooses the split."""
     found = {}
     for alpha in ALPHAS:
-        possible = splits.possible(base, alpha)
-        chosen = splits.with_split(base, splits.proposed(base, possible, alpha), alpha)
+        chosen = splits.by_planner(base, alpha)
         options = {"queue": QUEUE, "drafts": DRAFTS} | ({"histopipe": PIPE} if alpha == 1 else {})
         for switches in itertools.product((False, True), repeat=len(options)):
             names = [name for name, is_on in zip(options, switches, strict=True) if is_on]

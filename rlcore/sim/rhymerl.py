@@ -95,8 +95,7 @@ def arms(verl: SimJob) -> dict[str, SimJob]:
     """Return the jobs of the parts of RhymeRL, the asynchronous ones with the planner's split."""
     drafts = ("--rollout.draft", "history")
     pipe = ("--rollout.routing", "histopipe")
-    possible = splits.possible(verl, ALPHA)
-    chosen = splits.with_split(verl, splits.proposed(verl, possible, ALPHA), ALPHA)
+    chosen = splits.by_planner(verl, ALPHA)
     return {
         "drafts": verl.with_("drafts", *drafts),
         "async": chosen,

@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 
 from rlcore.records import Request, Work, group_of
-from rlcore.sched.balance import Rates, best
 from rlcore.sched.roles import Round
 from rlcore.sched.router import LeastLoaded
 from rlcore.sched.stop import StopAtAll, StopAtFirst
@@ -23,18 +22,20 @@ from rlcore.sim.async_rollout import (
     Update,
     async_rollout,
 )
-from rlcore.sim.cost import GPUS, EngineCost, engine_cost, model_named
-from rlcore.sim.phases import Layout, offload_s, training_cost
+from rlcore.sim.cluster import SimAsyncRun, SimRun, simulate
+from rlcore.sim.cost import GPUS, EngineCost, engine_cost, hf_named, model_named
+from rlcore.sim.job import SimJob, config
 from rlcore.sim.published import REPLICATION_ENGINES, REPLICATION_S
 from rlcore.sim.rewards import UNLIMITED, Rewards
 from rlcore.sim.round import SimSettings
+from rlcore.sim.splits import proposed, with_split
 from rlcore.sim.table import Row, TableResult, row
 from rlcore.sim.workload import FLASH_8K, GENERATORS, Generator
 from rlcore.utils.seed import derive
 
 PROMPTS, SAMPLES = 256, 16
 """Prompts per step (256, the paper's rollout batch) and responses per prompt (our assumption)."""
-MODEL, GPU, TP = model_named("8B"), GPUS["H800"], 1
+MODEL, GPU, TP = "8B", GPUS["H800"], 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,15 +107,25 @@ AGENTIC_GPUS, AGENTIC_INFER = 64, 4
 
 def cost() -> EngineCost:
     """Return the data-sheet costs of one engine (8B on one H800)."""
-    return engine_cost(MODEL, GPU, TP)
+    return engine_cost(model_named(MODEL), GPU, TP)
 
 
-def learner(gpus: int) -> tuple[Callable[[Sequence[int]], float], float]:
-    """Return the costs of a learner: a function from sample lengths to the seconds of a training
-    step, and the seconds of a weight update."""
-    training = training_cost(MODEL, GPU, Layout(gpus=gpus, offload=False), apart=True)
-    each = training.step_s
-    return lambda n: training.update_s(n) + training.logprobs_s(n) + each, training.sync_s
+def job(law: Law, gpus: int, seed: int, *keys: str) -> SimJob:
+    """Return the job of Sync-Naive: all GPUs sample, then all train. The responses of a prompt
+    share one engine, and all requests start at once."""
+    lengths = law.generator
+    cfg = config(
+        *("--run.seed", str(seed)),
+        *("--data.prompts_per_step", str(law.prompts)),
+        *("--data.max_prompt_tokens", str(lengths.prompt_tokens)),
+        *("--rollout.samples_per_prompt", str(SAMPLES)),
+        *("--rollout.max_tokens", str(lengths.cap)),
+        *("--rollout.max_running_requests", str(law.max_running)),
+        *("--train.tokens_per_micro_batch", str(lengths.cap + lengths.prompt_tokens)),
+        *keys,
+    )
+    hf = hf_named(MODEL)
+    return SimJob(name="Sync-Naive", cfg=cfg, hf=hf, gpu=GPU, gpus=gpus, workload=lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,36 +147,15 @@ class StepBound:
 
 
 def sync_naive(law: Law, gpus: int, steps: int, seed: int) -> float:
-    """Return the seconds of a Sync-Naive step: all GPUs sample, then all train. Between the phases,
-    learner states move from and to the host. The responses of a prompt share one engine, and all
-    requests start at once. ROLL Flash's propositions do not cover this case."""
-    lengths, source = PromptLengths(law.generator, SAMPLES, seed), EndlessPrompts(SAMPLES)
-    train_s, sync_s = learner(gpus)
-    moved = offload_s(MODEL, GPU, gpus)
-    total = 0.0
-    for _ in range(steps):
-        world = SimSettings([cost()] * gpus, lengths, max_running=law.max_running)
-        out = world.run(Round(work=source(law.prompts), stop=StopAtAll()))
-        used = [p + n for p, n, _ in out.samples()]
-        total += out.seconds + train_s(used) + sync_s + moved
-    return total / steps
+    """Return the seconds of a Sync-Naive step. ROLL Flash's propositions do not cover this case."""
+    return simulate(job(law, gpus, seed), steps).seconds
 
 
 def flow(law: Law, train: int, infer: int, alpha: float, seed: int) -> SimAsyncRollout:
     """Return a simulation of asynchronous training on `train` + `infer` GPUs. Each request waits at
     the controller until an engine has room (queue scheduling, prompt replication)."""
-    train_s, sync_s = learner(train)
-    return async_rollout(
-        [cost()] * infer,
-        PromptLengths(law.generator, SAMPLES, seed),
-        issue=EndlessPrompts(SAMPLES),
-        batch=law.prompts,
-        alpha=alpha,
-        train_s=train_s,
-        sync_s=sync_s,
-        max_running=law.max_running,
-        place=LeastLoaded(law.max_running, spread=True),
-    )
+    queued = job(law, train + infer, seed, "--rollout.queue", "--rollout.routing", "response")
+    return SimAsyncRun(with_split(queued, infer, alpha)).rollout
 
 
 def measured(law: Law, train: int, infer: int, alpha: float, steps: int, seed: int) -> StepBound:
@@ -190,41 +180,20 @@ def best_share(law: Law, gpus: int, seed: int) -> int:
     """Return the number of training GPUs by Proposition 2, rounded to sixteenths of all GPUs. They
     are a share beta* = E mu_t / (mu_g + E mu_t): a sample takes mu_g s to generate, E mu_t s to
     train."""
-    source, lengths = EndlessPrompts(SAMPLES), PromptLengths(law.generator, SAMPLES, seed)
-    out = SimSettings([cost()] * gpus, lengths, max_running=law.max_running).run(
-        Round(work=source(law.prompts), stop=StopAtAll())
-    )
+    made = job(law, gpus, seed)
+    (step,) = SimRun(made).steps(1)
+    out, alone = step.outcome, made.training_on(1)
     generate = out.seconds * (1 - out.idle) * gpus
-    trained = learner(1)[0]([p + n for p, n, _ in out.samples()])
+    used = [p + n for p, n, _ in out.samples()]
+    trained = alone.update_s(used) + alone.logprobs_s(used)
     unit = max(gpus // 16, 1)
     share = round(gpus * trained / (generate + trained) / unit) * unit
     return min(max(share, unit), gpus - unit)
 
 
-def planner_rates(law: Law, seed: int) -> Rates:
-    """Return what the planner of a run knows: rates from one random draw of response lengths, and
-    the costs of one GPU."""
-    c, (train_s, sync_s) = cost(), learner(1)
-    lengths = [n for p in range(law.prompts) for n in law.generator.lengths(p, SAMPLES, seed)]
-    mean, prompt = sum(lengths) / len(lengths), law.generator.prompt_tokens
-    request_s = c.sequence_s + c.context_s * (prompt + mean / 2)
-    return Rates(
-        samples=len(lengths),
-        tokens=sum(lengths),
-        longest=max(lengths),
-        step_s=c.step_s + request_s,
-        running=1,
-        train_s=train_s([prompt + n for n in lengths]),
-        sync_s=sync_s,
-        load=request_s / c.step_s,
-        places=max(1.0, min(law.max_running, c.cache_tokens / (prompt + mean))),
-        tp=TP,
-    )
-
-
 def planned(law: Law, gpus: int, seed: int) -> int:
     """Return the number of training GPUs that the shipped planner proposes for alpha 2."""
-    return gpus - best(planner_rates(law, seed), gpus, 2, range(TP, gpus, TP))
+    return gpus - proposed(job(law, gpus, seed), range(TP, gpus, TP), 2)
 
 
 # ---- propositions
@@ -248,7 +217,7 @@ def bound_2(law: Law, lengths: Sequence[int], infer: int, alpha: float, trained:
     # each weight update makes engines prefill all running requests again
     again = (1 + alpha) * samples * mean * cost().prefill_s / infer
     generated = work + again + longest / (alpha + 1)
-    sync_s = learner(1)[1]
+    sync_s = with_split(job(law, 2, 0), 1, alpha).training.sync_s
     return (max(trained, generated) if alpha else trained + generated) + sync_s
 
 
@@ -359,13 +328,13 @@ def splits(steps: int, seed: int) -> TableResult:
             rows.append(row(cell, None, samples / ours.seconds) | facts)
             if samples / ours.seconds > most:
                 fastest, most = train, samples / ours.seconds
-        proposed = planned(law, gpus, seed)
-        ours = measured(law, proposed, gpus - proposed, 2, steps, seed)
-        facts = ours.facts | {"law": name, "note": f"{proposed} train"}
+        train = planned(law, gpus, seed)
+        ours = measured(law, train, gpus - train, 2, steps, seed)
+        facts = ours.facts | {"law": name, "note": f"{train} train"}
         rows.append(
             row(f"{name}, split by planner: samples/s", None, samples / ours.seconds) | facts
         )
-        of = {"fastest": fastest, "planner": proposed, "beta*": best_share(law, gpus, seed)}
+        of = {"fastest": fastest, "planner": train, "beta*": best_share(law, gpus, seed)}
         for by, train in of.items():
             rows.append(row(f"{name}, GPUs that train, {by}", SPLIT[0], train))
     notes = ["fastest: of the nine; the paper's 16 + 24 GPUs are said to be the best of its splits"]

@@ -1,6 +1,8 @@
 """Simulate the throughput of splits of a cluster into training and rollout GPUs, and show the split
 that the planner (`sched/balance.py`) proposes: `python -m rlcore sim splits`."""
 
+from collections.abc import Iterable
+
 from rlcore.sched.balance import Rates, best
 from rlcore.sim.cluster import simulate
 from rlcore.sim.job import SimJob
@@ -55,21 +57,28 @@ def possible(job: SimJob, alpha: float) -> list[SimJob]:
     return found[:: max(1, len(found) // MOST)]
 
 
-def proposed(job: SimJob, splits: list[SimJob], alpha: float) -> int:
-    """Return the number of sampling GPUs that the planner proposes."""
-    return best(rates(job), job.gpus, alpha, [s.rollout_gpus for s in splits])
+def proposed(job: SimJob, sizes: Iterable[int], alpha: float) -> int:
+    """Return the number of sampling GPUs that the planner proposes, one of `sizes`."""
+    return best(rates(job), job.gpus, alpha, sizes)
+
+
+def by_planner(job: SimJob, alpha: float) -> SimJob:
+    """Return the job with --mode async and the split that the planner proposes. If the GPUs cannot
+    be split, raise ConfigError."""
+    sizes = [split.rollout_gpus for split in possible(job, alpha)]
+    if not sizes:
+        raise ConfigError(
+            f"--gpus {job.gpus}: an engine of {job.cfg.rollout.tp} GPUs and a model-parallel group "
+            "need more; use more GPUs, or smaller --rollout.tp, --train.tp, --train.pp, --train.cp"
+        )
+    return with_split(job, proposed(job, sizes, alpha), alpha)
 
 
 def table(job: SimJob, alpha: float, steps: int) -> TableResult:
     """Return the throughput of splits of the GPUs into training GPUs and whole engines. `steps`:
     number of training steps simulated per split after the sample buffer is full."""
+    found, chosen = rates(job), by_planner(job, alpha).rollout_gpus
     splits = possible(job, alpha)
-    if not splits:
-        raise ConfigError(
-            f"--gpus {job.gpus}: an engine of {job.cfg.rollout.tp} GPUs and a model-parallel group "
-            "need more; use more GPUs, or smaller --rollout.tp, --train.tp, --train.pp, --train.cp"
-        )
-    found, chosen = rates(job), proposed(job, splits, alpha)
     rows: list[Row] = []
     samples = job.cfg.data.prompts_per_step * job.cfg.rollout.samples_per_prompt
     for split in splits:

@@ -7,7 +7,7 @@ import pytest
 
 from rlcore.cli import sim
 from rlcore.records import group_of
-from rlcore.sim import roll_flash
+from rlcore.sim import roll_flash, splits
 from rlcore.sim.async_rollout import SimAsyncRollout, async_rollout
 from rlcore.sim.cost import EngineCost
 from rlcore.sim.roll_flash import EndlessPrompts
@@ -84,7 +84,7 @@ def test_whole_cycles_are_measured() -> None:
 
 
 def test_the_planner_knows_the_lengths_and_costs_of_a_law() -> None:
-    rates = roll_flash.planner_rates(roll_flash.LAWS["3k"], 0)
+    rates = splits.rates(roll_flash.job(roll_flash.LAWS["3k"], 16, 0))
     samples = roll_flash.PROMPTS * roll_flash.SAMPLES
     assert (rates.samples, rates.longest) == (samples, 32_768)
     assert rates.decode_s(1) == pytest.approx(rates.step_s)
