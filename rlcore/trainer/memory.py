@@ -606,7 +606,7 @@ class Residency:
             return
         if phase == "update_weights" and not self._engine_sleeps:  # Engines start awake.
             return
-        self._measure_contexts()
+        self._measure_contexts(learners)
         self._engine_sleeps = phase != "update_weights"
         filled = {"build": ("build", *_TRAINING), "load_learner": _TRAINING}.get(phase, (phase,))
         most = max(filled, key=self.plan.total)
@@ -639,10 +639,12 @@ class Residency:
         found, self._found = self._found, {}
         return found
 
-    def _measure_contexts(self) -> None:
-        """Measure the memory in use outside of this process's tensors, while the engine sleeps."""
+    def _measure_contexts(self, learners: Sequence[Learner]) -> None:
+        """Measure the memory in use outside of the learners' parts, while the engine sleeps. This
+        includes the workspaces of cuBLAS, which torch allocates as it does tensors."""
         free, total = torch.cuda.mem_get_info(self._device)
-        self._in_use = total - free - torch.cuda.memory_reserved(self._device)
+        idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        self._in_use = total - free - idle - _resident(learners)
         fits = not too_large(self.plan, total)
         self.plan = self.plan.with_measured(self._in_use)
         items = next(iter(self.plan.phases.values()))  # the contexts of all phases are the same
