@@ -6,6 +6,7 @@ only from the history. `device="cpu"` runs the same code on the host.
 
 All calls use the CUDA stream that is current when the forest is made. The allocator reuses freed
 memory in the order of this stream, so a launch on another stream could read overwritten histories.
+A CUDA graph may record `step` on its own stream; replay it on the forest's stream.
 """
 
 import warnings
@@ -215,7 +216,7 @@ class DeviceForest:
             invalid values are clamped. On the CPU such values raise the ValueErrors of `Forest`,
             and no request changes.
         """
-        self._check_stream()
+        stream = self._check_stream(records=True)
         batch, o = self._check("handles", handles, torch.int64), self.options
         for name, given, dtype, size in (
             ("accepted", accepted, torch.int32, batch),
@@ -251,7 +252,7 @@ class DeviceForest:
             claims,
             [float(value) for value in asdict(o).values()],
             running,
-            self._stream,
+            stream,
         )
         return out, lengths
 
@@ -272,11 +273,14 @@ class DeviceForest:
             proposed = self._records.view(torch.int32)[handles & 0xFFFFFFFF, _PROPOSED_AT]
             suffix.check_accepted(accepted.numpy(), proposed.tolist())
 
-    def _check_stream(self) -> None:
+    def _check_stream(self, records: bool = False) -> int:
+        """Return the current stream: the forest's, or with `records` one that a graph records."""
         current = native.stream(self.device)
-        assert current == self._stream, (
+        is_recorded = records and current != 0 and torch.cuda.is_current_stream_capturing()
+        assert current == self._stream or is_recorded, (
             f"DeviceForest on stream {current:#x}: it was made on stream {self._stream:#x}"
         )
+        return current
 
     def _check(self, name: str, given: Tensor, dtype: torch.dtype, size: int | None = None) -> int:
         if not isinstance(given, Tensor):

@@ -215,6 +215,7 @@ def test_a_call_on_another_stream_is_refused(call, monkeypatch):
     }
     with monkeypatch.context() as patch:
         patch.setattr(native, "stream", lambda device: 0x7F)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         with pytest.raises(AssertionError, match="on stream 0x7f: it was made on stream 0x0"):
             calls[call]()
     calls[call]()
