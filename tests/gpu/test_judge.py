@@ -43,7 +43,9 @@ def test_layers_that_stream_from_pinned_memory_give_the_bits_of_a_resident_model
 def test_layers_leave_the_gpu_when_others_need_it_and_come_back_without_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    folder = tiny_hf_folder(tmp_path / "m", num_hidden_layers=LAYERS, hidden_size=1024)
+    # torch returns blocks below 10 MB only as segments of 20 MB, so a layer has 13 MB.
+    sizes = {"hidden_size": 1024, "intermediate_size": 1024}
+    folder = tiny_hf_folder(tmp_path / "m", num_hidden_layers=LAYERS, **sizes)
     free = 1e9
     model = JudgeModel(
         folder, dtype="float32", device=side.DEVICE, resident_ratio=1.0, free=lambda: free
