@@ -79,13 +79,19 @@ def missing(root: Path = ROOT) -> list[str]:
     return [distribution(name) for name in needed(root) if not _installed(name)]
 
 
+def build_requires(root: Path = ROOT) -> list[str]:
+    """What pyproject.toml requires for the native build, but for torch: the machine's own is used,
+    whose headers do from 2.11 on."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    return [r for r in project["build-system"]["requires"] if not r.startswith("torch==")]
+
+
 def missing_for_build(root: Path = ROOT) -> list[str]:
-    """What pyproject.toml requires for the native build and is missing, or has another version."""
+    """What the native build requires and is missing, or has another version."""
     from packaging.requirements import Requirement
 
     names = []
-    project = tomllib.loads((root / "pyproject.toml").read_text())
-    for requirement in map(Requirement, project["build-system"]["requires"]):
+    for requirement in map(Requirement, build_requires(root)):
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:

@@ -25,9 +25,9 @@ except ImportError:
     sys.exit(f"gpu_wheels: {sys.executable} has no packaging; run tools/setup.sh first")
 
 HAVE = """
-    cloudpickle cmake httpx hypothesis jinja2 matplotlib ninja numpy packaging prometheus-client
-    psutil pyarrow pybind11 pytest rich safetensors setuptools sympy tensorboard tokenizers torch
-    transformers typing-extensions
+    click cloudpickle cmake filelock fsspec hf-xet httpx huggingface-hub hypothesis jinja2
+    matplotlib ninja numpy packaging prometheus-client psutil pyarrow pybind11 pytest pyyaml rich
+    safetensors setuptools sympy tensorboard tokenizers torch tqdm transformers typing-extensions
 """
 """What a machine has where --have does not say: torch, transformers, and what comes with them."""
 
@@ -110,7 +110,7 @@ def wanted(also: list[str]) -> list[tuple[Requirement, str]]:
     names = [gpu_needs.distribution(name) for name in gpu_needs.needed()]
     names += [*RECIPES, *also]
     found = [(pinned.get(canonicalize_name(n), Requirement(n)), "pyproject.toml") for n in names]
-    return found + [(Requirement(line), BUILD) for line in project["build-system"]["requires"]]
+    return found + [(Requirement(line), BUILD) for line in gpu_needs.build_requires()]
 
 
 def fetch(requirement: Requirement, python: str, folder: Path) -> Path:

@@ -148,7 +148,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "tools" / "gpu_steps.txt").write_text(STEPS)
     (root / "bin" / "compute-sanitizer").write_text(SANITIZER)
     (root / "bin" / "compute-sanitizer").chmod(0o755)
-    (root / "pyproject.toml").write_text('[build-system]\nrequires = ["pybind11~=3.1"]\n')
+    (root / "pyproject.toml").write_text('[build-system]\nrequires = ["pybind11~=3.1", "torch==9.9.0"]\n')
     for name, text in FILES.items():
         write_test(root, name, text)
     return root

@@ -13,7 +13,7 @@ from tests import kit
 
 PYPROJECT = """
 [build-system]
-requires = ["builder>=2"]
+requires = ["builder>=2", "torch==9.9.0"]
 [project]
 dependencies = ["torch==9.9.0", "alpha==1.0", "tensorboard~=2.0"]
 [project.optional-dependencies]
