@@ -526,7 +526,8 @@ class RolloutWorker:
         if not self._live and not is_idle and (self._down or alive):
             return []
         out: list[AnyEvent] = []
-        for event in self._engine.poll(POLL_S if self._live or is_idle else 0.0):
+        waits = (self._live or is_idle) and not self._paused  # a paused engine has nothing to come
+        for event in self._engine.poll(POLL_S if waits else 0.0):
             if isinstance(event, Finished):
                 sample = event.sample
                 assert sample is not None, event.id

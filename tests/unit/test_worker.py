@@ -309,6 +309,7 @@ class Pausable(OneByOne):
     def __init__(self) -> None:
         super().__init__()
         self._is_paused, self._gone = False, []
+        self.waits: list[float] = []
 
     def pause(self, mode: str) -> None:
         self._is_paused = True
@@ -321,6 +322,8 @@ class Pausable(OneByOne):
         self._gone += ids
 
     def poll(self, timeout_s: float) -> list[AnyEvent]:
+        if self._is_paused:
+            self.waits.append(timeout_s)
         gone, self._gone = self._gone, []
         if gone:
             return [Aborted(id=i, num_tokens=0) for i in gone]
@@ -375,6 +378,7 @@ def test_nothing_of_a_group_that_a_hold_has_removed_is_kept(tmp_path: Path) -> N
         hub.send(0, "worker", submit(id))
     hub.send(0, "worker", Hold(rank=0, mode="recompute", forget=("t0",)))
     worker.go_on()
+    assert engine.waits == [0.0], "a paused engine has no further events"
     assert believed(parts) == ["t1.0"] and list(worker.prompts) == ["t1"]
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(worker.go_on)
