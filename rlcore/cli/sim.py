@@ -360,8 +360,8 @@ def _papers(a: argparse.Namespace) -> int:
     asked = [w for w in (a.what, a.figure, a.table) if w]
     if len(asked) != 1:
         raise ConfigError(
-            "rollpacker: give one of --figure 11, --figure 10c, --table 1, --table 2, planner, "
-            "scaling"
+            "rollpacker: give one of --figure 11, --figure 10c, --table 1, --table 2, "
+            + ", ".join(what for what in rollpacker.TABLES if not what[0].isdigit())
         )
     if a.rounds < 1:
         raise ConfigError(f"--rounds {a.rounds}: must be at least 1")

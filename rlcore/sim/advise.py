@@ -14,8 +14,8 @@ from rlcore.trainer import memory
 from rlcore.utils.errors import ConfigError
 
 SIZES = (1, 2, 4, 8)
-STEPS = 5
-"""Simulated steps of an arm: one period of tail batching."""
+STEPS = 10
+"""Simulated steps of an arm: two periods of tail batching."""
 ALPHAS = (1, 2)
 BEST = 3
 LEAST_GAIN = 1.01

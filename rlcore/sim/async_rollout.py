@@ -40,7 +40,6 @@ from rlcore.sched.roles import Router
 from rlcore.sched.router import LeastLoaded
 from rlcore.sched.staleness import SampleBuffer
 from rlcore.sim.cost import EngineCost
-from rlcore.sim.engine import SimRequest
 from rlcore.sim.rewards import UNLIMITED, Rewards
 from rlcore.sim.round import Engines, SimSettings, partial_of
 from rlcore.sim.workload import Workload
@@ -163,11 +162,7 @@ class SimAsyncRollout(Engines):
         for rank, engine in self._engines.items():
             engine.stand_still(self._now)
             if self._mode != "in_place":
-                jobs = engine.release(self._now)
-                again = [
-                    SimRequest(id=j.id, prompt=j.prompt, length=j.length, have=j.have) for j in jobs
-                ]
-                engine.submit(again, self._now)
+                engine.submit([job.again() for job in engine.release(self._now)], self._now)
             self._plan(rank)
         self._obey(self._flow.go(version, self._now))
         for rank in self._engines:

@@ -165,6 +165,7 @@ class SimRun:
             rewards=self._rewards,
             max_running=cfg.rollout.max_running_requests,
             drafts=job.drafts,
+            row_of=self._prompts.row,
             elastic=elastic,
             train_s=train_s,
             load_s=job.offload_s / 2,
@@ -204,6 +205,7 @@ class SimAsyncRun:
             rewards=job.rewards(self._prompts.row),
             max_running=cfg.rollout.max_running_requests,
             drafts=job.drafts,
+            row_of=self._prompts.row,
             report_s=REPORT_S if cfg.rollout.routing == "histopipe" else 0.0,
         )
         training = job.training

@@ -1,7 +1,7 @@
 """What drafts gain: tokens of a forward by position in the response."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,19 @@ class DraftGain:
     gains: tuple[float, ...]
     """Tokens per forward in each range."""
     width: float
+    paces: tuple[tuple[tuple[int, float], ...], ...] = field(default=(), repr=False)
+    """By prompt, replayed responses as (length, forwards over those of the mean gain)."""
+
+    def pace(self, row: int, length: int, seed: int) -> float:
+        """Return the forwards of a response to the prompt in data set row `row`, over those of the
+        mean gain: those of one of the prompt's replayed responses of the nearest length, drawn by
+        `seed`. Without any, return 1."""
+        own = self.paces[row % len(self.paces)] if self.paces else ()
+        if not own:
+            return 1.0
+        nearest = min(abs(n - length) for n, _ in own)
+        equal = [pace for n, pace in own if abs(n - length) == nearest]
+        return equal[seed % len(equal)]
 
     def at(self, position: float) -> float:
         """Return the tokens per forward at a position in the response."""

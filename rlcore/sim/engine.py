@@ -30,6 +30,8 @@ class SimRequest:
     """Final number of response tokens."""
     have: float = 0
     """Number of response tokens at `start`; not a whole number while drafts are used."""
+    pace: float = 1.0
+    """Forwards that the response takes with drafts, over those of the mean gain."""
     start: int = 0
     """Number of decode steps that the engine had done when it started the request."""
     gone: bool = False
@@ -44,13 +46,15 @@ class SimRequest:
         if drafts is None:
             self.have += steps
         elif steps:
-            self.have = min(self.length, drafts.position(drafts.forwards(self.have) + steps))
+            forwards = drafts.forwards(self.have) + steps / self.pace
+            self.have = min(self.length, drafts.position(forwards))
 
     def left(self, drafts: DraftGain | None) -> int:
         """Return the number of decode steps to the last token."""
         if drafts is None:
             return self.length - int(self.have)
-        return max(1, math.ceil(drafts.forwards(self.length) - drafts.forwards(self.have) - 1e-9))
+        forwards = drafts.forwards(self.length) - drafts.forwards(self.have)
+        return max(1, math.ceil(self.pace * forwards - 1e-9))
 
     def finish(self) -> None:
         """Count all tokens as decoded: drafts may leave a part of the last one."""
@@ -59,6 +63,12 @@ class SimRequest:
     def leave(self) -> None:
         """Stop decoding, and keep the decoded tokens."""
         self.have, self.gone = int(self.have), True
+
+    def again(self) -> "SimRequest":
+        """Return the request as one that waits, with the tokens that it has."""
+        return SimRequest(
+            id=self.id, prompt=self.prompt, length=self.length, have=self.have, pace=self.pace
+        )
 
 
 class DecodeSpan(NamedTuple):
@@ -216,7 +226,7 @@ class VirtualEngine:
         for job in jobs:
             job.settle(self._step, self._on)
         self._context = sum(job.prompt + job.have for job in jobs)
-        grows = sum(self.drafts.at(job.have) for job in jobs)
+        grows = sum(self.drafts.at(job.have) / job.pace for job in jobs)
         plain_s = self.cost.decode_s(len(jobs), self._context, 1)
         drafted_s = self.cost.decode_s(len(jobs), self._context, 1, self.drafts.width)
         on = self.drafts if grows * plain_s > len(jobs) * drafted_s else None
@@ -271,8 +281,7 @@ class VirtualEngine:
         job = self._running.pop(next(reversed(self._running)))
         self._leave(job)
         self.preemptions += 1
-        again = SimRequest(id=job.id, prompt=job.prompt, length=job.length, have=job.have)
-        self._waiting.appendleft(again)
+        self._waiting.appendleft(job.again())
 
     def _admit(self) -> None:
         """Start waiting requests in order, while the KV cache has room for their tokens and one

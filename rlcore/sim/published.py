@@ -152,6 +152,15 @@ OVER_RLHFUSE = {"7B/8k": 1.14, "14B/16k": 1.68, "32B/32k": 2.24}
 FIGURE_10C = {"7B/8k": (106, 129), "14B/16k": (134, 302), "32B/32k": (261, 771)}
 """Published seconds of a short and of a long step, by model and length cap."""
 
+ASYNC_REWARD = {"7B/8k": 1.48, "14B/16k": 1.35, "32B/32k": 1.18}
+"""Published speed-up by scoring responses as they end, over scoring all after the rollout."""
+ADAPTIVE_TIMEOUT = 1.6
+"""Published speed-up of code rewards by timeouts that adapt to the prompt."""
+SHARED_JUDGE = 1.25
+"""Published speed-up, at most, by a judge on the GPUs of the engines (MPS)."""
+STREAMED_JUDGE = {"7B/8k": 1.1, "14B/16k": 1.1, "32B/32k": 1.4}
+"""Published speed-up by a judge half of whose layers are read from the host, by length cap."""
+
 # ---- stream trainer, table 3: 7B/8k, math, long rounds
 
 STREAM_S = {"none": 124.2, "20%": 122.7, "30%": 118.2, "40%": 119.8, "adaptive": 115.2}

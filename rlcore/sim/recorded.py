@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.tokenizer import load_tokenizer
 from rlcore.metrics.jsonl import read_lines
 from rlcore.metrics.sinks import num_ranks, read_metrics
-from rlcore.records import group_of
+from rlcore.records import GroupId, group_of
 from rlcore.rollout.round_log import FILE, Log
 from rlcore.sim.cluster import simulate
 from rlcore.sim.cost import EngineCost, Gpu
@@ -83,7 +84,11 @@ def read(folder: Path, last: int = 0) -> Recording:
     model = Path(cfg.model.path) if Path(cfg.model.path).is_dir() else folder / "hf"
     hf = HFConfig.from_folder(model)
     first = int(rows[0]["training/global_step"])
-    workload = lengths(Log(folder / FILE), first, rows)
+    rounds = Log(folder / FILE)
+    row_of = {group.id: group.row for found in rounds.rounds for group in found.started}
+    by_prompt = lengths(rounds, first, row_of)
+    prompt = round(float(np.mean([row["prompt_length/mean"] for row in rows])))
+    workload = Recorded(list(by_prompt.values()), prompt_tokens=max(1, prompt))
     cfg = resolve.with_keys(
         cfg, ["--data.num_prompts", str(len(workload.by_prompt)), "--data.no_shuffle"]
     )
@@ -104,7 +109,17 @@ def read(folder: Path, last: int = 0) -> Recording:
         measured={cfg.rollout.tp: EngineMeasurements(tp=cfg.rollout.tp, cost=engine)},
         measured_training=training_cost(rows, ranks),
     )
-    found = gain(responses(folder, model, cfg, ranks), cfg.draft, job)
+    place = {row: k for k, row in enumerate(by_prompt)}
+    answered = [
+        (int(row["step"]), place[row_of[group_of(row["id"])]], row["response"])
+        for row in responses(folder, cfg, ranks)
+        if row_of.get(group_of(row["id"])) in place
+    ]
+    found = None
+    if answered:
+        encode = load_tokenizer(cfg.model.tokenizer or model).encode
+        texts = [(step, k, np.asarray(encode(text), np.int32)) for step, k, text in answered]
+        found = gain(texts, cfg.draft, job, first)
     if found is None:
         notes.append(
             "drafts: not known; they need a run whose prompts come again (--data.num_prompts) and "
@@ -120,7 +135,9 @@ def read(folder: Path, last: int = 0) -> Recording:
     seconds = float(np.mean([row["timing_s/step"] for row in rows]))
     rest = seconds - simulate(job, len(rows)).seconds
     notes.append(f"step: {seconds:.3g} s, of which {rest:+.2g} s are of no phase and stay")
-    training = replace(job.training, step_s=max(0.0, job.training.step_s + rest))
+    # After a weight update, engines wait until the step is over (its metrics and logs).
+    t = job.training
+    training = replace(t, sync_s=max(0.0, t.sync_s + rest))
     return Recording(
         job=replace(job, measured_training=training),
         measured_s=seconds,
@@ -149,18 +166,14 @@ def config_of(folder: Path) -> tuple[Config, dict[str, str]]:
     return resolve.with_keys(cfg, off), found.get("select", {})
 
 
-def lengths(log: Log, first: int, rows: Sequence[Mapping[str, float]]) -> Recorded:
-    """Return the lengths of all responses from step `first` on, by prompt. Prompts are in the order
-    in which the run started them."""
-    prompt = round(float(np.mean([row["prompt_length/mean"] for row in rows])))
+def lengths(log: Log, first: int, row_of: Mapping[GroupId, int]) -> dict[int, list[int]]:
+    """Return the lengths of all responses from step `first` on, by the prompt's data set row."""
     by_prompt: dict[int, list[int]] = {}
-    for round_ in (found for found in log.rounds if found.step >= first):
-        row_of = {group.id: group.row for group in round_.started}
-        for response in round_.counted:
-            by_prompt.setdefault(row_of[group_of(response.id)], []).append(
-                max(1, response.num_tokens)
-            )
-    return Recorded(list(by_prompt.values()), prompt_tokens=max(1, prompt))
+    for found in (found for found in log.rounds if found.step >= first):
+        for response in found.counted:
+            row = row_of[group_of(response.id)]
+            by_prompt.setdefault(row, []).append(max(1, response.num_tokens))
+    return by_prompt
 
 
 def engine_cost(rows: Sequence[Mapping[str, float]], cfg: Config, workload: Recorded) -> EngineCost:
@@ -204,24 +217,12 @@ def scorer(rows: Sequence[Mapping[str, float]], ranks: int, cfg: Config) -> Fixe
     return FixedScorer(mean, max(1, cfg.reward.workers * ranks))
 
 
-def responses(
-    folder: Path, model: Path, cfg: Config, ranks: int
-) -> list[tuple[int, str, np.ndarray]]:
-    """Return (step, prompt, tokens [n] int32) of the logged responses, in the order of the log.
-    The log has the responses of rank 0. If it lacks many of them, return no responses, because the
-    history would be too short to replay drafts."""
+def responses(folder: Path, cfg: Config, ranks: int) -> list[Mapping[str, Any]]:
+    """Return the rows of the logged responses, in the order of the log. The log has the responses
+    of rank 0. If it lacks many of them, return no rows, because the history would be too short to
+    replay drafts."""
     path = folder / "rollouts.jsonl"
     wanted = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt // ranks
     rows = list(read_lines(path)) if path.is_file() else []
     steps = {int(row["step"]) for row in rows}
-    if not steps or len(rows) < LEAST_SHARE * wanted * len(steps):
-        return []
-    tokenizer = load_tokenizer(cfg.model.tokenizer or model)
-    return [
-        (
-            int(row["step"]),
-            str(row["prompt"]),
-            np.asarray(tokenizer.encode(str(row["response"])), np.int32),
-        )
-        for row in rows
-    ]
+    return rows if steps and len(rows) >= LEAST_SHARE * wanted * len(steps) else []

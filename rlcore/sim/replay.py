@@ -2,7 +2,7 @@
 from the responses to its prompt in earlier epochs."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -25,21 +25,24 @@ class _Counts:
     forwards: np.ndarray
     emitted: np.ndarray
     drafted: np.ndarray
+    responses: list[tuple[int, int, int]] = field(default_factory=list)
+    """(prompt, length, forwards) of each response."""
 
 
 def gain(
-    responses: Sequence[tuple[int, str, np.ndarray]], draft: DraftConfig, job: SimJob
+    responses: Sequence[tuple[int, int, np.ndarray]], draft: DraftConfig, job: SimJob, first: int
 ) -> DraftGain | None:
-    """Replay all steps whose prompts were answered before. `responses`: (step, prompt, tokens) in
-    the order of the steps. Return None if no prompt was answered twice."""
+    """Replay all steps from step `first` on whose prompts were answered before. `responses`: (step,
+    row of the workload, tokens) in the order of the steps. Return None if no prompt was answered
+    twice."""
     cost, engines = job.engine(job.cfg.rollout.tp), job.gpus // job.cfg.rollout.tp
-    history: dict[str, list[list[np.ndarray]]] = {}
+    history: dict[int, list[list[np.ndarray]]] = {}
     counts = _Counts(*np.zeros((3, len(STARTS)), np.int64))
-    for _, rows in groupby(responses, key=lambda row: row[0]):
-        by_prompt: dict[str, list[np.ndarray]] = {}
+    for step, rows in groupby(responses, key=lambda row: row[0]):
+        by_prompt: dict[int, list[np.ndarray]] = {}
         for _, prompt, tokens in rows:
             by_prompt.setdefault(prompt, []).append(tokens)
-        if all(prompt in history for prompt in by_prompt):
+        if step >= first and all(prompt in history for prompt in by_prompt):
             _replay(by_prompt, history, draft, cost, engines, counts)
         for prompt, group in by_prompt.items():
             history[prompt] = [*history.get(prompt, ()), group][-draft.history_epochs :]
@@ -52,12 +55,16 @@ def gain(
             starts.append(start)
             gains.append(float(emitted / max(forwards, 1)))
     width = 1 + counts.drafted.sum() / counts.forwards.sum()
-    return DraftGain(starts=tuple(starts), gains=tuple(gains), width=float(width))
+    mean = DraftGain(starts=tuple(starts), gains=tuple(gains), width=float(width))
+    paces: list[list[tuple[int, float]]] = [[] for _ in range(1 + max(history))]
+    for prompt, length, forwards in counts.responses:
+        paces[prompt].append((length, forwards / mean.forwards(length)))
+    return replace(mean, paces=tuple(map(tuple, paces)))
 
 
 def _replay(
-    by_prompt: dict[str, list[np.ndarray]],
-    history: dict[str, list[list[np.ndarray]]],
+    by_prompt: dict[int, list[np.ndarray]],
+    history: dict[int, list[list[np.ndarray]]],
     draft: DraftConfig,
     cost: EngineCost,
     engines: int,
@@ -82,7 +89,7 @@ def _replay(
     of = [k for k, prompt in enumerate(keys) for _ in by_prompt[prompt]]
     handles = forest.open(np.array(of, np.int64))
     ends = np.array([len(text) for text in texts])
-    done, fed = np.zeros(len(texts), np.int64), np.zeros(len(texts), np.int64)
+    done, fed, forwards = np.zeros((3, len(texts)), np.int64)
     accepted = np.zeros(len(texts), np.int32)
     live = np.flatnonzero(ends > 0)
     knee = _knee(cost)
@@ -112,8 +119,12 @@ def _replay(
         ):
             np.add.at(to, ranges, numbers)
         done[live] += step
+        forwards[live] += 1
         live = live[done[live] < ends[live]]
     forest.close(handles)
+    rows = (keys[k] for k in of)
+    found = zip(rows, ends.tolist(), forwards.tolist(), strict=True)
+    counts.responses += [(row, length, n) for row, length, n in found if length]
 
 
 def _forest(draft: DraftConfig) -> Forest:

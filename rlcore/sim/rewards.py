@@ -152,15 +152,15 @@ class Rewards:
         self._domain_of = domain_of
         self.after = after
 
-    def after_all(self) -> "Rewards":
-        """Return a copy that scores after the rollout, with a fixed timeout."""
+    def fixed_timeouts(self, *, after: bool = False) -> "Rewards":
+        """Return a copy whose timeouts do not adapt; with `after`, it scores after the rollout."""
         scorers = {name: pool.scorer for name, pool in self._pools.items()}
         fixed = {
             name: replace(scorer, timeout=None)
             for name, scorer in scorers.items()
             if isinstance(scorer, SandboxScorer)
         }
-        return Rewards(scorers | fixed, self._domain_of, after=True)
+        return Rewards(scorers | fixed, self._domain_of, after=after)
 
     def done_at(self, now: float, request: Request, length: int) -> tuple[float, float]:
         """Return when the score is ready, and how many worker seconds the scoring takes."""

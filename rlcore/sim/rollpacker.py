@@ -102,7 +102,7 @@ def fixed_tp(job: SimJob) -> SimJob:
 
 
 def _after(made: Callable[[RowOf], Rewards], row_of: RowOf) -> Rewards:
-    return made(row_of).after_all()
+    return made(row_of).fixed_timeouts(after=True)
 
 
 # ---- figure 11: only rollout rounds
@@ -238,6 +238,57 @@ def figure_10c(count: int, seed: int, data: Path) -> TableResult:
             "TP fixed.",
         ],
     )
+
+
+# ---- rewards
+
+
+def reward_table(count: int, seed: int, data: Path) -> TableResult:
+    """Return the speed-ups of a step by the parts of reward scoring (section 6), each over the part
+    before it, with tail batching."""
+    rows = []
+    for name, system in SYSTEMS.items():
+        verl = job_of(name, system, seed, "--schedule", "tail_batching")
+
+        def step_s(job: SimJob) -> float:
+            return simulate(job, max(5, count)).seconds
+
+        def scored(kind: str, judge: str, at: SimJob = verl, gpus: int = system.gpus) -> SimJob:
+            return replace(at, rewards=partial(rewards, kind, H800, judge, gpus, seed))
+
+        during = step_s(scored("mix", "dedicated"))
+        cell = f"{name}, scored during the rollout"
+        rows.append(row(cell, published.ASYNC_REWARD[name], step_s(verl) / during))
+        code = scored("code", "dedicated")
+        fixed = replace(code, rewards=partial(_fixed, code.rewards))
+        cell = f"{name}, adaptive timeout, code"
+        rows.append(row(cell, published.ADAPTIVE_TIMEOUT, step_s(fixed) / step_s(code)))
+        # the same GPUs in all: a quarter of them is the judge's, or all have engine and judge
+        apart = round((1 - published.JUDGE_GPUS) * system.gpus)
+        rest = job_of(name, system, seed, "--schedule", "tail_batching", gpus=apart)
+        whole = judge_bytes(model_named("7B"), streamed=False) / system.tp
+        half = judge_bytes(model_named("7B"), streamed=True) / system.tp
+        shared = replace(scored("judge", "shared"), judge_bytes=whole)
+        streamed = replace(scored("judge", "streamed"), judge_bytes=half)
+        shared_s = step_s(shared)
+        cell = f"{name}, judge beside the engine"
+        of_rest = scored("judge", "dedicated", rest)
+        rows.append(row(cell, published.SHARED_JUDGE, step_s(of_rest) / shared_s))
+        cell = f"{name}, half of its layers from the host"
+        rows.append(row(cell, published.STREAMED_JUDGE[name], shared_s / step_s(streamed)))
+    return TableResult(
+        "RollPacker, section 6: speed-up of a step by the parts of reward scoring",
+        rows,
+        [
+            "Published for the judge beside the engine is the largest speed-up. GPUs are equal in",
+            "both arms; no cost of two processes on a GPU (MPS) is simulated. All values are of",
+            "whole steps; of which part the published ones are, the paper does not say.",
+        ],
+    )
+
+
+def _fixed(made: Callable[[RowOf], Rewards], row_of: RowOf) -> Rewards:
+    return made(row_of).fixed_timeouts()
 
 
 # ---- stream trainer
@@ -413,6 +464,7 @@ TABLES: dict[str, Callable[[int, int, Path], TableResult]] = {
     "10c": figure_10c,
     "1": table_1,
     "2": table_2,
+    "rewards": reward_table,
     "planner": planner,
     "stream": stream,
     "scaling": scaling,

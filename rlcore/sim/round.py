@@ -42,6 +42,7 @@ from rlcore.sim.cost import EngineCost
 from rlcore.sim.drafts import DraftGain
 from rlcore.sim.engine import DecodeSpan, SimRequest, VirtualEngine
 from rlcore.sim.rewards import UNLIMITED, Rewards
+from rlcore.utils.seed import derive
 
 
 @dataclass(slots=True)
@@ -124,6 +125,7 @@ class SimSettings:
         elastic: Elastic | None = None,
         train_s: Callable[[Sequence[int], int], float] = lambda lengths, groups: 0.0,
         drafts: DraftGain | None = None,
+        row_of: Callable[[Request], int] = lambda request: 0,
         load_s: float = 0.0,
         report_s: float = 0.0,
         controller: Callable[[Stop, Elastic | None], Controller] | None = None,
@@ -137,6 +139,7 @@ class SimSettings:
             train_s: returns the seconds in which a number of model-parallel groups train samples of
                 these lengths (with prompt).
             drafts: what drafts gain; None: engines do not draft.
+            row_of: returns the data set row of a request's prompt, where gains differ by prompt.
             load_s: seconds to load the learner onto the GPUs of released engines.
             report_s: seconds between reports of an engine's unfinished lengths; 0: none.
             controller: makes the controller of a round; default: one with the router of `place`.
@@ -146,8 +149,15 @@ class SimSettings:
         self._elastic, self._train_s, self._load_s = elastic, train_s, load_s
         self._rewards = rewards or Rewards()
         self._max_running, self._report_s = max_running, report_s
-        self._drafts = drafts
+        self._drafts, self._row_of = drafts, row_of
         self._controller = controller or partial(_controller, self._ranks, place)
+
+    def pace(self, request: Request, length: int) -> float:
+        """Return the forwards of a response with drafts, over those of the mean gain."""
+        drafts = self._drafts
+        if drafts is None or not drafts.paces:
+            return 1.0
+        return drafts.pace(self._row_of(request), length, derive(0, "pace", request.id))
 
     def run(self, round_: Round) -> RoundResult:
         """Run one round. If the controller reports a failure, raise RuntimeError."""
@@ -235,7 +245,15 @@ class Engines(ABC):
                 length = self._length[request.id] = self._world._lengths(request)
             have = len(request.resume.tokens) if request.resume else 0  # tokens already decoded
             prompt = len(request.prompt)
-            jobs.append(SimRequest(id=request.id, prompt=prompt, length=length, have=have))
+            jobs.append(
+                SimRequest(
+                    id=request.id,
+                    prompt=prompt,
+                    length=length,
+                    have=have,
+                    pace=self._world.pace(request, length),
+                )
+            )
         self._engines[command.rank].submit(jobs, self._now)
         self._plan(command.rank)
 

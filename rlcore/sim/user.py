@@ -140,7 +140,7 @@ def baseline(ours: SimJob, name: str) -> SimJob:
     plain = replace(ours, name=name, cfg=resolve.with_keys(replace(cfg, draft=DraftConfig()), off))
     if name == "rlhfuse":
         return replace(plain, overlap_logprobs=True)
-    return replace(plain, rewards=lambda row_of: ours.rewards(row_of).after_all())
+    return replace(plain, rewards=lambda row_of: ours.rewards(row_of).fixed_timeouts(after=True))
 
 
 def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf) -> Rewards:

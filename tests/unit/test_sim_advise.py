@@ -16,6 +16,8 @@ from rlcore.rollout.round_log import LoggedRound, Started
 from rlcore.sched.completion_order import Counted
 from rlcore.sim import advise, calibrate, ladder, recorded, replay
 from rlcore.sim.cost import CONSTANTS, ERROR, GPUS, Constants, EngineCost, engine_cost, model_named
+from rlcore.sim.drafts import DraftGain
+from rlcore.sim.engine import SimRequest
 from rlcore.sim.job import config
 from rlcore.sim.phases import Layout, offload_s, resize_s, training_cost, update_weights_s
 from rlcore.sim.published import SYSTEMS
@@ -92,8 +94,9 @@ def test_a_recorded_run_has_its_own_lengths_and_seconds(tmp_path: Path):
     assert cost.step_s == pytest.approx(0.02, rel=1e-6)
     assert cost.sequence_s == pytest.approx(1e-4, rel=1e-4)
     assert job.training.token_s == pytest.approx(1e-3, rel=1e-4)
-    assert job.training.sync_s == pytest.approx(0.05)
-    # what the phases leave of a step stays, so the recorded settings take the measured seconds
+    # what the phases leave of a step stays, so the recorded settings take the measured seconds;
+    # engines wait for it, since they go on when the step is over
+    assert job.training.sync_s == pytest.approx(0.05 + 0.1, rel=0.1)
     again = recorded.simulate(job, found.steps)
     assert again.seconds == pytest.approx(found.measured_s, rel=0.02)
     assert job.training_on(1).token_s == pytest.approx(2e-3, rel=1e-4)
@@ -139,26 +142,49 @@ def test_advice_needs_one_subject(capsys):
 
 def test_what_was_said_before_is_drafted_and_what_was_not_is_not():
     dice, job = np.random.default_rng(0), small()
-    texts = {f"p{k}": dice.integers(0, 1000, 300).astype(np.int32) for k in range(4)}
-    same = [(step, p, text) for step in (1, 2) for p, text in texts.items()]
-    found = replay.gain(same, DraftConfig(), job)
+    texts = [dice.integers(0, 1000, 300).astype(np.int32) for _ in range(4)]
+    same = [(step, k, text) for step in (1, 2) for k, text in enumerate(texts)]
+    found = replay.gain(same, DraftConfig(), job, 1)
     assert found is not None and found.gains[-1] > 3
-    other = [(2, p, dice.integers(0, 1000, 300).astype(np.int32)) for p in texts]
-    new = replay.gain([row for row in same if row[0] == 1] + other, DraftConfig(), job)
+    other = [(2, k, dice.integers(0, 1000, 300).astype(np.int32)) for k in range(4)]
+    new = replay.gain(same[:4] + other, DraftConfig(), job, 1)
     assert new is not None and max(new.gains) < 1.1
-    assert replay.gain(same[:4], DraftConfig(), job) is None  # no prompt came twice
-    first_epoch = [*same[:7], (2, "another", same[0][2])]  # step 2 has a prompt without history
-    assert replay.gain(first_epoch, DraftConfig(), job) is None
+    assert replay.gain(same[:4], DraftConfig(), job, 1) is None  # no prompt came twice
+    assert replay.gain(same, DraftConfig(), job, 3) is None  # no step is left
+    first_epoch = [*same[:7], (2, 9, same[0][2])]  # step 2 has a prompt without history
+    assert replay.gain(first_epoch, DraftConfig(), job, 1) is None
 
 
 def test_a_draft_is_short_where_many_run_and_products_bind():
     dice = np.random.default_rng(0)
-    texts = {f"p{k}": dice.integers(0, 1000, 100).astype(np.int32) for k in range(32)}
-    rows = [(step, p, text) for step in (1, 2) for p, text in texts.items()]
-    free = replay.gain(rows, DraftConfig(), small(cost=EngineCost(step_s=1.0)))
-    dear = replay.gain(rows, DraftConfig(), small(cost=EngineCost(step_s=1.0, sequence_s=0.1)))
+    texts = [dice.integers(0, 1000, 100).astype(np.int32) for _ in range(32)]
+    rows = [(step, k, text) for step in (1, 2) for k, text in enumerate(texts)]
+    free = replay.gain(rows, DraftConfig(), small(cost=EngineCost(step_s=1.0)), 1)
+    dear = replay.gain(rows, DraftConfig(), small(cost=EngineCost(step_s=1.0, sequence_s=0.1)), 1)
     assert free is not None and dear is not None
     assert dear.width < 0.5 * free.width and dear.gains[-1] < free.gains[-1]
+
+
+def test_a_prompt_whose_responses_repeat_is_decoded_faster_than_one_whose_do_not():
+    dice = np.random.default_rng(0)
+    told, new = dice.integers(0, 1000, 200), [dice.integers(0, 1000, 200) for _ in range(2)]
+    rows = [(step, k, text) for step in (1, 2) for k, text in enumerate((told, new[step - 1]))]
+    found = replay.gain(
+        [(step, k, text.astype(np.int32)) for step, k, text in rows], DraftConfig(), small(), 1
+    )
+    assert found is not None
+    quick, slow = found.pace(0, 200, 0), found.pace(1, 200, 0)
+    assert quick < 0.5 and slow > 1.5
+    # with its pace, an engine takes the forwards that the replay has counted
+    assert SimRequest(id="t1.0", prompt=9, length=200, pace=slow).left(found) == 200
+    few = SimRequest(id="t0.0", prompt=9, length=200, pace=quick)
+    few.settle(few.left(found), found)
+    assert few.have == 200 and few.left(found) == 1
+    assert few.again().pace == quick
+    assert found.pace(7, 200, 0) == slow  # rows repeat, as those of a workload do
+    assert DraftGain(starts=(0,), gains=(2.0,), width=3).pace(0, 9, 0) == 1
+    pair = replace(found, paces=(((10, 0.5), (20, 1.0), (20, 2.0)),))
+    assert {pair.pace(0, 30, seed) for seed in range(9)} == {1.0, 2.0}
 
 
 # ---- a model

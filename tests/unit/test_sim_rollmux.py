@@ -10,7 +10,7 @@ import pytest
 from rlcore.cli import sim
 from rlcore.sched.cluster import Cluster, MuxJob, NodePool
 from rlcore.sched.phase_mux import Member
-from rlcore.sim import mux_trace, rollmux
+from rlcore.sim import mux_drift, mux_trace, rollmux
 from rlcore.sim.cost import EngineCost
 from rlcore.sim.mux_group import ROLLOUT, TRAIN, Iteration, MuxSimulation, VirtualJob
 from rlcore.sim.mux_trace import Arrival, run_trace
@@ -139,6 +139,17 @@ def test_a_trace_keeps_every_promise_and_bills_every_job_once():
     )
     assert arms["solo"].bill == pytest.approx(bill)
     assert math.isclose(arms["solo"].kept, 1.0)
+
+
+def test_a_cluster_of_jobs_that_drift():
+    arrivals = mux_trace.draw_trace(mux_trace.JobTrace(25, 40, {"S": 1.0, "M": 1.0}), 0)
+    none = mux_drift.run(rollmux.POOLS, arrivals, 0.0, 0)
+    whole = run_trace(Cluster(*rollmux.POOLS), arrivals)
+    assert none.kept == 1 and none.bill == pytest.approx(whole.bill, rel=0.03)
+    arms = [mux_drift.run(rollmux.POOLS, arrivals, share, 0) for share in (0.2, 0.8)]
+    assert arms[1].kept < arms[0].kept <= 1
+    again = mux_drift.run(rollmux.POOLS, arrivals, 0.8, 0, placed_again=True)
+    assert again.kept > arms[1].kept, "jobs that are placed by their present durations keep more"
 
 
 def test_a_bad_option_is_one_sentence(tmp_path: Path, capsys):

@@ -423,7 +423,13 @@ def test_a_table_has_published_and_simulated_in_every_row(tmp_path, capsys, monk
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "count"),
-    [(["--table", "2"], 24), (["--figure", "10c"], 12), (["stream"], 5), (["scaling"], 6)],
+    [
+        (["--table", "2"], 24),
+        (["--figure", "10c"], 12),
+        (["stream"], 5),
+        (["rewards"], 12),
+        (["scaling"], 6),
+    ],
 )
 def test_the_longer_tables_have_all_their_rows(tmp_path: Path, argv, count):
     path = tmp_path / "rows.json"
@@ -454,9 +460,21 @@ def test_where_two_versions_were_published_both_are_rows():
     )
 
 
+def test_scores_during_a_rollout_and_a_judge_beside_the_engine_shorten_a_step(monkeypatch):
+    system = replace(rollpacker.published.SYSTEMS["7B/8k"], gpus=8)
+    monkeypatch.setattr(rollpacker.published, "SYSTEMS", {"7B/8k": system})
+    found = rollpacker.reward_table(1, 0, Path())
+    ratios = {str(r["cell"]).split(", ", 1)[1]: r["simulated"] for r in found.rows}
+    assert ratios["scored during the rollout"] > 1.05
+    assert ratios["adaptive timeout, code"] > 1.01
+    assert ratios["judge beside the engine"] > 1  # it decodes and trains on a third more GPUs
+
+
 def test_rollpacker_asks_for_one_table(capsys):
     assert sim.main(["rollpacker"]) == 2
-    assert "one of --figure 11" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "one of --figure 11" in said
+    assert all(name in said for name in ("planner", "rewards", "stream", "scaling"))
 
 
 def test_the_generator_of_8k_is_that_of_16k_with_another_cap():
