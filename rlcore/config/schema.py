@@ -591,10 +591,11 @@ class LogConfig:
     """Logs, metrics and the terminal."""
 
     rollouts: Annotated[int, at_least(-1, note="; -1: all")] = 4
-    """Number of samples of rank 0's engine written to rollouts.jsonl per step; -1: all."""
+    """Number of samples of rank 0's engine written to rollouts.jsonl per step; -1: all, also of
+    other ranks unless some ranks only sample or only train."""
     rollout_tokens: Annotated[int, at_least(-1, note="; -1: all")] = 0
-    """Number of tokens per step written to rollouts.jsonl with text, log-prob and version for
-    `rlcore view`, first responses first; -1: all. A token takes about 20 bytes and 5 us."""
+    """Number of tokens per rank and step written to rollouts.jsonl with text, log-prob and version
+    for `rlcore view`, first responses first; -1: all. A token takes about 20 bytes and 5 us."""
     trace_steps: Annotated[int, at_least(-1, note="; -1: all")] = 0
     """Number of steps, counted from process start, that every rank records for `rlcore trace`:
     phases, responses, rewards and engine load; -1: all. A response takes about 400 bytes."""

@@ -44,7 +44,7 @@ VARIED = 0.2
 """Variation of the tokens of a step, relative to the mean, from which on a constant part of the
 training can be told."""
 LEAST_SHARE = 0.8
-"""Least share of rank 0's responses that the log must have to judge drafts by it."""
+"""Least share of a step's responses that the log must have to judge drafts by it."""
 PARTS = ("exchange", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 """Phases of a step that are training here; their seconds grow with the tokens of a step."""
 
@@ -112,7 +112,7 @@ def read(folder: Path, last: int = 0) -> Recording:
     place = {row: k for k, row in enumerate(by_prompt)}
     answered = [
         (int(row["step"]), place[row_of[group_of(row["id"])]], row["response"])
-        for row in responses(folder, cfg, ranks)
+        for row in responses(folder, cfg)
         if row_of.get(group_of(row["id"])) in place
     ]
     found = None
@@ -217,12 +217,11 @@ def scorer(rows: Sequence[Mapping[str, float]], ranks: int, cfg: Config) -> Fixe
     return FixedScorer(mean, max(1, cfg.reward.workers * ranks))
 
 
-def responses(folder: Path, cfg: Config, ranks: int) -> list[Mapping[str, Any]]:
-    """Return the rows of the logged responses, in the order of the log. The log has the responses
-    of rank 0. If it lacks many of them, return no rows, because the history would be too short to
-    replay drafts."""
+def responses(folder: Path, cfg: Config) -> list[Mapping[str, Any]]:
+    """Return the rows of the logged responses, in the order of the log. If it lacks many of them,
+    return no rows, because the history would be too short to replay drafts."""
     path = folder / "rollouts.jsonl"
-    wanted = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt // ranks
-    rows = list(read_lines(path)) if path.is_file() else []
+    wanted = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
+    rows: list[Mapping[str, Any]] = list(read_lines(path)) if path.is_file() else []
     steps = {int(row["step"]) for row in rows}
     return rows if steps and len(rows) >= LEAST_SHARE * wanted * len(steps) else []

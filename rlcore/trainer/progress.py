@@ -123,7 +123,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observers:
-    """Receivers of the metrics of a run, on rank 0; empty on the other ranks."""
+    """Receivers of the metrics of a run, on rank 0; the other ranks have `pieces` alone."""
 
     writer: MetricsWriter | None = None
     screen: Screen | None = None

@@ -1,6 +1,7 @@
 """Report to the user: step metrics, the step line, rollouts, and the run's summary."""
 
 import itertools
+import json
 import math
 import os
 import resource
@@ -177,11 +178,26 @@ def of_envs(run: Run, totals: dict[str, float]) -> dict[str, float]:
 
 
 def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
-    """Write some samples of the step to the rollout log. Rank 0 must have the samples' texts."""
-    if run.observers.writer is None or run.cfg.log.rollouts == 0:
+    """Write samples of the step to the rollout log: some of those whose texts rank 0 has, or with
+    --log.rollouts -1 those of all ranks, if every rank samples and trains. Collective over the
+    ranks that train."""
+    cfg, is_first = run.cfg.log, run.ranks.rank == 0
+    gathers = cfg.rollouts < 0 and run.ranks.everyone is None
+    if cfg.rollouts == 0 or not (gathers or is_first):
         return
+    rows = rollout_rows(run, groups)
+    if gathers:
+        parts = collective.gather_bytes(json.dumps(rows).encode())
+        found = {row["id"]: row for part in parts for row in json.loads(part)}
+        rows = [found[ref.id] for g in groups for ref in g.refs if ref.id in found]
+    if run.observers.writer is not None:
+        run.observers.writer.rollouts(run.step, rows)
+
+
+def rollout_rows(run: Run, groups: tuple[Group, ...]) -> list[dict[str, Any]]:
+    """Return what the rollout log has of the samples whose texts this rank has."""
     worker = run.rollout.worker
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     limit, room = run.cfg.log.rollouts, run.cfg.log.rollout_tokens
     room = sys.maxsize if room < 0 else room
     for g in groups:
@@ -190,8 +206,9 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
             if not read or (limit > 0 and k > 0) or 0 < limit <= len(rows):
                 continue
             prompt = worker.prompts[g.id]
-            row: dict[str, object] = {
+            row: dict[str, Any] = {
                 "id": ref.id,
+                "rank": run.ranks.rank,
                 "dataset": g.dataset,
                 "prompt": prompt.text,
                 "answer": prompt.answer,
@@ -207,7 +224,7 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
                 row["tokens"] = tokens = of_tokens(run, worker.samples[ref.id], room)
                 room -= len(tokens["pieces"])
             rows.append(row)
-    run.observers.writer.rollouts(run.step, rows)
+    return rows
 
 
 def segments_of(run: Run, sample: Sample) -> list[list[str]]:

@@ -217,7 +217,7 @@ def rollout_metrics(
     counts = engine_counts(run)
     if run.ranks.rank == 0:
         run.progress.add(report.of_groups(run, groups, todo) | dict(stats) | counts)
-        report.write_rollouts(run, groups)
+    report.write_rollouts(run, groups)
 
 
 def engine_counts(run: Run) -> dict[str, float]:

@@ -153,6 +153,21 @@ def broadcast_bytes(data: bytes, group: Group = None) -> bytes:
     return buffer.numpy().tobytes()[:-1]
 
 
+def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
+    """Return every rank's bytes in rank order on the first rank, and an empty list on the others."""
+    if is_alone(group):
+        return [data]
+    rank, size = place(group)
+    lengths = torch.zeros(size, dtype=torch.int64)
+    lengths[rank] = len(data)
+    dist.all_reduce(lengths, group=group)
+    buffer = torch.zeros(1 + int(lengths.max()), dtype=torch.uint8)  # torch sends no empty tensor
+    buffer[: len(data)] = torch.frombuffer(bytearray(data + b"."), dtype=torch.uint8)[:-1]
+    found = [torch.empty_like(buffer) for _ in range(size)] if rank == 0 else None
+    dist.gather(buffer, found, group=group, group_dst=0)
+    return [x[:n].numpy().tobytes() for x, n in zip(found or (), lengths.tolist(), strict=False)]
+
+
 def gather_texts(text: str, group: Group = None) -> list[str]:
     """Return every rank's text in rank order, on every rank; texts are cut after 255 bytes."""
     if is_alone(group):

@@ -161,8 +161,10 @@ def test_a_round_that_lost_all_its_engines_goes_on_with_the_tokens_they_had(
 def test_the_restarted_engine_takes_its_share_of_the_next_round(worlds: Worlds) -> None:
     worlds.gang.check("tp2", 2)
     lines = (worlds.runs / "tp2" / "rollouts.jsonl").read_text().splitlines()
-    mine = [json.loads(line)["step"] for line in lines]
-    assert [mine.count(step) for step in (1, 2, 4)] == [8, 8, 8]  # rank 0 writes its own
+    rows = [json.loads(line) for line in lines]
+    assert all([r["step"] for r in rows].count(step) == 16 for step in (1, 2, 3, 4))
+    mine = [row["step"] for row in rows if row["rank"] == 0]
+    assert [mine.count(step) for step in (1, 2, 4)] == [8, 8, 8]
     assert 8 < mine.count(3) <= 16
 
 

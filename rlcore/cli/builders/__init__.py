@@ -173,7 +173,7 @@ def _run(
     if checkpoint is not None:
         with waiting(f"loading {checkpoint}"):
             checkpoints.load(checkpoint, progress)
-    seen = Observers()
+    seen = Observers(pieces=side.tokenizer.pieces)
     if start.is_first:
         goes_on = checkpoint is not None and checkpoint.is_relative_to(start.folder)
         folder.save_settings(cfg, start.folder, goes_on=goes_on)
