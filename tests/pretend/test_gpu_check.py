@@ -14,9 +14,17 @@ FEWER = "not qwen3_moe and not llama and not float32-True and not bfloat16-False
 """Not every variant of a step: others run in test_device.py, with the mark `slow`."""
 SKIPPED = {"native_build", "addmm", "drafts", "grpo_sglang"}
 """Steps of kernels, CUDA graphs and SGLang, which the pretend device does not have."""
+SOME = ("kernels", "park", "save", "push", "drafts", "grpo_torch")
+"""What CI runs; all steps take five minutes."""
 
 
-def test_every_step_passes_that_needs_no_kernel(tmp_path: Path) -> None:
+def steps_of_the_file() -> list[str]:
+    lines = (kit.ROOT / "tools" / "gpu_steps.txt").read_text().splitlines()
+    return [line for line in lines if line and line[0] not in "# "]
+
+
+@pytest.mark.parametrize("only", [SOME, pytest.param((), marks=pytest.mark.slow)], ids=str)
+def test_every_step_passes_that_needs_no_kernel(only: tuple[str, ...], tmp_path: Path) -> None:
     env = pretend.environment() | {
         "PYTHON": sys.executable,
         "PYTEST_ADDOPTS": f"-p tests.pretend.native -k '{FEWER}'",  # the kernels of the CPU
@@ -26,7 +34,7 @@ def test_every_step_passes_that_needs_no_kernel(tmp_path: Path) -> None:
         "TOTAL_S": "1000",
     }
     done = subprocess.run(
-        ["bash", kit.ROOT / "tools" / "gpu_check.sh"],
+        ["bash", kit.ROOT / "tools" / "gpu_check.sh", *(("--only", *only) if only else ())],
         env=env,
         cwd=kit.ROOT,
         stdout=subprocess.PIPE,
@@ -39,7 +47,6 @@ def test_every_step_passes_that_needs_no_kernel(tmp_path: Path) -> None:
     _, _, table = report.partition("\nresult ")
     rows = [line.split()[:2] for line in table.splitlines()[1:] if not line.startswith(" ")]
     found = {step: verdict for verdict, step in filter(None, rows)}
-    lines = (kit.ROOT / "tools" / "gpu_steps.txt").read_text().splitlines()
-    steps = [line for line in lines if line and line[0] not in "# "]
+    steps = ("native_build", *only) if only else steps_of_the_file()
     assert found == {step: "SKIP" if step in SKIPPED else "PASS" for step in steps}, report
-    assert ", planned " in report and "seconds of step 5" in report
+    assert "seconds of step 5" in report and (only or ", planned " in report)

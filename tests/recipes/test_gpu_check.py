@@ -148,7 +148,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "tools" / "gpu_steps.txt").write_text(STEPS)
     (root / "bin" / "compute-sanitizer").write_text(SANITIZER)
     (root / "bin" / "compute-sanitizer").chmod(0o755)
-    (root / "pyproject.toml").write_text('[build-system]\nrequires = ["pybind11~=3.1", "torch==9.9.0"]\n')
+    requires = '["pybind11~=3.1", "torch==9.9.0"]'
+    (root / "pyproject.toml").write_text(f"[build-system]\nrequires = {requires}\n")
     for name, text in FILES.items():
         write_test(root, name, text)
     return root
@@ -385,6 +386,7 @@ def test_what_needs_no_gpu_passes_on_the_cpu(blocked: dict[str, str], tmp_path: 
     assert "the libraries in rlcore/ are used as they are" in out
 
 
+@pytest.mark.slow
 def test_steps_run_on_the_cpu_too(blocked: dict[str, str], tmp_path: Path) -> None:
     words = "--cpu", "--only", "device", "addmm"
     status, out = check(ROOT, *words, REPORT=str(tmp_path), **blocked)
