@@ -154,7 +154,7 @@ def broadcast_bytes(data: bytes, group: Group = None) -> bytes:
 
 
 def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
-    """Return every rank's bytes in rank order on the first rank, and an empty list on the others."""
+    """Return every rank's bytes in rank order on the first rank; an empty list on the others."""
     if is_alone(group):
         return [data]
     rank, size = place(group)
