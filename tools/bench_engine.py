@@ -80,9 +80,10 @@ def main() -> None:
         engine = ChildEngine(factory, settings, threads=a.threads)
     else:
         engine = TorchEngine(hf, **options)
-    gen = torch.Generator().manual_seed(a.seed)
+    device = "cpu" if a.child else a.device or "cpu"  # a GPU draws a billion weights at once
+    gen = torch.Generator(device).manual_seed(a.seed)
     weights = (
-        (n, torch.ones(s) if "norm" in n else torch.randn(s, generator=gen) * 0.02)
+        (n, torch.ones(s) if "norm" in n else torch.randn(s, generator=gen, device=device) * 0.02)
         for n, s in expected(hf).items()
     )
     load_weights(engine, weights, 0)

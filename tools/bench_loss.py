@@ -231,22 +231,19 @@ class Passes(TorchDispatchMode):
 
 def make(a: argparse.Namespace) -> tuple[Case, Tensor]:
     """The case and the logits that every call starts from."""
-    g = torch.Generator().manual_seed(a.seed)
-    dtype = DTYPES[a.dtype]
-    master = torch.empty(a.tokens, a.vocab, dtype=dtype)
+    device = torch.device(a.device)  # drawn there: a CPU takes a minute for a billion logits
+    g = torch.Generator(device).manual_seed(a.seed)
+    master = torch.empty(a.tokens, a.vocab, dtype=DTYPES[a.dtype], device=device)
     for rows in master.split(64):
-        rows.copy_(torch.randn(rows.shape, generator=g) * 3)
-    tokens = torch.randint(0, a.vocab, (a.tokens,), generator=g)
-    for t in range(0, a.tokens, 2):  # every other token is a likely one
-        master[t, tokens[t]] = 14.0
+        rows.copy_(torch.randn(rows.shape, generator=g, device=device) * 3)
+    tokens = torch.randint(0, a.vocab, (a.tokens,), generator=g, device=device)
+    likely = torch.arange(0, a.tokens, 2, device=device)
+    master[likely, tokens[likely]] = 14.0
     chosen = master.gather(1, tokens[:, None])[:, 0].double() / a.temperature
     lse = torch.cat([(r.float() / a.temperature).logsumexp(-1) for r in master.split(64)])
-    noise = torch.randn(a.tokens, generator=g) * 0.1
+    noise = torch.randn(a.tokens, generator=g, device=device) * 0.1
     old = (chosen - lse).float() + noise
-    device = torch.device(a.device)
-    master = master.to(device)
-    case = Case(torch.empty_like(master), tokens.to(device), old.to(device), a.temperature)
-    return case, master
+    return Case(torch.empty_like(master), tokens, old, a.temperature), master
 
 
 def resident(key: str) -> int:
