@@ -124,7 +124,7 @@ def _replay(
     forest.close(handles)
     rows = (keys[k] for k in of)
     found = zip(rows, ends.tolist(), forwards.tolist(), strict=True)
-    counts.responses += [(row, length, n) for row, length, n in found if length]
+    counts.responses.extend((row, length, n) for row, length, n in found if length)
 
 
 def _forest(draft: DraftConfig) -> Forest:
