@@ -276,8 +276,8 @@ class DeviceForest:
     def _check_stream(self, records: bool = False) -> int:
         """Return the current stream: the forest's, or with `records` one that a graph records."""
         current = native.stream(self.device)
-        is_recorded = records and current != 0 and torch.cuda.is_current_stream_capturing()
-        assert current == self._stream or is_recorded, (
+        is_good = current == self._stream or (records and torch.cuda.is_current_stream_capturing())
+        assert is_good, (
             f"DeviceForest on stream {current:#x}: it was made on stream {self._stream:#x}"
         )
         return current

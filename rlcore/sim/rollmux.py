@@ -715,8 +715,9 @@ def drift(count: int, seed: int) -> Result:
     notes = [
         "Published (OSDI): 1.08 to 1.11 and 95.6 to 98.7 %, of three drifts that are not known to",
         "us. Ours: by its last iteration, a job's rollout is longer or shorter by up to the share.",
-        "Jobs are placed by the durations of that time and stay where they are. The placement anew",
-        "moves them for nothing: largest first, by the same rules.",
+        "A job that is a tenth slower than its profile gets a new one, or joins again with a cold",
+        "start, as in the arbiter. The placement anew moves all jobs every hour for nothing,",
+        "largest first, by the same rules.",
     ]
     made = TableResult("RollMux, 200 jobs that drift", rows, notes)
     return Result(made, lines, ("change of rollouts, at most", "ratio; share"))

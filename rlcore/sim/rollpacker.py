@@ -59,7 +59,7 @@ def job_of(
         gpu=H800,
         gpus=gpus,
         workload=lengths,
-        rewards=partial(_after, made),
+        rewards=partial(_fixed, made, after=True),
         is_roll=True,
         constants=constants,
     )
@@ -101,8 +101,8 @@ def fixed_tp(job: SimJob) -> SimJob:
     return job.with_("tp fixed", "--rollout.no_adaptive_tp")
 
 
-def _after(made: Callable[[RowOf], Rewards], row_of: RowOf) -> Rewards:
-    return made(row_of).fixed_timeouts(after=True)
+def _fixed(made: Callable[[RowOf], Rewards], row_of: RowOf, *, after: bool = False) -> Rewards:
+    return made(row_of).fixed_timeouts(after=after)
 
 
 # ---- figure 11: only rollout rounds
@@ -163,7 +163,7 @@ def table_1(count: int, seed: int, data: Path) -> TableResult:
     system = SYSTEMS["14B/16k"]
     for task, told in published.TABLE_1.items():
         made = partial(rewards, task, H800, "dedicated", system.gpus, seed)
-        job = replace(job_of(task, system, seed), rewards=partial(_after, made))
+        job = replace(job_of(task, system, seed), rewards=partial(_fixed, made, after=True))
         found = simulate(job, max(5, count // 10))
         p = found.phases
         ours = (p["gen"], p["reward"], p["old_log_prob"] + p["update_actor"] + p["update_weights"])
@@ -285,10 +285,6 @@ def reward_table(count: int, seed: int, data: Path) -> TableResult:
             "whole steps; of which part the published ones are, the paper does not say.",
         ],
     )
-
-
-def _fixed(made: Callable[[RowOf], Rewards], row_of: RowOf) -> Rewards:
-    return made(row_of).fixed_timeouts()
 
 
 # ---- stream trainer

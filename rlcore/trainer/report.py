@@ -17,6 +17,7 @@ import torch
 from rlcore.algos import mismatch
 from rlcore.config.schema import Config
 from rlcore.metrics import stats
+from rlcore.metrics.jsonl import dumps
 from rlcore.records import Group, Sample
 from rlcore.sched.reward_timeout import reasons_of
 from rlcore.sync.memory import highest_bytes
@@ -187,7 +188,7 @@ def write_rollouts(run: Run, groups: tuple[Group, ...]) -> None:
         return
     rows = rollout_rows(run, groups)
     if gathers:
-        parts = collective.gather_bytes(json.dumps(rows).encode())
+        parts = collective.gather_bytes(dumps(rows).encode())
         found = {row["id"]: row for part in parts for row in json.loads(part)}
         rows = [found[ref.id] for g in groups for ref in g.refs if ref.id in found]
     if run.observers.writer is not None:

@@ -10,7 +10,7 @@ import pytest
 from rlcore.cli import sim
 from rlcore.sched.cluster import Cluster, MuxJob, NodePool
 from rlcore.sched.phase_mux import Member
-from rlcore.sim import mux_drift, mux_trace, rollmux
+from rlcore.sim import mux_drift, mux_trace, published_rollmux, rollmux
 from rlcore.sim.cost import EngineCost
 from rlcore.sim.mux_group import ROLLOUT, TRAIN, Iteration, MuxSimulation, VirtualJob
 from rlcore.sim.mux_trace import Arrival, run_trace
@@ -149,7 +149,15 @@ def test_a_cluster_of_jobs_that_drift():
     arms = [mux_drift.run(rollmux.POOLS, arrivals, share, 0) for share in (0.2, 0.8)]
     assert arms[1].kept < arms[0].kept <= 1
     again = mux_drift.run(rollmux.POOLS, arrivals, 0.8, 0, placed_again=True)
-    assert again.kept > arms[1].kept, "jobs that are placed by their present durations keep more"
+    assert again.bill < arms[1].bill
+
+
+def test_profiles_that_are_never_replaced_keep_fewer_slos(monkeypatch: pytest.MonkeyPatch):
+    arrivals = mux_trace.draw_trace(published_rollmux.TRACE_200, 0)
+    shipped = mux_drift.run(rollmux.POOLS, arrivals, 0.8, 0)
+    monkeypatch.setattr(mux_drift.drift, "drifted", lambda *_: None)
+    blind = mux_drift.run(rollmux.POOLS, arrivals, 0.8, 0)
+    assert blind.kept < shipped.kept
 
 
 def test_a_bad_option_is_one_sentence(tmp_path: Path, capsys):
