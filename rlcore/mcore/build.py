@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_block import (
 
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
+from rlcore.mcore import wgrad
 from rlcore.mcore.activation import SwiGLU
 from rlcore.mcore.attention import CoreAttention
 from rlcore.mcore.check import check
@@ -87,7 +88,7 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
         "use_cpu_initialization": not cuda,
-        "gradient_accumulation_fusion": train.apex,
+        "gradient_accumulation_fusion": train.apex or (local and wgrad.prepare(dtype)),
         "persist_layer_norm": False,
         "apply_rope_fusion": not local,
         "masked_softmax_fusion": False,
@@ -184,8 +185,8 @@ def build(
         patch_moe_utils()
     config = transformer_config(hf, model, train)
     announce("layers", "Transformer Engine" if train.transformer_impl == "te" else "Megatron local")
-    if train.apex:
-        announce("weight gradients", "Apex fused accumulation")
+    if config.gradient_accumulation_fusion:
+        announce("weight gradients", "added up in float32 within the products")
     chunks = []
     for stage in range(layout.vpp):
         vp_stage = stage if layout.vpp > 1 else None

@@ -20,7 +20,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -394,7 +394,7 @@ def fill_empty_states(optimizer: Any) -> None:
                 if not inner.state[p]:
                     inner.state[p] = {kind: torch.zeros_like(p) for kind in MOMENTS}
                     if _is_torchs(inner):
-                        inner.state[p]["step"] = torch.tensor(0.0)
+                        inner.state[p]["step"] = _step_of(p, group, 0)
 
 
 def _step(optimizer: Any) -> int:
@@ -410,9 +410,15 @@ def _step(optimizer: Any) -> int:
 
 def _set_step(optimizer: Any, step: int) -> None:
     for inner in _inner(optimizer):
-        for state in inner.state.values():
-            if _is_torchs(inner):
-                state["step"] = torch.tensor(float(step))
         for group in inner.param_groups:
-            if not _is_torchs(inner) and step:
+            if _is_torchs(inner):
+                for p in group["params"]:
+                    if p in inner.state:
+                        inner.state[p]["step"] = _step_of(p, group, step)
+            elif step:
                 group["step"] = step
+
+
+def _step_of(p: Tensor, group: Mapping[str, Any], step: int) -> Tensor:
+    """Return the step count of a parameter where torch's Adam keeps it."""
+    return torch.tensor(float(step), device=p.device if group.get("fused") else None)

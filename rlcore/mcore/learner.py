@@ -191,7 +191,12 @@ class MegatronLearner:
             params_dtype=dtype,
             use_distributed_optimizer=train.distributed_optimizer,
         )
-        return get_megatron_optimizer(settings, self._models)
+        made = get_megatron_optimizer(settings, self._models)
+        for part in made.chained_optimizers if self.device.type == "cuda" else ():
+            if isinstance(part.optimizer, torch.optim.AdamW):  # neither TE's nor Apex'
+                for group in part.optimizer.param_groups:
+                    group["fused"] = True
+        return made
 
     def _describe(self) -> str:
         sizes = {name: getattr(self.layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "dp")}
@@ -700,7 +705,7 @@ class MegatronLearner:
         for part in self._optimizer.chained_optimizers:
             tensors = [p.data for p in part.get_parameters()]
             for state in part.optimizer.state.values() if part.optimizer else ():
-                tensors += [v for v in state.values() if isinstance(v, Tensor)]
+                tensors += [v for v in state.values() if isinstance(v, Tensor) and v.dim()]
             yield from (t for t in tensors if identity(t.untyped_storage()) not in own)
 
     def _gradient_buffers(self) -> Iterator[Tensor]:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlcore.mcore.compat import compiled, varying
+
 
 class RMSNorm(torch.nn.Module):
     """RMSNorm: x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
@@ -27,9 +29,17 @@ class RMSNorm(torch.nn.Module):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Apply RMSNorm to x [..., H] with weight [H]; the result [..., H] has x's dtype."""
-    if x.device.type == "cpu" and x.dtype is not torch.bfloat16 and torch.is_grad_enabled():
+    if x.is_cuda:
+        return compiled(_rms_norm)(varying(x.flatten(0, -2)), weight, eps).view_as(x)
+    if x.dtype is not torch.bfloat16 and torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    exact = x if x.dtype is torch.float64 else x.float()
+    scale = (exact.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (exact * scale * weight).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlcore.mcore.compat import compiled, varying
+
 
 def tables(inverse: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the RoPE angles at `positions` [T], each [T, 1, head_dim / 2]."""
@@ -21,6 +23,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    if x.is_cuda:
+        turned = compiled(_turned_back if back else _turned)
+        return turned(varying(x, 2), varying(cos), varying(sin))
     half = x.size(-1) // 2
     a, b = x[..., :half], x[..., half:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -31,6 +36,16 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     torch.mul(b, cos, out=second)
     second.addcmul_(a, sin, value=sign)
     return out
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _turned_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos + b * sin, b * cos - a * sin], -1)
 
 
 class _Rotate(torch.autograd.Function):

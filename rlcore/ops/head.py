@@ -288,7 +288,7 @@ class _Gradients:
         a, b = grad.t(), self._input[chunk]
         if self._sum.dtype is grad.dtype:
             self._sum.addmm_(a, b)
-        elif self._sum.dtype is torch.float32 and _adds_products(grad.device, grad.dtype):
+        elif self._sum.dtype is torch.float32 and adds_products(grad.device, grad.dtype):
             # Add in float32, because rounding every chunk's product to 16 bits loses accuracy.
             torch.addmm(self._sum, a, b, out_dtype=torch.float32, out=self._sum)
         else:
@@ -304,7 +304,7 @@ class _Gradients:
 
 
 @cache
-def _adds_products(device: torch.device, dtype: torch.dtype) -> bool:
+def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch adds a half-precision product to a float32 matrix without rounding the
     product first. CPUs do not; on a GPU it depends on the version of torch."""
     if device.type != "cuda":

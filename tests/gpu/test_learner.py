@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlcore.mcore import wgrad
 from rlcore.tensors import LossInputs, LossOutput
 from tests import kit
 from tests.gpu import side
@@ -225,3 +226,28 @@ def test_apex_accumulates_the_same_gradients(dtype: str) -> None:
     limit = 1e-4 if dtype == "float32" else 2e-2
     kit.assert_close_named(found[True][0], found[False][0], rtol=limit, atol=limit)
     kit.assert_close_named(found[True][1], found[False][1], rtol=limit, atol=limit)
+
+
+@side.needs_gpu  # CPUs round the product before they add it
+def test_torch_accumulates_the_same_gradients_as_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(wgrad, "prepare", lambda dtype: False)
+        with side.learner({"distributed_optimizer": True}, dtype="bfloat16") as learner:
+            assert learner._models[0].config.gradient_accumulation_fusion is fused
+            for number in (0, 1):
+                learner.accumulate(ranks.rows(number), ranks.Loss())
+            found[fused] = learner.apply(300.0), side.weights(learner)
+    kit.assert_close_named(found[True][0], found[False][0], rtol=2e-2, atol=2e-2)
+    kit.assert_close_named(found[True][1], found[False][1], rtol=2e-2, atol=2e-2)
+
+
+def test_without_deterministic_kernels_an_update_is_the_same_but_for_rounding() -> None:
+    found = {}
+    for fixed in (True, False):
+        layout = {"distributed_optimizer": True, "deterministic": fixed}
+        with side.learner(layout, dtype="bfloat16") as learner:
+            found[fixed] = one_step(learner, LONG), learner.logprobs(ranks.rows(1, LONG))
+    kit.assert_close_named(found[False][0], found[True][0], rtol=2e-2, atol=2e-2)
+    assert (found[False][1] - found[True][1]).abs().mean() < 2e-2

@@ -162,7 +162,7 @@ def test_the_chunked_head_is_that_of_the_cpu(
 @side.needs_gpu  # CPUs round the product before they add it
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_products_in_half_precision_add_up_in_a_float32_buffer(dtype: torch.dtype) -> None:
-    if not head._adds_products(side.DEVICE, dtype):
+    if not head.adds_products(side.DEVICE, dtype):
         pytest.skip(f"torch {torch.__version__} cannot; the head rounds to {dtype} and says so")
     total, a, b = randn(1003, 64), randn(128, 1003, seed=1).to(dtype), randn(128, 64, seed=2)
     b = b.to(dtype)

@@ -13,7 +13,7 @@ from tests.gpu import side
 pytestmark = pytest.mark.gpu
 
 JOBS: dict[str, tuple[object, ...]] = {
-    "inline": (),
+    "inline": ("--train.deterministic",),
     "inline offload": side.OFFLOAD,
     "child offload": (
         *("--rollout.process", "child", *side.OFFLOAD),
@@ -80,8 +80,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(
     folder: Path, two_steps: Callable[[str], str]
 ) -> None:
     two_steps("inline")
-    side.train(folder, "inline", "--run.steps", 3)
-    side.train(folder, "straight", "--run.steps", 3)
+    side.train(folder, "inline", *JOBS["inline"], "--run.steps", 3)
+    side.train(folder, "straight", *JOBS["inline"], "--run.steps", 3)
     resumed, straight = (runs.rows(folder / "runs" / n)[3] for n in ("inline", "straight"))
     assert runs.same(resumed) == runs.same(straight)
 
