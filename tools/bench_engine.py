@@ -1,7 +1,8 @@
-"""Measure tokens per second of the torch engine for the tiny model or a Hugging Face folder.
+"""Measure tokens per second of an engine for the tiny model or a Hugging Face folder.
 
     python tools/bench_engine.py --json out.json
     python tools/bench_engine.py --model path/to/Qwen2.5-0.5B --dtype bfloat16 --prompts 8
+    python tools/bench_engine.py --engine sglang --device cuda --model MODEL --dtype bfloat16
 
 Weights are random, so lengths are drawn: every request has its own `max_tokens`, geometric with the
 long tail of the tiny task (median 26, longest about 5 times that). `cpu` figures count the
@@ -58,7 +59,9 @@ def main() -> None:
     parser.add_argument("--median", type=int, default=26, help="median tokens per response")
     parser.add_argument("--longest", type=int, default=140, help="maximum tokens per response")
     parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
+    parser.add_argument("--engine", choices=("torch", "sglang"), default="torch", help="engine")
     parser.add_argument("--child", action="store_true", help="run the engine in a child process")
+    parser.add_argument("--sglang-args", nargs="*", default=(), help="SGLang arguments KEY=TEXT")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     parser.add_argument("--json", default="", help="JSON file for the results")
     a = parser.parse_args()
@@ -74,10 +77,13 @@ def main() -> None:
         "seed": a.seed,
     }
     engine: Engine
+    if a.engine == "sglang":
+        a.child = True
+        options["sglang"] = dict(word.split("=", 1) for word in a.sglang_args)
     if a.child:
         settings = {"config": config} | options
-        factory = "rlcore.rollout.torch_engine.engine:build"
-        engine = ChildEngine(factory, settings, threads=a.threads)
+        factory = f"rlcore.rollout.{a.engine}_engine.engine:build"
+        engine = ChildEngine(factory, settings, threads=a.threads, start_s=600.0)
     else:
         engine = TorchEngine(hf, **options)
     device = "cpu" if a.child else a.device or "cpu"  # a GPU draws a billion weights at once

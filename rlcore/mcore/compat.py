@@ -1,8 +1,8 @@
-"""Wrap functions of torch that differ between the supported versions, 2.11 to 2.13, and compile
-functions for a GPU."""
+"""Wrap functions of torch that differ between the supported versions, 2.11 to 2.13, and say where
+Triton can be used."""
 
+import importlib.util
 import inspect
-from collections.abc import Callable
 from functools import cache
 from typing import TypedDict
 
@@ -48,21 +48,11 @@ def _wants_to_be_asked() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def compiled(function: Callable) -> Callable:
-    """Return `function` as fused kernels, compiled at the first call for every new size of a
-    dimension that is not marked by `varying`."""
-    return _compiled(function, torch.are_deterministic_algorithms_enabled())
+def takes_kernels(x: Tensor) -> bool:
+    """Return whether rlcore/mcore/kernels.py can be imported here and takes x."""
+    return x.is_cuda and x.dtype is not torch.float64 and _has_triton()
 
 
 @cache
-def _compiled(function: Callable, deterministic: bool) -> Callable:
-    torch._dynamo.config.recompile_limit = 64  # actor and critic, with and without gradients
-    # Otherwise timings choose the order in which a kernel adds.
-    return torch.compile(function, dynamic=False, options={"deterministic": deterministic})
-
-
-def varying(x: Tensor, dims: int = 1) -> Tensor:
-    """Mark the first `dims` dimensions of x as changing from call to call; return x."""
-    for dim in range(dims):
-        torch._dynamo.maybe_mark_dynamic(x, dim)
-    return x
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.mcore.compat import compiled, varying
+from rlcore.mcore.compat import takes_kernels
 
 
 def tables(inverse: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -23,9 +23,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    if x.is_cuda:
-        turned = compiled(_turned_back if back else _turned)
-        return turned(varying(x, 2), varying(cos), varying(sin))
+    if takes_kernels(x):
+        from rlcore.mcore import kernels
+
+        return kernels.turn(x, cos, sin, back)
     half = x.size(-1) // 2
     a, b = x[..., :half], x[..., half:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -36,16 +37,6 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     torch.mul(b, cos, out=second)
     second.addcmul_(a, sin, value=sign)
     return out
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def _turned_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos + b * sin, b * cos - a * sin], -1)
 
 
 class _Rotate(torch.autograd.Function):

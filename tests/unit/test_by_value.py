@@ -20,7 +20,6 @@ OTHERS = {
         "mlp.experts.submodules": "Megatron",
         "parts": "Megatron",
     },
-    "mcore/compat.py": {"torch._dynamo.config": "torch"},
     "mcore/head.py": {"chunk.output_layer": "Megatron"},
     "mcore/learner.py": {"torch.utils.deterministic": "torch"},
     "mcore/norm.py": {"self.weight": "torch: a parameter, marked for Megatron"},
