@@ -2,10 +2,11 @@
 
     python tools/bench_async.py --json tools/results/async.json
 
-The same recipe (`async_tiny.sh`: one process samples, one trains), the same samples a step, with
+The same recipe (`async_tiny.sh`), the same samples a step, with
 
-    sync        the two take turns (`--mode sync`)
-    alpha A     samples are at most A policy versions old (`--mode async --async.alpha A`)
+    colocated   both processes sample, then both train (`--mode sync`): what most users run
+    separate    one process samples, one trains, and the two take turns
+    alpha A     the same two at once; samples are at most A policy versions old (`--mode async`)
 
 and of each: steps an hour, how long either process waits for the other, the age of samples, the
 held-out accuracy after all steps (equal samples), and after the seconds that the quickest arm took
@@ -13,9 +14,11 @@ for them. Evaluations are not counted as time.
 
 Two processes need two cores. A decode step of a CPU costs arithmetic that the other process would
 like to have, and the training of this task is short: --decode-floor-ms makes a decode step last at
-least so long, as on a GPU, where it waits for memory; the process sleeps meanwhile. The figures
-with a floor say what overlap gives, not what this machine is worth. One run at a time, since they
-are timed; finished runs in --dir are read, not repeated.
+least so long, as on a GPU, where it waits for memory; the process sleeps meanwhile. A floor does
+not know the batch: two samplers with half of the responses each take as long per step as one with
+all, as on a GPU that waits for its weights. The figures with a floor say what overlap gives, not
+what this machine is worth. One run at a time, since they are timed; finished runs in --dir are
+read, not repeated.
 """
 
 import argparse
@@ -59,7 +62,7 @@ OLDEST = "training/off_policy/trajectory_staleness_worst/max"
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument(
-        "--alphas", type=float, nargs="+", default=[0, 1, 2, 4, 8], help="values of --async.alpha"
+        "--alphas", type=float, nargs="+", default=[1, 2, 4], help="values of --async.alpha"
     )
     p.add_argument(
         "--update",
@@ -68,7 +71,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="value of --async.weight_update",
     )
     p.add_argument(
-        "--seeds", "--seed", type=int, nargs="+", default=[0, 1], help="seeds of the runs"
+        "--seeds", "--seed", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs"
     )
     p.add_argument("--steps", type=int, default=40, help="steps per run")
     p.add_argument(
@@ -83,7 +86,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def arms(a: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     """Settings by name; the first is what the others stand beside."""
-    found = {"sync": ("--mode", "sync")}
+    sync = ("--mode", "sync")
+    found = {"colocated": (*sync, "--cluster.rollout_ranks", "0"), "separate": sync}
     for alpha in a.alphas:
         words = ("--async.alpha", f"{alpha:g}", "--async.weight_update", a.update)
         found[f"alpha {alpha:g}"] = words
