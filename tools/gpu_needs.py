@@ -25,6 +25,7 @@ UNUSED = {
     "httpx": "for rewards behind a URL",
     "prometheus_client": "for --log.prometheus_port",
     "redis": "for rlcore mux",
+    "triton": "comes with a torch for GPUs, and is used on a GPU alone",
     "wandb": "for --log.wandb",
 }
 """Packages whose import no test of tests/gpu reaches, and what they are for."""

@@ -26,7 +26,7 @@ def _norm(x, weight, out, scales, rows, inner, outer_stride, inner_stride, size,
     scale = tl.rsqrt(tl.sum(value * value, 1)[:, None] / size + eps)
     tl.store(scales + row, scale, row < rows)
     factor = tl.load(weight + column, column < size, other=0.0).to(tl.float32)
-    made = (value * scale * factor).to(out.dtype.element_ty)
+    made = (value * scale * factor).to(x.dtype.element_ty)
     tl.store(out + row.to(tl.int64) * size + column, made, inside)
 
 
@@ -47,7 +47,7 @@ def _norm_back(grad, x, weight, scales, dx, dweights, rows, inner, outer_stride,
         total += tl.sum(upstream * value, 0)[None, :]
         upstream *= factor
         mean = tl.sum(upstream * value, 1)[:, None] / size
-        tl.store(dx + here, (scale * (upstream - value * mean)).to(dx.dtype.element_ty), inside)
+        tl.store(dx + here, (scale * (upstream - value * mean)).to(x.dtype.element_ty), inside)
     tl.store(dweights + tl.program_id(0) * size + column, total, column < size)
 
 
@@ -63,8 +63,8 @@ def _turn(x, cos, sin, out, heads, token_stride, head_stride, half, sign,
     c = tl.load(cos + token * half + column, column < half, other=0.0).to(tl.float32)
     s = tl.load(sin + token * half + column, column < half, other=0.0).to(tl.float32) * sign
     made = out + (token * heads + head) * 2 * half + column
-    tl.store(made, (a * c - b * s).to(out.dtype.element_ty), inside)
-    tl.store(made + half, (b * c + a * s).to(out.dtype.element_ty), inside)
+    tl.store(made, (a * c - b * s).to(x.dtype.element_ty), inside)
+    tl.store(made + half, (b * c + a * s).to(x.dtype.element_ty), inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

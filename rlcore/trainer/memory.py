@@ -12,7 +12,7 @@ With --train.offload the phases hold (+: in addition to load_learner):
     load_learner     learner: weights, gradients, optimizer; the engine sleeps
     old_log_prob     + reference weights, one layer's activations, logits
     update_actor     + activations, logits
-    optimizer_step   + Adam's temporary tensors
+    optimizer_step   as load_learner: Adam works in place
     update_weights   learner: weights alone; engine: weights; buckets. Then the learner is offloaded
                      and the cache is allocated
     save_checkpoint  learner: weights, optimizer; engine: weights
@@ -346,11 +346,9 @@ def make(
     ahead = [forward]
     if cfg.algo.needs_reference and cuda:
         ahead.append(Item("reference weights", states["learner"]["weights"], comes_later=True))
-    # torch's multi-tensor Adam computes the roots of all second moments at once, in their dtype.
     moments = 3 if cfg.model.dtype == "bfloat16" else 2
     last = "value" if "critic" in states else "lm"  # the head of the model that is built last
     copy = copied_bytes(hf, cfg.model, layout, last) if train.distributed_optimizer else 0
-    adam = max(state["optimizer"] for state in states.values()) // moments
     phases = {
         "build": [*_build(states, copy, moments), *engine()],
         "gen": [
@@ -362,7 +360,7 @@ def make(
         "load_learner": [*learners(PARTS), *engine()],
         "old_log_prob": [*learners(PARTS), *engine(), *ahead],
         "update_actor": [*learners(PARTS), *engine(), *kept, back],
-        "optimizer_step": [*learners(PARTS), *engine(), *later("Adam's work", adam)],
+        "optimizer_step": [*learners(PARTS), *engine()],
         "update_weights": [
             *learners(["weights"], ["learner"]),
             *engine(weights),
@@ -549,7 +547,6 @@ def too_large(plan: MemoryPlan, gpu_bytes: float) -> str:
 
 def _remedy(part: str) -> str:
     return {
-        "Adam's work": "use more ranks, or install Transformer Engine or Apex",
         "activations": "lower train.tokens_per_micro_batch or set train.recompute full",
         "logits": "set train.head_chunk_tokens",
         "engine weights": "raise rollout.tp",

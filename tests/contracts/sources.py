@@ -127,9 +127,12 @@ class Sources:
                 found = None
                 if f"{base}.{original}" != f"{outer.module}.{name}":  # else its own submodule
                     found = self.find(f"{base}.{original}")
+            elif isinstance(node, ast.Import):
+                if original.partition(".")[0] not in self.folders:
+                    return Definition(original, node)
+                found = self.find(original)
             else:
-                is_import = isinstance(node, ast.Import)
-                found = self.find(original) if is_import else Definition(outer.module, node)
+                found = Definition(outer.module, node)
             if found is not None:
                 return found
         for node, _ in contents(outer.node).get("*", ()):

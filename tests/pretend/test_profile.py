@@ -31,7 +31,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "grpo_30b_a3b": {"computed": 1_200_000},
 }
 CASES |= OTHERS
-PARTS = ("learner", "critic", "copy", "activations", "running", "logits", "reference", "Adam's")
+PARTS = ("learner", "critic", "copy", "activations", "running", "logits", "reference")
 """First words of the parts that learner and critic allocate."""
 
 
