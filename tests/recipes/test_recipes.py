@@ -159,7 +159,7 @@ def test_fewer_nodes_are_one_variable_and_the_plan_says_when_they_are_too_few(
     assert "32 ranks: tp 4 x cp 4 x pp 1 x dp 2" in out
     rc, out = planned(bench, monkeypatch, capsys, recipe, NODES="2")
     assert rc == 2
-    assert "cannot run: --cluster.gpu_memory_gb 80: phase optimizer_step needs" in out
+    assert "cannot run: --cluster.gpu_memory_gb 80: phase update_actor needs" in out
     assert "learner gradients 32.8, learner optimizer 24.6, learner weights 16.4" in out
     rc, out = planned(
         bench, monkeypatch, capsys, recipe, "--cluster.gpu_memory_gb", "141", NODES="2"

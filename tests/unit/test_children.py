@@ -214,7 +214,10 @@ def test_a_fork_starts_its_own_children_and_what_fails_to_start_is_raised():
 
 def is_tied(pid):
     """Its channel is open, as once it is tied: the descriptor has flags that it did not inherit."""
-    descriptor = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[-3]
+    arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    if len(arguments) < 3:  # not yet executed
+        return False
+    descriptor = arguments[-3]
     flags = Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text().split()[3]
     return bool(int(flags, 8) & os.O_NONBLOCK)
 
