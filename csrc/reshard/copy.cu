@@ -1,4 +1,4 @@
-// Launchers of the copies: one kernel for a plan, one for the checksum of a bucket.
+// Launchers of the copies: a kernel for each type pair of a plan, one for the checksum of a bucket.
 #include <cuda_runtime.h>
 
 #include "reshard/copy.h"
@@ -16,9 +16,12 @@ __device__ void add(uint64_t part, uint64_t* sum) {
 }
 
 // Grid: blocks of kThreads, at most one per tile; a block owns a run of tiles.
-template <bool kPack>
-__global__ void __launch_bounds__(kThreads, 2) copy_kernel(const Job job) {
-  add(copy_lane<kPack>(job, blockIdx.x, gridDim.x, static_cast<int>(threadIdx.x)), job.sum);
+template <bool kPack, class B, class T>
+__global__ void __launch_bounds__(kThreads, 2)
+    copy_kernel(const Job job, int64_t bucket_type, int64_t tensor_type) {
+  add(copy_lane<kPack, B, T>(job, bucket_type, tensor_type, blockIdx.x, gridDim.x,
+                             static_cast<int>(threadIdx.x)),
+      job.sum);
 }
 
 // Grid: blocks of kThreads; a block owns every gridDim.x-th run of kThreads words.
@@ -62,11 +65,18 @@ extern "C" int rlcore_reshard_copy(const rlcore::reshard::Job* job, void* stream
                             static_cast<size_t>(job->num_bytes), queue);
   }
   if (error != cudaSuccess) return error;
-  if (job->pack) {
-    copy_kernel<true><<<blocks, kThreads, 0, queue>>>(*job);
-  } else {
-    copy_kernel<false><<<blocks, kThreads, 0, queue>>>(*job);
-  }
+  int64_t bit = 1;
+#define RLCORE_CASE(b, t, B, T)                                           \
+  if (job->pairs & bit) {                                                 \
+    if (job->pack) {                                                      \
+      copy_kernel<true, B, T><<<blocks, kThreads, 0, queue>>>(*job, b, t);  \
+    } else {                                                              \
+      copy_kernel<false, B, T><<<blocks, kThreads, 0, queue>>>(*job, b, t); \
+    }                                                                     \
+  }                                                                       \
+  bit *= 2;
+  RLCORE_RESHARD_PAIRS(RLCORE_CASE)
+#undef RLCORE_CASE
   error = cudaGetLastError();
   if (error != cudaSuccess || !job->hash_after) return error;
   return rlcore_reshard_sum(job->bucket, job->num_bytes, job->sum, stream);

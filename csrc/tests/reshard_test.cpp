@@ -138,10 +138,16 @@ static Case random_case(bool hash_after) {
     for (int64_t& n : p.size) n = 1 + pick(4);
     if (pick(3) == 0) p.size[2] = 1 + pick(150);
     p.size[3] = 1 + pick(pick(3) ? 40 : 3000);
-    if (p.size[0] * p.size[1] * p.size[2] * p.size[3] > 20000) p.size[2] = 1;
+    const bool even = pick(2) == 0;  // the kernel takes 16 bytes of the bucket at a time
+    if (even) {
+      p.size[2] = 8 * (1 + pick(4)) + pick(2);
+      p.size[3] = 16 * (1 + pick(9));
+    }
+    if (p.size[0] * p.size[1] * p.size[2] * p.size[3] > 20000) p.size[0] = p.size[1] = 1;
+    if (p.size[2] * p.size[3] > 20000) p.size[2] = 1;
     const bool flat = pick(3) == 0;
     if (flat) p.size[0] = p.size[1] = p.size[2] = 1;
-    const int64_t unit = hash_after ? ours : std::max(ours, kWord);
+    const int64_t unit = hash_after ? ours : even ? 16 : std::max(ours, kWord);
     int64_t row = p.size[3] * ours;
     if (!flat) row = ceil_div(row, unit) * unit;
     // Hashed rows have no rest.
@@ -156,16 +162,18 @@ static Case random_case(bool hash_after) {
     if (pick(2)) {
       for (int64_t d = 0; d < 4; ++d) order[d] = 3 - d;
     }
+    if (even && pick(2)) std::swap(order[0], order[std::find(order, order + 4, 2) - order]);
     int64_t step = theirs;
     for (const int64_t d : order) {
       p.tensor_stride[d] = step;
       step *= p.size[d];
-      if (pick(4) == 0) step += theirs;
+      if (pick(4) == 0) step += even && pick(2) ? 16 : theirs;
     }
-    p.tensor_offset = pick(3) * theirs;
+    p.tensor_offset = pick(3) * (even && pick(2) ? 16 : theirs);
     p.tensor = i;
     p.tile_rows = 1 + pick(pick(2) ? 8 : 64);
     p.tile_columns = 8 * (1 + pick(pick(2) ? 8 : 100));
+    if (even && pick(2)) p.tile_rows = ceil_div(p.tile_rows, 8) * 8;
     p.hashed = !hash_after;
     const int64_t start = ceil_div(c.num_bytes, unit) * unit + pick(3) * unit;
     const int64_t end = start + p.bucket_stride[0] * p.size[0];
@@ -240,8 +248,11 @@ static void on_device(const Job& job) {
   }
   for (int64_t block = 0; block < blocks; ++block) {
     for (int thread = 0; thread < kThreads; ++thread) {
-      sum += job.pack ? copy_lane<true>(job, block, blocks, thread)
-                      : copy_lane<false>(job, block, blocks, thread);
+#define RLCORE_CASE(b, t, B, T)                                             \
+  sum += job.pack ? copy_lane<true, B, T>(job, b, t, block, blocks, thread) \
+                  : copy_lane<false, B, T>(job, b, t, block, blocks, thread);
+      RLCORE_RESHARD_PAIRS(RLCORE_CASE)
+#undef RLCORE_CASE
     }
   }
   if (job.hash_after) {
@@ -259,7 +270,7 @@ static void check(const Case& c, bool device) {
   const auto size = static_cast<size_t>(c.num_bytes);
   // A host's bucket may lie anywhere.
   const size_t shift = device ? 0 : static_cast<size_t>(pick(3));
-  std::vector<Wide> memory(size / 16 + 2);
+  std::vector<Raw16> memory(size / 16 + 2);
   auto* const bucket = reinterpret_cast<unsigned char*>(memory.data()) + shift;
   std::memset(bucket, 0xaa, size);
   auto tensors = c.tensors;
@@ -274,6 +285,7 @@ static void check(const Case& c, bool device) {
           c.num_bytes,
           1,
           c.hash_after,
+          pairs_of(c.pieces.data(), static_cast<int64_t>(c.pieces.size())),
           &sum};
   check(job, static_cast<int64_t>(tensors.size()));
   const auto run = [&] {
@@ -342,6 +354,7 @@ static bool check_damaged(Case c) {
                 c.num_bytes,
                 1,
                 c.hash_after,
+                pairs_of(c.pieces.data(), static_cast<int64_t>(c.pieces.size())),
                 &sum};
   try {
     check(job, static_cast<int64_t>(c.tensors.size()));
@@ -350,7 +363,8 @@ static bool check_damaged(Case c) {
   }
   for (const Piece& p : c.pieces) {
     if (p.tensor == kNoTensor) continue;
-    auto end = static_cast<double>(p.tensor_offset + item_bytes(p.tensor_type));
+    auto end = static_cast<double>(p.tensor_offset);
+    end += static_cast<double>(item_bytes(p.tensor_type));
     for (int d = 0; d < 4; ++d) {
       end += static_cast<double>(p.size[d] - 1) * static_cast<double>(p.tensor_stride[d]);
     }
@@ -401,7 +415,7 @@ static void check_streams() {
     const auto address = reinterpret_cast<uint64_t>(from.data());
     uint64_t sum = 0;
     copy({c.pieces.data(), 1, c.num_tiles, &address, reinterpret_cast<uint64_t>(to.data() + shift),
-          bytes, 1, 0, &sum},
+          bytes, 1, 0, pairs_of(c.pieces.data(), 1), &sum},
          serial);
     CHECK(std::memcmp(to.data() + shift, from.data(), from.size()) == 0);
     CHECK(sum == plain_sum(from.data(), bytes));
@@ -420,7 +434,7 @@ static void check_narrow() {
         if (pick(4) == 0) bits = bits_of(static_cast<float>(pick(1 << 20)) * 0x1p-18f);
       }
       const int64_t pad = -count * 2 & 7;
-      std::vector<Wide> memory(static_cast<size_t>(count / 8 + 4));
+      std::vector<Raw16> memory(static_cast<size_t>(count / 8 + 4));
       const int64_t shift = 8 * pick(4);
       auto* const to = reinterpret_cast<unsigned char*>(memory.data()) + shift;
       Case c;
@@ -441,8 +455,9 @@ static void check_narrow() {
       const int64_t bytes = count * 2 + pad;
       uint64_t sum = 0;
       std::memset(to, 0xff, static_cast<size_t>(bytes));
+      const int64_t pairs = pairs_of(c.pieces.data(), 1);
       copy({c.pieces.data(), 1, c.num_tiles, &address, reinterpret_cast<uint64_t>(to), bytes, 1, 0,
-            &sum},
+            pairs, &sum},
            serial);
       for (size_t i = 0; i < from.size(); ++i) {
         uint16_t got = 0;

@@ -36,7 +36,7 @@ void check_there(const Tensor& t, const char* name) {
 }
 
 Job job_of(const Tensor& table, int64_t num_tiles, const Tensor& tensors, const Tensor& bucket,
-           const Tensor& sum, bool pack, bool hash_after) {
+           const Tensor& sum, bool pack, bool hash_after, int64_t pairs) {
   RL_CHECK(table.dim() == 2, "table: two dimensions are needed");
   check_ints(table, "table", table.size(0) * kFields);
   check_ints(tensors, "tensors", tensors.numel());
@@ -58,6 +58,7 @@ Job job_of(const Tensor& table, int64_t num_tiles, const Tensor& tensors, const 
       .num_bytes = bucket.numel(),
       .pack = pack,
       .hash_after = hash_after,
+      .pairs = pairs,
       .sum = static_cast<uint64_t*>(sum.data_ptr()),
   };
 }
@@ -68,7 +69,7 @@ void threads(int64_t count, int64_t grain, const std::function<void(int64_t, int
 
 void copy_cpu(const Tensor& table, int64_t num_tiles, const Tensor& tensors, Tensor bucket,
               Tensor sum, bool pack, bool hash_after, int64_t) {
-  const Job job = job_of(table, num_tiles, tensors, bucket, sum, pack, hash_after);
+  const Job job = job_of(table, num_tiles, tensors, bucket, sum, pack, hash_after, pairs);
   check(job, tensors.numel());
   for (int64_t i = 0; i < job.num_pieces; ++i) {
     const int64_t tensor = job.pieces[i].tensor;
@@ -77,8 +78,8 @@ void copy_cpu(const Tensor& table, int64_t num_tiles, const Tensor& tensors, Ten
   copy(job, threads);
 }
 
-// A table before it goes to a device, where no host looks at it again.
-void check_cpu(const Tensor& table, int64_t num_tiles, int64_t num_tensors, int64_t num_bytes) {
+// A table before it goes to a device, where no host looks at it again. Returns its type pairs.
+int64_t check_cpu(const Tensor& table, int64_t num_tiles, int64_t num_tensors, int64_t num_bytes) {
   RL_CHECK(table.dim() == 2, "table: two dimensions are needed");
   check_ints(table, "table", table.size(0) * kFields);
   check_there(table, "table");
@@ -87,7 +88,9 @@ void check_cpu(const Tensor& table, int64_t num_tiles, int64_t num_tensors, int6
   job.num_pieces = table.size(0);
   job.num_tiles = num_tiles;
   job.num_bytes = num_bytes;
+  job.pairs = pairs_of(job.pieces, job.num_pieces);
   check(job, num_tensors);
+  return job.pairs;
 }
 
 void sum_cpu(const Tensor& bucket, Tensor sum, int64_t) {
@@ -104,7 +107,7 @@ void sum_cpu(const Tensor& bucket, Tensor sum, int64_t) {
 void copy_cuda(const Tensor& table, int64_t num_tiles, const Tensor& tensors, Tensor bucket,
                Tensor sum, bool pack, bool hash_after, int64_t stream) {
   const torch::stable::accelerator::DeviceGuard guard(bucket.get_device_index());
-  const Job job = job_of(table, num_tiles, tensors, bucket, sum, pack, hash_after);
+  const Job job = job_of(table, num_tiles, tensors, bucket, sum, pack, hash_after, pairs);
   RL_CHECK(job.bucket % 16 == 0, "bucket: its address is no multiple of 16");
   rlcore::check_launch(rlcore_reshard_copy(&job, rlcore::stream_of(stream)), "reshard copy");
 }
@@ -130,8 +133,8 @@ void sum_cuda(const Tensor& bucket, Tensor sum, int64_t stream) {
 STABLE_TORCH_LIBRARY_FRAGMENT(rlcore_native, m) {
   m.def(
       "reshard_copy(Tensor table, int num_tiles, Tensor tensors, Tensor(a!) bucket, Tensor(b!) sum,"
-      " bool pack, bool hash_after, int stream) -> ()");
-  m.def("reshard_check(Tensor table, int num_tiles, int num_tensors, int num_bytes) -> ()");
+      " bool pack, bool hash_after, int pairs, int stream) -> ()");
+  m.def("reshard_check(Tensor table, int num_tiles, int num_tensors, int num_bytes) -> int");
   m.def("reshard_sum(Tensor bucket, Tensor(a!) sum, int stream) -> ()");
 }
 

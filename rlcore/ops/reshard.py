@@ -1,4 +1,5 @@
-"""Copy many parts of tensors to or from one flat buffer, in one launch, with a checksum.
+"""Copy many parts of tensors to or from one flat buffer, in one launch for each pair of dtypes,
+with a checksum.
 
 A `ReshardPlan` is made once for given tensor shapes; each call of `pack` and `unpack` takes the
 tensors and the buffer (bucket). C++ and CUDA code (`csrc/reshard`) is used if built; otherwise
@@ -162,6 +163,7 @@ class ReshardPlan:
             total,
             pack,
             table.hash_after,
+            table.pairs,
             native.stream(device),
         )
         return _finish(int(total), self.num_bytes)
@@ -537,7 +539,7 @@ class _Table:
             down, across = -(-row[2] // row[17]), -(-row[3] // row[18])
             self.num_tiles += row[0] * row[1] * down * across
         pieces = torch.tensor(rows, dtype=torch.int64).view(-1, _FIELDS)
-        ops.reshard_check(pieces, self.num_tiles, num_tensors, num_bytes)
+        self.pairs = ops.reshard_check(pieces, self.num_tiles, num_tensors, num_bytes)
         self.pieces = pieces.to(device)
         self._device = device
         self._known: list[int] = []

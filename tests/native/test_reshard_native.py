@@ -173,7 +173,7 @@ def test_a_table_that_leads_out_of_the_bucket_is_refused(
     pieces[0, field] = value
     ops = native.torch_ops("reshard", "cpu")
     with pytest.raises((ValueError, RuntimeError), match=message):
-        ops.reshard_copy(pieces, 1, addresses, bucket, total, True, False, 0)
+        ops.reshard_copy(pieces, 1, addresses, bucket, total, True, False, table.pairs, 0)
     with pytest.raises((ValueError, RuntimeError), match=message):
         ops.reshard_check(pieces, 1, 1, 64)
 
@@ -185,15 +185,16 @@ def test_other_arguments_that_do_not_fit_the_table_are_refused() -> None:
         [TensorSpec((16,), tensor.dtype)], [TensorPiece(tensor=0, offset=0, shape=(16,))], 64
     )
     plan.pack([tensor], bucket)
-    pieces = plan._tables[bucket.device].pieces
+    table = plan._tables[bucket.device]
+    pieces, pairs = table.pieces, table.pairs
     null, total = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     ops = native.torch_ops("reshard", "cpu")
     with pytest.raises((ValueError, RuntimeError), match="num_tiles 7: the pieces have 1"):
-        ops.reshard_copy(pieces, 7, null, bucket, total, True, False, 0)
+        ops.reshard_copy(pieces, 7, null, bucket, total, True, False, pairs, 0)
     with pytest.raises((ValueError, RuntimeError), match="tensors: number 0 is at 0"):
-        ops.reshard_copy(pieces, 1, null, bucket, total, True, False, 0)
+        ops.reshard_copy(pieces, 1, null, bucket, total, True, False, pairs, 0)
     with pytest.raises((ValueError, RuntimeError), match="ends outside of the bucket of 63"):
-        ops.reshard_copy(pieces, 1, null, bucket[:63], total, True, False, 0)
+        ops.reshard_copy(pieces, 1, null, bucket[:63], total, True, False, pairs, 0)
 
 
 @pytest.mark.slow
