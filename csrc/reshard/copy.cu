@@ -66,14 +66,14 @@ extern "C" int rlcore_reshard_copy(const rlcore::reshard::Job* job, void* stream
   }
   if (error != cudaSuccess) return error;
   int64_t bit = 1;
-#define RLCORE_CASE(b, t, B, T)                                           \
-  if (job->pairs & bit) {                                                 \
-    if (job->pack) {                                                      \
+#define RLCORE_CASE(b, t, B, T)                                             \
+  if (job->pairs & bit) {                                                   \
+    if (job->pack) {                                                        \
       copy_kernel<true, B, T><<<blocks, kThreads, 0, queue>>>(*job, b, t);  \
-    } else {                                                              \
+    } else {                                                                \
       copy_kernel<false, B, T><<<blocks, kThreads, 0, queue>>>(*job, b, t); \
-    }                                                                     \
-  }                                                                       \
+    }                                                                       \
+  }                                                                         \
   bit *= 2;
   RLCORE_RESHARD_PAIRS(RLCORE_CASE)
 #undef RLCORE_CASE

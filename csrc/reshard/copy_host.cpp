@@ -552,8 +552,6 @@ void check(const Job& job, int64_t num_tensors) {
   __extension__ using Long = __int128;
   RL_CHECK(job.num_tiles >= 0 && job.num_tiles <= kMost, "num_tiles ", job.num_tiles,
            ": from 0 to 2^48");
-  const int64_t pairs = pairs_of(job.pieces, job.num_pieces);
-  RL_CHECK(job.pairs == pairs, "pairs ", job.pairs, ": the pieces have ", pairs);
   Long tiles = 0;
   for (int64_t i = 0; i < job.num_pieces; ++i) {
     const Piece& p = job.pieces[i];
@@ -598,6 +596,8 @@ void check(const Job& job, int64_t num_tensors) {
   }
   RL_CHECK(tiles == job.num_tiles, "num_tiles ", job.num_tiles, ": the pieces have ",
            static_cast<int64_t>(tiles));
+  const int64_t pairs = pairs_of(job.pieces, job.num_pieces);
+  RL_CHECK(job.pairs == pairs, "pairs ", job.pairs, ": the pieces have ", pairs);
 }
 
 void copy(const Job& job, const ParallelFor& parallel_for) {

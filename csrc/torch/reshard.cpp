@@ -68,7 +68,7 @@ void threads(int64_t count, int64_t grain, const std::function<void(int64_t, int
 }
 
 void copy_cpu(const Tensor& table, int64_t num_tiles, const Tensor& tensors, Tensor bucket,
-              Tensor sum, bool pack, bool hash_after, int64_t) {
+              Tensor sum, bool pack, bool hash_after, int64_t pairs, int64_t) {
   const Job job = job_of(table, num_tiles, tensors, bucket, sum, pack, hash_after, pairs);
   check(job, tensors.numel());
   for (int64_t i = 0; i < job.num_pieces; ++i) {
@@ -105,7 +105,7 @@ void sum_cpu(const Tensor& bucket, Tensor sum, int64_t) {
 
 #ifdef RLCORE_CUDA
 void copy_cuda(const Tensor& table, int64_t num_tiles, const Tensor& tensors, Tensor bucket,
-               Tensor sum, bool pack, bool hash_after, int64_t stream) {
+               Tensor sum, bool pack, bool hash_after, int64_t pairs, int64_t stream) {
   const torch::stable::accelerator::DeviceGuard guard(bucket.get_device_index());
   const Job job = job_of(table, num_tiles, tensors, bucket, sum, pack, hash_after, pairs);
   RL_CHECK(job.bucket % 16 == 0, "bucket: its address is no multiple of 16");

@@ -193,6 +193,8 @@ def test_other_arguments_that_do_not_fit_the_table_are_refused() -> None:
         ops.reshard_copy(pieces, 7, null, bucket, total, True, False, pairs, 0)
     with pytest.raises((ValueError, RuntimeError), match="tensors: number 0 is at 0"):
         ops.reshard_copy(pieces, 1, null, bucket, total, True, False, pairs, 0)
+    with pytest.raises((ValueError, RuntimeError), match=f"pairs 1: the pieces have {pairs}"):
+        ops.reshard_copy(pieces, 1, null + 16, bucket, total, True, False, 1, 0)
     with pytest.raises((ValueError, RuntimeError), match="ends outside of the bucket of 63"):
         ops.reshard_copy(pieces, 1, null, bucket[:63], total, True, False, pairs, 0)
 
