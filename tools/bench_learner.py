@@ -39,6 +39,7 @@ from rlcore.hf.names import expected  # noqa: E402
 from rlcore.hf.weights import save_folder  # noqa: E402
 from rlcore.mcore.learner import MegatronLearner  # noqa: E402
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
+from rlcore.sim.cost import size_of  # noqa: E402
 from rlcore.tensors import Batch, cumulative  # noqa: E402
 from rlcore.trainer.objective import Objective  # noqa: E402
 
@@ -208,12 +209,7 @@ ARM_OF: dict[str, Callable[..., Arm]] = {"rlcore": Ours, "transformers": Peer}
 
 def flops(hf: HFConfig, lengths: list[int]) -> float:
     """Of forward and backward."""
-    shapes = expected(hf)
-    weights = sum(s[0] * s[1] for name, s in shapes.items() if len(s) == 2 and "embed" not in name)
-    if hf.tie_word_embeddings:
-        weights += hf.vocab_size * hf.hidden_size
-    attention = 12 * hf.num_layers * hf.num_heads * hf.head_dim * sum(n * n / 2 for n in lengths)
-    return 6 * weights * sum(lengths) + attention
+    return size_of(hf).train_flops(sum(lengths), sum(n * n for n in lengths))
 
 
 def measure(

@@ -163,9 +163,10 @@ def expected(cfg: Config, hf: HFConfig, world: int) -> str:
     import torch
 
     from rlcore.sim import expect
+    from rlcore.sim.cost import gpu_named
 
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "H100"
-    gpu = expect.gpu_named(name)
+    gpu = gpu_named(name)
     earlier = Path(cfg.run.dir) / (cfg.run.name or "run") / "rollouts.jsonl"
     try:
         if gpu is None:

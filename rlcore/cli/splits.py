@@ -69,9 +69,10 @@ def by_data_sheet(plan: Balance, cfg: Config, hf: HFConfig, world: int, earlier:
     from rlcore.sim import expect
     from rlcore.sim import splits as simulated
     from rlcore.sim.cluster import simulate
+    from rlcore.sim.cost import gpu_named
 
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "H100"
-    gpu = expect.gpu_named(name)
+    gpu = gpu_named(name)
     if gpu is None:
         raise ValueError(f"the data sheet of {name} is not known")
     job, said = expect.job(cfg, hf, world, gpu, earlier)

@@ -163,7 +163,7 @@ METRICS = [
     Metric("perf/samples_per_s", "samples/s", "kept samples per second of the step"),
     Metric("perf/gen_tokens_per_s", "tokens/s", "response tokens per second of gen"),
     Metric("perf/train_tokens_per_s", "tokens/s", "trained tokens per second of update_actor"),
-    Metric("perf/mfu/actor", "", "model FLOPs utilisation of update_actor"),
+    Metric("perf/mfu/actor", "", "model FLOPs utilisation of update_actor, on a known GPU"),
     Metric("perf/max_memory_allocated_gb", "GB", "peak GPU memory in tensors, maximum over ranks"),
     Metric("perf/max_memory_reserved_gb", "GB", "peak GPU memory reserved by the allocator"),
     Metric("perf/max_rss_gb_rank0", "GB", "peak resident memory of rank 0 (summary.json only)"),

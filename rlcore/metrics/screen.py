@@ -176,6 +176,10 @@ def final_table(summary: Mapping[str, Any]) -> list[str]:
         ("tokens/s trained", "perf/train_tokens_per_s"),
     )
     speeds = [f"{_rate(summary[name])} {label}" for label, name in rates if name in summary]
+    if "perf/mfu/actor" in summary:
+        speeds.append(
+            f"training at {100 * summary['perf/mfu/actor']:.1f} % of the GPUs' peak FLOP/s"
+        )
     return [*lines, "", f"{steps} steps: {', '.join(speeds)}" if speeds else f"{steps} steps"]
 
 

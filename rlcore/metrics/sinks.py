@@ -33,6 +33,7 @@ RATES = {
     "perf/samples_per_s": "timing_s/step",
     "perf/gen_tokens_per_s": "timing_s/gen",
     "perf/train_tokens_per_s": "timing_s/update_actor",
+    "perf/mfu/actor": "timing_s/update_actor",
 }
 """Rates of a step, each with the timing metric that weights the rate in a mean over steps."""
 

@@ -170,6 +170,12 @@ GPUS = {
 """GPUs by name, from NVIDIA's data sheets; H800 is an H100 with slower links."""
 
 
+def gpu_named(name: str) -> Gpu | None:
+    """Return the data sheet for the driver's name of a GPU, such as `NVIDIA H100 80GB HBM3`."""
+    words = name.upper().replace("-", " ").split()
+    return next((gpu for key, gpu in GPUS.items() if key in words), None)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
     """Model properties that determine the cost of a transformer."""
@@ -203,6 +209,11 @@ class ModelSize:
         """Return the number of parameters in the matrix products of one token. Of the experts, only
         those that the token uses count."""
         return self.dense + self.experts * self.expert_share
+
+    def train_flops(self, tokens: float, squares: float) -> float:
+        """Return the FLOPs of forward and backward passes over sequences with `tokens` in all and
+        `squares` as the sum of their squared lengths. Attention is causal: half of all pairs."""
+        return 6 * self.products * tokens + 6 * self.layers * self.attention * squares
 
 
 def size_of(hf: HFConfig, name: str = "") -> ModelSize:

@@ -7,7 +7,7 @@ from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import num_parameters
 from rlcore.sim.cluster import Summary, simulate
-from rlcore.sim.cost import GPUS, Gpu
+from rlcore.sim.cost import Gpu
 from rlcore.sim.job import SimJob
 from rlcore.sim.lengths import read_lengths
 from rlcore.sim.workload import GENERATORS, Workload
@@ -55,9 +55,3 @@ def lengths(cfg: Config, earlier: Path) -> tuple[Workload, str]:
     prompt = min(base.prompt_tokens, cfg.data.max_prompt_tokens)
     said = f"drawn as in figure 11 of RollPacker, cut at {cap}"
     return replace(base, cap=cap, prompt_tokens=prompt, seed=cfg.run.seed), said
-
-
-def gpu_named(name: str) -> Gpu | None:
-    """Return the data sheet for the driver's name of a GPU, such as `NVIDIA H100 80GB HBM3`."""
-    words = name.upper().replace("-", " ").split()
-    return next((gpu for key, gpu in GPUS.items() if key in words), None)

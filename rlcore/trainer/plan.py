@@ -58,6 +58,11 @@ class StepPlan:
             for d in range(num_ranks)
         ]
 
+    def squares(self) -> int:
+        """Return the sum of the squared numbers of prompt and response tokens of all rows."""
+        rows = (r for update in self.updates for part in update for r in part)
+        return sum((r.num_tokens + r.prompt_length) ** 2 for r in rows)
+
     def owners(self) -> dict[str, int]:
         """Return the rank that holds each sample, by sample id."""
         return {r.id: r.owner for update in self.updates for part in update for r in part}

@@ -20,6 +20,7 @@ from rlcore.metrics import stats
 from rlcore.metrics.jsonl import dumps
 from rlcore.records import Group, Sample
 from rlcore.sched.reward_timeout import reasons_of
+from rlcore.sim.cost import gpu_named, size_of
 from rlcore.sync.memory import highest_bytes
 from rlcore.trainer.plan import StepPlan
 from rlcore.trainer.run import Run, Training
@@ -106,7 +107,15 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: StepPlan) -> dict[str, 
             if cfg.run.callbacks
             else {}
         ),
-        "sched/trained_tokens": float(cfg.train.epochs * sum(loads)),
+    } | trained(plan, cfg.train.epochs)
+
+
+def trained(plan: StepPlan, epochs: int) -> dict[str, float]:
+    """Return how much work update_actor is: tokens, and squared lengths of samples."""
+    num_ranks = len(plan.updates[0]) if plan.updates else 0
+    return {
+        "sched/trained_tokens": float(epochs * sum(plan.loads(num_ranks))),
+        "sched/trained_squares": float(epochs * plan.squares()),
     }
 
 
@@ -318,7 +327,8 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
     """Return rates of the step: samples and tokens per second, and memory."""
     seconds, samples = m["timing_s/step"], run.cfg.data.prompts_per_step
     samples *= run.cfg.rollout.samples_per_prompt
-    sampled, trained = m.pop("sched/response_tokens"), m.pop("sched/trained_tokens")
+    sampled = m.pop("sched/response_tokens")
+    tokens, squares = m.pop("sched/trained_tokens"), m.pop("sched/trained_squares")
     gen_s = (
         m["timing_s/gen"] if run.async_rollout is None else seconds
     )  # In async mode, engines sample during the whole step.
@@ -329,10 +339,22 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
         "perf/gen_tokens_per_s": sampled / gen_s,
         "timing_per_token_ms/gen": 1000 * gen_s / sampled,
     }
-    if trained and "timing_s/update_actor" in m:  # Critic-only steps lack `update_actor`.
-        out["perf/train_tokens_per_s"] = trained / m["timing_s/update_actor"]
-        out["timing_per_token_ms/update_actor"] = 1000 * m["timing_s/update_actor"] / trained
+    if tokens and "timing_s/update_actor" in m:  # Critic-only steps lack `update_actor`.
+        out["perf/train_tokens_per_s"] = tokens / m["timing_s/update_actor"]
+        out["timing_per_token_ms/update_actor"] = 1000 * m["timing_s/update_actor"] / tokens
+        out |= utilisation(run, tokens, squares, m["timing_s/update_actor"])
     return out | memory()
+
+
+def utilisation(run: Training, tokens: float, squares: float, seconds: float) -> dict[str, float]:
+    """Return the learner's model FLOPs utilisation, as a share of the peak of the data sheet.
+    Recomputed activations do not count. Without a GPU whose data sheet is known there is none."""
+    gpu = gpu_named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    if gpu is None:
+        return {}
+    ranks = sum(map(len, run.ranks.model_parallel_groups))
+    work = size_of(run.hf).train_flops(tokens, squares)
+    return {"perf/mfu/actor": work / seconds / ranks / (gpu.tflops * 1e12)}
 
 
 def memory() -> dict[str, float]:

@@ -131,7 +131,7 @@ def _one_step(run: Tuning) -> None:
         rows = [run.rows[row] for _, row in run.order.next(run.cfg.data.prompts_per_step)]
     with run.spans.phase("exchange"):
         mine, counts = _mine(run, rows)
-    num_tokens, num_learned = counts
+    num_tokens, num_learned, squares = counts
     with run.spans.phase("update_actor"):
         started = time.perf_counter()
         run.learner.accumulate(batch_of(mine), nll)
@@ -143,17 +143,19 @@ def _one_step(run: Tuning) -> None:
             "perf/train_tokens_per_s": num_tokens / seconds,
             "training/trained_rows": float(run.cfg.data.prompts_per_step),
         }
+        | report.utilisation(run, num_tokens, squares, seconds)
     )
 
 
 def _mine(run: Tuning, rows: Sequence[Demonstration]) -> tuple[list[Demonstration], list[int]]:
-    """Distribute rank 0's rows. Return those of this data-parallel rank, and the numbers of all and
-    of all learned tokens. Collective over all ranks."""
+    """Distribute rank 0's rows. Return those of this data-parallel rank, and of all rows the number
+    of tokens, of learned tokens, and the sum of squared lengths. Collective over all ranks."""
     sent = collective.broadcast_bytes(net.encode(list(rows)))
     whole = net.decode(sent, list[Demonstration])
     lengths = [len(row) for row in whole]
     parts = balanced_partitions(lengths, len(run.ranks.model_parallel_groups))
-    counts = [sum(lengths), sum(int(row.learn.sum()) for row in whole)]
+    learned = sum(int(row.learn.sum()) for row in whole)
+    counts = [sum(lengths), learned, sum(n * n for n in lengths)]
     return [whole[i] for i in parts[run.ranks.dp_rank]], counts
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rlcore.protocols import Part
 from rlcore.records import Group, RequestId, Sample
 from rlcore.tensors import Batch
-from rlcore.trainer import advantages, learn, phases
+from rlcore.trainer import advantages, learn, phases, report
 from rlcore.trainer import plan as plans
 from rlcore.trainer.run import Run
 from rlcore.trainer.sync_loop import (
@@ -112,7 +112,7 @@ def one_step(run: Run) -> None:
             device.update_weights(run.step)
     rollout_metrics(run, end.groups, end.stats, todo)
     if run.ranks.rank == 0:  # The time of update_actor excludes tokens trained during the rollout.
-        run.progress.add({"sched/trained_tokens": float(sum(rest.loads(num_ranks)))})
+        run.progress.add(report.trained(rest, epochs=1))
 
 
 def _with_all(run: Run, todo: plans.StepPlan, batches: list[Batch]) -> list[Batch]:

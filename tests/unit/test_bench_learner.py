@@ -24,7 +24,8 @@ def tool():
 def test_flops_of_a_row(tool):
     hidden, wide, layers, heads, groups, size, vocab = tool.TINY
     layer = hidden * size * (2 * heads + 2 * groups) + 3 * hidden * wide
-    products = 6 * (layers * layer + vocab * hidden) * 10
+    norms = layers * (2 * hidden + 2 * size) + hidden
+    products = 6 * (layers * layer + norms + vocab * hidden) * 10
     attention = layers * heads * size * (4 + 8) * 10 * 10 / 2
     assert tool.flops(tool.config_of("tiny"), [10]) == products + attention
 

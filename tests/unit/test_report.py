@@ -6,6 +6,7 @@ import pytest
 
 from rlcore.algos.grpo import GRPOConfig
 from rlcore.records import Group, SampleRef
+from rlcore.sim.cost import GPUS, ModelSize
 from rlcore.trainer import plan, report
 from rlcore.trainer.progress import Ranks
 
@@ -24,8 +25,24 @@ def group(id: str, scores: tuple[float, ...], lengths: tuple[int, ...], prompt: 
     )
 
 
-def test_the_rate_of_training_counts_the_tokens_that_were_trained_as_often_as_they_were() -> None:
+def test_the_rate_of_training_counts_the_tokens_that_were_trained_as_often_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The dropped group is the longer one: the mean of all samples would flatter."""
+    size = ModelSize(
+        name="m",
+        parameters=1000.0,
+        layers=3,
+        hidden=8,
+        attention=16,
+        kv_heads=2,
+        kv_bytes=1.0,
+        embeddings=100.0,
+    )
+    monkeypatch.setattr(report, "size_of", lambda hf: size)
+    monkeypatch.setattr(report.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(report.torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(report, "memory", dict)
     groups = (group("t0", (1.0, 0.0), (3, 5), 2), group("t1", (1.0, 1.0), (40, 60), 10))
     run = SimpleNamespace(
         cfg=SimpleNamespace(
@@ -34,7 +51,8 @@ def test_the_rate_of_training_counts_the_tokens_that_were_trained_as_often_as_th
             rollout=SimpleNamespace(samples_per_prompt=2),
             train=SimpleNamespace(epochs=3),
         ),
-        ranks=Ranks(rank=0, size=1, model_parallel_groups=[[0]], dp_rank=0),
+        hf=None,
+        ranks=Ranks(rank=0, size=2, model_parallel_groups=[[0, 1]], dp_rank=0),
         async_rollout=None,
     )
     algo = GRPOConfig(equal_reward_groups="drop")
@@ -44,5 +62,10 @@ def test_the_rate_of_training_counts_the_tokens_that_were_trained_as_often_as_th
     speeds = report.speeds(run, metrics)
     assert metrics["training/trained_rows"] == 2
     assert speeds["perf/train_tokens_per_s"] == pytest.approx(3 * (3 + 5 + 2 * 2) / 2.0)
+    flops = 3 * (6 * 900 * (5 + 7) + 6 * 3 * 16 * (5**2 + 7**2))
+    peak = GPUS["H100"].tflops * 1e12
+    assert speeds["perf/mfu/actor"] == pytest.approx(flops / 2.0 / (2 * peak))
     assert speeds["perf/gen_tokens_per_s"] == pytest.approx((3 + 5 + 40 + 60) / 4.0)
     assert not [name for name in metrics if name.startswith("sched/")]
+    monkeypatch.setattr(report.torch.cuda, "get_device_name", lambda: "Tesla T4")
+    assert report.utilisation(run, 12.0, 74.0, 2.0) == {}
