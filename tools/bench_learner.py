@@ -36,10 +36,10 @@ from rlcore.algos import grpo  # noqa: E402
 from rlcore.config.schema import ModelConfig, TrainConfig  # noqa: E402
 from rlcore.hf.config import HFConfig  # noqa: E402
 from rlcore.hf.names import expected  # noqa: E402
+from rlcore.hf.size import size_of  # noqa: E402
 from rlcore.hf.weights import save_folder  # noqa: E402
 from rlcore.mcore.learner import MegatronLearner  # noqa: E402
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
-from rlcore.sim.cost import size_of  # noqa: E402
 from rlcore.tensors import Batch, cumulative  # noqa: E402
 from rlcore.trainer.objective import Objective  # noqa: E402
 

@@ -25,10 +25,11 @@ sys.path.insert(0, str(ROOT))
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.metrics.plots import COLORS  # noqa: E402
 from rlcore.sim.cluster import SimRun  # noqa: E402
-from rlcore.sim.cost import GPUS, hf_named  # noqa: E402
+from rlcore.sim.cost import hf_named  # noqa: E402
 from rlcore.sim.job import SimJob, config  # noqa: E402
 from rlcore.sim.workload import GENERATORS  # noqa: E402
 from rlcore.utils import env  # noqa: E402
+from rlcore.utils.gpus import GPUS  # noqa: E402
 
 SIZES = (100, 300, 1000, 3000, 10_000)
 PROMPTS = 100

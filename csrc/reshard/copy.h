@@ -58,7 +58,7 @@ inline int64_t pairs_of(const Piece* pieces, int64_t num_pieces) {
   int64_t pairs = 0;
   for (int64_t i = 0; i < num_pieces; ++i) {
     int64_t bit = 1;
-#define RLCORE_CASE(b, t, B, T)            \
+#define RLCORE_CASE(b, t, B, T)             \
   if (is_of(pieces[i], b, t)) pairs |= bit; \
   bit *= 2;
     RLCORE_RESHARD_PAIRS(RLCORE_CASE)

@@ -163,7 +163,7 @@ def expected(cfg: Config, hf: HFConfig, world: int) -> str:
     import torch
 
     from rlcore.sim import expect
-    from rlcore.sim.cost import gpu_named
+    from rlcore.utils.gpus import gpu_named
 
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "H100"
     gpu = gpu_named(name)

@@ -35,9 +35,10 @@ from rlcore.sim import (
     user,
 )
 from rlcore.sim.cluster import SimRun, simulate, summarize
-from rlcore.sim.cost import ERROR, GPUS, MODEL_FILES
+from rlcore.sim.cost import ERROR, MODEL_FILES
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import read_json
+from rlcore.utils.gpus import GPUS
 
 DATA = Path(os.environ.get("RLCORE_DATA", "../shared/data"))
 

@@ -69,7 +69,7 @@ def by_data_sheet(plan: Balance, cfg: Config, hf: HFConfig, world: int, earlier:
     from rlcore.sim import expect
     from rlcore.sim import splits as simulated
     from rlcore.sim.cluster import simulate
-    from rlcore.sim.cost import gpu_named
+    from rlcore.utils.gpus import gpu_named
 
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "H100"
     gpu = gpu_named(name)

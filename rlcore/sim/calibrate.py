@@ -21,12 +21,13 @@ from rlcore.sched.stop import StopAtAll
 from rlcore.sim import published, rollpacker
 from rlcore.sim.async_rollout import EndlessPrompts, PromptLengths
 from rlcore.sim.cluster import Summary, simulate
-from rlcore.sim.cost import CONSTANTS, ERROR, GPUS, Constants, engine_cost, model_named
+from rlcore.sim.cost import CONSTANTS, ERROR, Constants, engine_cost, model_named
 from rlcore.sim.rewards import UNLIMITED
 from rlcore.sim.round import SimSettings
 from rlcore.sim.table import TableResult, row
 from rlcore.sim.user import rewards
 from rlcore.sim.workload import FLASH_8K
+from rlcore.utils.gpus import GPUS
 
 PRIOR = {
     # most plausible value before any point is seen, and the logarithm of the factor by which it may

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from rlcore.hf.config import HFConfig
-from rlcore.hf.names import num_parameters
+from rlcore.hf.size import ModelSize, size_of
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import read_json, recipes_folder
+from rlcore.utils.gpus import Gpu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,110 +129,6 @@ class EngineCost:
     def prompt_s(self, tokens: int) -> float:
         """Return the seconds to prefill `tokens` tokens of one request."""
         return self.prefill_s * tokens + self.prefill_square_s * tokens * tokens
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
-    """Data sheet of a GPU."""
-
-    name: str
-    memory_gb: float
-    bandwidth_gbs: float
-    """Bandwidth of the GPU memory in GB/s."""
-    tflops: float
-    """Dense bf16 throughput in TFLOP/s."""
-    link_gbs: float
-    """One-way bandwidth in GB/s to another GPU of the node."""
-    network_gbs: float = 50
-    """One-way bandwidth in GB/s to another node, per GPU; default: 400 Gb/s."""
-    host_gbs: float = 64
-    """One-way bandwidth in GB/s to host memory; default: PCIe 5, 16 lanes."""
-    per_node: int = 8
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu(name="H800", memory_gb=80, bandwidth_gbs=3350, tflops=989, link_gbs=200),
-        Gpu(name="H100", memory_gb=80, bandwidth_gbs=3350, tflops=989, link_gbs=450),
-        Gpu(name="H200", memory_gb=141, bandwidth_gbs=4800, tflops=989, link_gbs=450),
-        Gpu(name="H20", memory_gb=96, bandwidth_gbs=4000, tflops=148, link_gbs=450),
-        Gpu(
-            name="A100",
-            memory_gb=80,
-            bandwidth_gbs=2039,
-            tflops=312,
-            link_gbs=300,
-            network_gbs=25,
-            host_gbs=32,
-        ),
-    )
-}
-"""GPUs by name, from NVIDIA's data sheets; H800 is an H100 with slower links."""
-
-
-def gpu_named(name: str) -> Gpu | None:
-    """Return the data sheet for the driver's name of a GPU, such as `NVIDIA H100 80GB HBM3`."""
-    words = name.upper().replace("-", " ").split()
-    return next((gpu for key, gpu in GPUS.items() if key in words), None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSize:
-    """Model properties that determine the cost of a transformer."""
-
-    name: str
-    parameters: float
-    """All parameters; a tied head counts once."""
-    layers: int
-    hidden: int
-    attention: int
-    """Width of the attention: heads times size of a head."""
-    kv_heads: int
-    kv_bytes: float
-    """Bytes of KV cache per token, over all layers."""
-    embeddings: float
-    """Parameters that are looked up and not multiplied: the input embeddings, unless the head uses
-    them too."""
-    experts: float = 0.0
-    """Parameters of all experts, over all layers; 0: a dense model."""
-    expert_share: float = 1.0
-    """Share of a layer's experts that a token uses."""
-    experts_per_token: int = 0
-
-    @property
-    def dense(self) -> float:
-        """Return the number of parameters in the matrix products of every token."""
-        return self.parameters - self.embeddings - self.experts
-
-    @property
-    def products(self) -> float:
-        """Return the number of parameters in the matrix products of one token. Of the experts, only
-        those that the token uses count."""
-        return self.dense + self.experts * self.expert_share
-
-    def train_flops(self, tokens: float, squares: float) -> float:
-        """Return the FLOPs of forward and backward passes over sequences with `tokens` in all and
-        `squares` as the sum of their squared lengths. Attention is causal: half of all pairs."""
-        return 6 * self.products * tokens + 6 * self.layers * self.attention * squares
-
-
-def size_of(hf: HFConfig, name: str = "") -> ModelSize:
-    """Return the properties of the model that a config.json describes."""
-    experts = 3.0 * hf.hidden_size * hf.moe_intermediate_size * hf.num_experts * hf.num_layers
-    return ModelSize(
-        name=name or hf.arch,
-        parameters=float(num_parameters(hf)),
-        layers=hf.num_layers,
-        hidden=hf.hidden_size,
-        attention=hf.num_heads * hf.head_dim,
-        kv_heads=hf.num_kv_heads,
-        kv_bytes=4.0 * hf.num_layers * hf.num_kv_heads * hf.head_dim,
-        embeddings=0.0 if hf.tie_word_embeddings else float(hf.vocab_size * hf.hidden_size),
-        experts=experts,
-        expert_share=hf.experts_per_token / hf.num_experts if hf.num_experts else 1.0,
-        experts_per_token=hf.experts_per_token,
-    )
 
 
 MODEL_FILES = {

@@ -7,10 +7,10 @@ from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import num_parameters
 from rlcore.sim.cluster import Summary, simulate
-from rlcore.sim.cost import Gpu
 from rlcore.sim.job import SimJob
 from rlcore.sim.lengths import read_lengths
 from rlcore.sim.workload import GENERATORS, Workload
+from rlcore.utils.gpus import Gpu
 
 STEPS = 5
 LEAST_PARAMETERS = 1e8

@@ -14,9 +14,10 @@ from rlcore import algos
 from rlcore.config import resolve, rules
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
+from rlcore.hf.size import ModelSize, size_of
 from rlcore.mcore.layout import check_model, layout_of
 from rlcore.records import Request
-from rlcore.sim.cost import CONSTANTS, Constants, EngineCost, Gpu, ModelSize, engine_cost, size_of
+from rlcore.sim.cost import CONSTANTS, Constants, EngineCost, engine_cost
 from rlcore.sim.drafts import REAL, DraftGain
 from rlcore.sim.phases import Layout, TrainingCost, offload_s, resize_s, training_cost
 from rlcore.sim.profile import EngineMeasurements
@@ -24,6 +25,7 @@ from rlcore.sim.rewards import Rewards
 from rlcore.sim.workload import Workload
 from rlcore.trainer import memory, policies
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.gpus import Gpu
 
 RowOf = Callable[[Request], int]
 

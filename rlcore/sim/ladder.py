@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 
 from rlcore.sim import splits
 from rlcore.sim.cluster import simulate
-from rlcore.sim.cost import GPUS, hf_named
+from rlcore.sim.cost import hf_named
 from rlcore.sim.job import SimJob, config
 from rlcore.sim.table import Row, TableResult, row
 from rlcore.sim.workload import GENERATORS
+from rlcore.utils.gpus import GPUS
 
 GPU = GPUS["H800"]
 

@@ -4,7 +4,9 @@ sleep and wake, changes of `tp`, a judge model."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlcore.sim.cost import CONSTANTS, Constants, Gpu, ModelSize
+from rlcore.hf.size import ModelSize
+from rlcore.sim.cost import CONSTANTS, Constants
+from rlcore.utils.gpus import Gpu
 
 STATE_BYTES = 16
 """Bytes per parameter of a learner: fp32 weights, gradients and two Adam moments."""

@@ -23,7 +23,7 @@ from rlcore.metrics.sinks import num_ranks, read_metrics
 from rlcore.records import GroupId, group_of
 from rlcore.rollout.round_log import FILE, Log
 from rlcore.sim.cluster import simulate
-from rlcore.sim.cost import EngineCost, Gpu
+from rlcore.sim.cost import EngineCost
 from rlcore.sim.job import SimJob
 from rlcore.sim.phases import TrainingCost
 from rlcore.sim.profile import EngineMeasurements, positive
@@ -32,6 +32,7 @@ from rlcore.sim.rewards import FixedScorer, Rewards
 from rlcore.sim.workload import Recorded
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import read_json
+from rlcore.utils.gpus import Gpu
 
 SECTIONS = ("run", "model", "data", "rollout", "draft", "algo", "train", "cluster", "async")
 """Sections of the configuration that a simulation reads. Those of systems are set per arm."""

@@ -11,10 +11,11 @@ from dataclasses import replace
 from rlcore.sched import histopipe
 from rlcore.sim import splits
 from rlcore.sim.cluster import simulate
-from rlcore.sim.cost import GPUS, hf_named
+from rlcore.sim.cost import hf_named
 from rlcore.sim.job import SimJob, config
 from rlcore.sim.table import Row, TableResult, row
 from rlcore.sim.workload import GENERATORS, Workload
+from rlcore.utils.gpus import GPUS
 
 GPU_COUNT, TP, PROMPTS, SAMPLES = 32, 2, 256, 16
 """RhymeRL's public recipe (32 H100, batch 256, 16 responses), with two GPUs per engine."""

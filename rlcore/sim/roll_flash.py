@@ -23,7 +23,7 @@ from rlcore.sim.async_rollout import (
     async_rollout,
 )
 from rlcore.sim.cluster import SimAsyncRun, SimRun, simulate
-from rlcore.sim.cost import GPUS, EngineCost, engine_cost, hf_named, model_named
+from rlcore.sim.cost import EngineCost, engine_cost, hf_named, model_named
 from rlcore.sim.job import SimJob, config
 from rlcore.sim.published import REPLICATION_ENGINES, REPLICATION_S
 from rlcore.sim.rewards import UNLIMITED, Rewards
@@ -31,6 +31,7 @@ from rlcore.sim.round import SimSettings
 from rlcore.sim.splits import proposed, with_split
 from rlcore.sim.table import Row, TableResult, row
 from rlcore.sim.workload import FLASH_8K, GENERATORS, Generator
+from rlcore.utils.gpus import GPUS
 from rlcore.utils.seed import derive
 
 PROMPTS, SAMPLES = 256, 16

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from rlcore.hf.size import ModelSize
 from rlcore.sched.cluster import Cluster, MuxJob, NodePool
 from rlcore.sched.phase_mux import TAIL, Member
 from rlcore.sim import mux_drift, mux_trace
 from rlcore.sim import published_rollmux as told
-from rlcore.sim.cost import GPUS, EngineCost, Gpu, ModelSize, engine_cost, model_named
+from rlcore.sim.cost import EngineCost, engine_cost, model_named
 from rlcore.sim.mux_baselines import Greedy, Random, optimum
 from rlcore.sim.mux_group import ROLLOUT, TRAIN, Iteration, MuxSimulation, VirtualJob
 from rlcore.sim.mux_group import MuxTimeline as Happened
@@ -20,6 +21,7 @@ from rlcore.sim.mux_trace import draw_job, draw_trace, run_trace
 from rlcore.sim.published_rollmux import KINDS, MICRO, SHAPES, SIZES
 from rlcore.sim.table import Row, TableResult, row
 from rlcore.sim.workload import GENERATORS
+from rlcore.utils.gpus import GPUS, Gpu
 from rlcore.utils.seed import derive
 
 POOLS = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlcore.sim import published
 from rlcore.sim.cluster import SimRun, SimStep, Summary, simulate, summarize
-from rlcore.sim.cost import CONSTANTS, GPUS, Constants, hf_named, model_named
+from rlcore.sim.cost import CONSTANTS, Constants, hf_named, model_named
 from rlcore.sim.job import RowOf, SimJob, config
 from rlcore.sim.lengths import read_lengths
 from rlcore.sim.phases import judge_bytes
@@ -17,6 +17,7 @@ from rlcore.sim.rewards import Rewards
 from rlcore.sim.table import Row, TableResult, row
 from rlcore.sim.user import rewards
 from rlcore.sim.workload import GENERATORS, Recorded, Workload
+from rlcore.utils.gpus import GPUS
 
 H800 = GPUS["H800"]
 

@@ -19,7 +19,7 @@ from rlcore.hf.config import HFConfig
 from rlcore.sched.reward_timeout import AdaptiveTimeout
 from rlcore.sim import profile, published
 from rlcore.sim.advise import SIZES, with_engines, with_layout
-from rlcore.sim.cost import GPUS, MODEL_FILES, Gpu, hf_named, model_named
+from rlcore.sim.cost import MODEL_FILES, hf_named, model_named
 from rlcore.sim.job import RowOf, SimJob, config
 from rlcore.sim.lengths import read_lengths
 from rlcore.sim.phases import judge_bytes, judge_cost
@@ -27,6 +27,7 @@ from rlcore.sim.rewards import FixedScorer, JudgeScorer, Rewards, SandboxScorer,
 from rlcore.sim.workload import GENERATORS, Workload
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import read_json
+from rlcore.utils.gpus import GPUS, Gpu
 
 REWARDS = ("none", "math", "code", "judge", "mix")
 JUDGES = ("dedicated", "shared", "streamed")

@@ -16,16 +16,17 @@ import torch
 
 from rlcore.algos import mismatch
 from rlcore.config.schema import Config
+from rlcore.hf.size import size_of
 from rlcore.metrics import stats
 from rlcore.metrics.jsonl import dumps
 from rlcore.records import Group, Sample
 from rlcore.sched.reward_timeout import reasons_of
-from rlcore.sim.cost import gpu_named, size_of
 from rlcore.sync.memory import highest_bytes
 from rlcore.trainer.plan import StepPlan
 from rlcore.trainer.run import Run, Training
 from rlcore.utils import collective
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.gpus import gpu_named
 from rlcore.utils.log import log
 
 

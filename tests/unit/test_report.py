@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from rlcore.algos.grpo import GRPOConfig
+from rlcore.hf.size import ModelSize
 from rlcore.records import Group, SampleRef
-from rlcore.sim.cost import GPUS, ModelSize
 from rlcore.trainer import plan, report
 from rlcore.trainer.progress import Ranks
+from rlcore.utils.gpus import GPUS
 
 
 def group(id: str, scores: tuple[float, ...], lengths: tuple[int, ...], prompt: int) -> Group:

@@ -14,12 +14,13 @@ from rlcore.sched.roles import Round
 from rlcore.sched.stop import StopAtAll, StopAtFirst
 from rlcore.sim import rollpacker
 from rlcore.sim.cluster import SimRun
-from rlcore.sim.cost import CONSTANTS, GPUS, EngineCost, engine_cost, model_named
+from rlcore.sim.cost import CONSTANTS, EngineCost, engine_cost, model_named
 from rlcore.sim.drafts import REAL, DraftGain
 from rlcore.sim.engine import SimRequest, VirtualEngine
 from rlcore.sim.rewards import FixedScorer, Rewards
 from rlcore.sim.round import SimSettings
 from rlcore.sim.workload import GENERATORS, Recorded
+from rlcore.utils.gpus import GPUS
 
 # ---- costs
 

@@ -15,12 +15,13 @@ from rlcore.records import Sampling
 from rlcore.rollout.round_log import LoggedRound, Started
 from rlcore.sched.completion_order import Counted
 from rlcore.sim import advise, calibrate, ladder, recorded, replay
-from rlcore.sim.cost import CONSTANTS, ERROR, GPUS, Constants, EngineCost, engine_cost, model_named
+from rlcore.sim.cost import CONSTANTS, ERROR, Constants, EngineCost, engine_cost, model_named
 from rlcore.sim.drafts import DraftGain
 from rlcore.sim.engine import SimRequest
 from rlcore.sim.job import config
 from rlcore.sim.phases import Layout, offload_s, resize_s, training_cost, update_weights_s
 from rlcore.sim.published import SYSTEMS
+from rlcore.utils.gpus import GPUS
 from tests import kit
 from tests.unit.test_sim_run import small
 

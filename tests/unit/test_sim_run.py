@@ -12,7 +12,7 @@ from rlcore.cli import sim
 from rlcore.sched.reward_timeout import AdaptiveTimeout
 from rlcore.sim import profile, report, rollpacker, table
 from rlcore.sim.cluster import PHASES, SimAsyncRun, SimRun, SimStep, simulate, summarize
-from rlcore.sim.cost import CONSTANTS, GPUS, EngineCost, hf_named, model_named
+from rlcore.sim.cost import CONSTANTS, EngineCost, hf_named, model_named
 from rlcore.sim.job import SimJob, config
 from rlcore.sim.phases import (
     JudgeCost,
@@ -27,6 +27,7 @@ from rlcore.sim.rewards import FixedScorer, JudgeScorer, Rewards, SandboxScorer
 from rlcore.sim.user import read_model
 from rlcore.sim.workload import GENERATORS, Recorded
 from rlcore.utils.files import recipes_folder
+from rlcore.utils.gpus import GPUS
 
 # ---- phases
 

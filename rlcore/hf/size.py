@@ -1,0 +1,64 @@
+"""Size of a model: its parameters, KV cache and FLOPs, from its config.json."""
+
+from dataclasses import dataclass
+
+from rlcore.hf.config import HFConfig
+from rlcore.hf.names import num_parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
+    """Model properties that determine the cost of a transformer."""
+
+    name: str
+    parameters: float
+    """All parameters; a tied head counts once."""
+    layers: int
+    hidden: int
+    attention: int
+    """Width of the attention: heads times size of a head."""
+    kv_heads: int
+    kv_bytes: float
+    """Bytes of KV cache per token, over all layers."""
+    embeddings: float
+    """Parameters that are looked up and not multiplied: the input embeddings, unless the head uses
+    them too."""
+    experts: float = 0.0
+    """Parameters of all experts, over all layers; 0: a dense model."""
+    expert_share: float = 1.0
+    """Share of a layer's experts that a token uses."""
+    experts_per_token: int = 0
+
+    @property
+    def dense(self) -> float:
+        """Return the number of parameters in the matrix products of every token."""
+        return self.parameters - self.embeddings - self.experts
+
+    @property
+    def products(self) -> float:
+        """Return the number of parameters in the matrix products of one token. Of the experts, only
+        those that the token uses count."""
+        return self.dense + self.experts * self.expert_share
+
+    def train_flops(self, tokens: float, squares: float) -> float:
+        """Return the FLOPs of forward and backward passes over sequences with `tokens` in all and
+        `squares` as the sum of their squared lengths. Attention is causal: half of all pairs."""
+        return 6 * self.products * tokens + 6 * self.layers * self.attention * squares
+
+
+def size_of(hf: HFConfig, name: str = "") -> ModelSize:
+    """Return the properties of the model that a config.json describes."""
+    experts = 3.0 * hf.hidden_size * hf.moe_intermediate_size * hf.num_experts * hf.num_layers
+    return ModelSize(
+        name=name or hf.arch,
+        parameters=float(num_parameters(hf)),
+        layers=hf.num_layers,
+        hidden=hf.hidden_size,
+        attention=hf.num_heads * hf.head_dim,
+        kv_heads=hf.num_kv_heads,
+        kv_bytes=4.0 * hf.num_layers * hf.num_kv_heads * hf.head_dim,
+        embeddings=0.0 if hf.tie_word_embeddings else float(hf.vocab_size * hf.hidden_size),
+        experts=experts,
+        expert_share=hf.experts_per_token / hf.num_experts if hf.num_experts else 1.0,
+        experts_per_token=hf.experts_per_token,
+    )
