@@ -63,6 +63,8 @@ class _Spec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...]
+    span: int
+    """Bytes from the first element to the end of the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,14 +144,12 @@ class ReshardPlan:
             raise ValueError(f"bucket: has {bucket.numel()} bytes, the plan needs {self.num_bytes}")
         if len(tensors) != len(self._specs):
             raise ValueError(f"tensors: got {len(tensors)}, the plan needs {len(self._specs)}")
-        device = bucket.device
-        for i, (tensor, spec) in enumerate(zip(tensors, self._specs, strict=True)):
-            if tensor.dtype != spec.dtype or tensor.shape != spec.shape or tensor.device != device:
-                raise ValueError(_mismatch(i, tensor, spec, device))
-            if tensor.stride() != spec.strides and not _same_places(tensor, spec):
-                raise ValueError(_mismatch(i, tensor, spec, device))
-            _check_memory(f"tensors[{i}]", tensor, bucket)
+        addresses = [
+            _check_tensor(i, tensor, spec, bucket)
+            for i, (tensor, spec) in enumerate(zip(tensors, self._specs, strict=True))
+        ]
         self._check_overlap(pack)
+        device = bucket.device
         ops = native.torch_ops("reshard", device.type)
         if ops is None:
             return _reference(self._boxes, tensors, bucket, pack)
@@ -158,7 +158,7 @@ class ReshardPlan:
         ops.reshard_copy(
             table.pieces,
             table.num_tiles,
-            table.addresses(tensors),
+            table.addresses(addresses),
             bucket,
             total,
             pack,
@@ -291,7 +291,8 @@ def _full(number: int, spec: TensorSpec) -> _Spec:
         raise ValueError(
             f"tensors[{number}].strides {strides}: must have {len(spec.shape)} entries, 0 or more"
         )
-    return _Spec(tuple(spec.shape), spec.dtype, strides)
+    span = _span(spec.shape, strides) * spec.dtype.itemsize
+    return _Spec(tuple(spec.shape), spec.dtype, strides, span)
 
 
 def _check(number: int, piece: TensorPiece, specs: Sequence[_Spec], num_bytes: int) -> _Box | None:
@@ -349,43 +350,47 @@ def _check_bucket(bucket: Tensor) -> None:
             f"bucket: {bucket.dtype}, shape {list(bucket.shape)}, strides {bucket.stride()}; must "
             "be a contiguous uint8 tensor of one dimension"
         )
-    _check_storage("bucket", bucket)
+    _check_storage("bucket", bucket, bucket.numel())
     if bucket.device.type == "cuda" and bucket.data_ptr() % 16:
         raise ValueError("bucket: on a GPU its address must be a multiple of 16")
 
 
-def _check_storage(name: str, tensor: Tensor) -> tuple[int, int]:
-    """Return start and end address (exclusive) of a tensor's memory. Raise ValueError if its
-    storage is too small, for example after `untyped_storage().resize_`."""
-    shape = tensor.shape
-    if 0 in shape:
-        return 0, 0
-    if tensor.is_contiguous():
-        span = tensor.nbytes
-    else:
-        span = _span(shape, tensor.stride()) * tensor.itemsize
-    has = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+def _check_storage(name: str, tensor: Tensor, span: int) -> int:
+    """Return the address of a tensor's memory. Raise ValueError if its storage has fewer than
+    `span` bytes, for example after `untyped_storage().resize_`."""
     start = tensor.data_ptr()
+    if not span:
+        return start
+    has = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
     if has < span or not start:
         raise ValueError(
             f"{name}: its storage has {max(has, 0) if start else 0} bytes from its first element "
             f"on, {span} are needed; was the storage resized?"
         )
-    return start, start + span
+    return start
 
 
-def _check_memory(name: str, tensor: Tensor, bucket: Tensor) -> None:
-    """Raise ValueError if the tensor is a lazy view, its storage is too small, or its memory
-    overlaps the bucket's."""
+def _check_tensor(number: int, tensor: Tensor, spec: _Spec, bucket: Tensor) -> int:
+    """Return the address of a tensor's memory. Raise ValueError if the tensor is not as the plan
+    wants it, is a lazy view, has too small a storage, or overlaps the bucket's memory."""
+    if (
+        tensor.dtype != spec.dtype
+        or tensor.shape != spec.shape
+        or tensor.device != bucket.device
+        or (tensor.stride() != spec.strides and not _same_places(tensor, spec))
+    ):
+        raise ValueError(_mismatch(number, tensor, spec, bucket.device))
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(
-            f"{name}: is a lazy view (is_conj {tensor.is_conj()}, is_neg {tensor.is_neg()}); pass "
-            "resolve_conj().resolve_neg() of it"
+            f"tensors[{number}]: is a lazy view (is_conj {tensor.is_conj()}, is_neg "
+            f"{tensor.is_neg()}); pass resolve_conj().resolve_neg() of it"
         )
-    start, end = _check_storage(name, tensor)
-    first = bucket.data_ptr()
-    if start < first + bucket.numel() and first < end:
-        raise ValueError(f"{name}: its memory overlaps the bucket's; one of them must be a copy")
+    start, first = _check_storage(f"tensors[{number}]", tensor, spec.span), bucket.data_ptr()
+    if spec.span and start < first + bucket.nbytes and first < start + spec.span:
+        raise ValueError(
+            f"tensors[{number}]: its memory overlaps the bucket's; one of them must be a copy"
+        )
+    return start
 
 
 def one_piece(tensor: Tensor) -> bool:
@@ -545,9 +550,8 @@ class _Table:
         self._known: list[int] = []
         self._addresses = torch.zeros(0, dtype=torch.int64)
 
-    def addresses(self, tensors: Sequence[Tensor]) -> Tensor:
+    def addresses(self, now: list[int]) -> Tensor:
         """Return the tensors' addresses as a tensor on the device. Upload them only if changed."""
-        now = [tensor.data_ptr() for tensor in tensors]
         if now != self._known or not now:
             self._addresses = torch.tensor(now, dtype=torch.int64, device=self._device)
             self._known = now
