@@ -9,8 +9,9 @@ import pytest
 from rlcore.cli import dry_run, explain, settings, sim, splits
 from rlcore.hf.config import HFConfig
 from rlcore.mcore.layout import layout_of
-from rlcore.sim import cost, expect
+from rlcore.sim import expect
 from rlcore.sim.cost import hf_named
+from rlcore.utils import gpus
 from tests import kit
 
 KEYS = (
@@ -151,14 +152,14 @@ def test_what_cannot_be_estimated_says_why():
     assert "the weights take" in dry_run.expected(cfg, hf_named("32B"), 8)
     one = settings.parse([*KEYS.split(), "--rollout.max_tokens", "2000000"])
     with pytest.raises(ValueError, match="has room for"):
-        expect.step(one, _big(), 8, cost.GPUS["H100"], Path("none"))
+        expect.step(one, _big(), 8, gpus.GPUS["H100"], Path("none"))
 
 
 def test_a_gpu_is_known_by_the_name_that_its_driver_gives():
-    found = cost.gpu_named("NVIDIA H100 80GB HBM3")
+    found = gpus.gpu_named("NVIDIA H100 80GB HBM3")
     assert found is not None and found.name == "H100"
-    assert cost.gpu_named("NVIDIA A100-SXM4-80GB") == cost.GPUS["A100"]
-    assert cost.gpu_named("Tesla T4") is None
+    assert gpus.gpu_named("NVIDIA A100-SXM4-80GB") == gpus.GPUS["A100"]
+    assert gpus.gpu_named("Tesla T4") is None
 
 
 SPLIT = (
