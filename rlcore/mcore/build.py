@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -28,6 +29,7 @@ from rlcore.mcore import wgrad
 from rlcore.mcore.activation import SwiGLU
 from rlcore.mcore.attention import CoreAttention
 from rlcore.mcore.check import check
+from rlcore.mcore.experts import experts_of
 from rlcore.mcore.layout import ParallelLayout
 from rlcore.mcore.norm import RMSNorm
 from rlcore.mcore.shim import patch_moe_utils
@@ -139,7 +141,10 @@ def _forget_routes(moe: MoELayer, *_: object) -> None:
 
 
 def _block_spec(
-    config: TransformerConfig, train: TrainConfig, vp_stage: int | None
+    config: TransformerConfig,
+    train: TrainConfig,
+    vp_stage: int | None,
+    experts: type[SequentialMLP] | None,
 ) -> TransformerBlockSubmodules | ModuleSpec:
     if train.transformer_impl == "te":
         return get_gpt_layer_with_transformer_engine_spec(
@@ -159,6 +164,8 @@ def _block_spec(
     attention.core_attention = CoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if experts is not None:
+        parts.mlp.submodules.experts.module = experts
     if config.use_te_activation_func:
         mlp = parts.mlp.submodules
         if config.num_moe_experts:
@@ -187,12 +194,15 @@ def build(
     announce("layers", "Transformer Engine" if train.transformer_impl == "te" else "Megatron local")
     if config.gradient_accumulation_fusion:
         announce("weight gradients", "added up in float32 within the products")
+    experts = None
+    if hf.num_experts and train.transformer_impl != "te":
+        experts = experts_of(config, device)
     chunks = []
     for stage in range(layout.vpp):
         vp_stage = stage if layout.vpp > 1 else None
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=_block_spec(config, train, vp_stage),
+            transformer_layer_spec=_block_spec(config, train, vp_stage, experts),
             vocab_size=padded_vocab(hf.vocab_size, train.tp),
             max_sequence_length=hf.max_positions,
             pre_process=layout.is_first_stage and stage == 0,

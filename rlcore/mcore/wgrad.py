@@ -21,12 +21,12 @@ def prepare(dtype: torch.dtype) -> bool:
     if not adds_products(torch.device("cuda", torch.cuda.current_device()), dtype):
         return False
     if not layers._grad_accum_fusion_available:
-        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_add)
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add)
         layers._grad_accum_fusion_available = True
     return True
 
 
-def _add(inputs: Tensor, grad: Tensor, total: Tensor) -> None:
+def add(inputs: Tensor, grad: Tensor, total: Tensor) -> None:
     """Add grad.T [out, T] @ inputs [T, in] to `total` [out, in] float32."""
     if inputs.size(0):
         torch.addmm(total, grad.t(), inputs, out_dtype=torch.float32, out=total)

@@ -1,0 +1,108 @@
+"""Compute all experts of a rank in one product, instead of one expert after the other.
+
+torch's `grouped_mm` multiplies the tokens of each expert by that expert's weights in one launch.
+Megatron's own grouped experts need Transformer Engine; without it Megatron runs one MLP per expert,
+whose launches take longer than the products of a small expert. The weights stay one parameter per
+expert, so that checkpoints and weight updates do not change.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+
+from rlcore.mcore import wgrad
+from rlcore.utils.log import announce
+
+_ALIGN = 16
+"""Number of bytes of which a row must have a multiple, for `grouped_mm`."""
+
+
+@cache
+def can_group(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch has products of groups on this device, with gradients."""
+    bounds = [1, 3]
+    try:
+        x, *weights = (
+            torch.ones(n, 16, device=device, dtype=dtype, requires_grad=True) for n in (3, 16, 16)
+        )
+        offsets = torch.tensor(bounds, device=device, dtype=torch.int32)
+        product = _Products.apply(x, offsets, bounds, False, *weights)
+        product.backward(torch.ones_like(product))
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError):
+        return False
+    return True
+
+
+def experts_of(config: TransformerConfig, device: torch.device) -> type[SequentialMLP]:
+    """Return the class of a layer's experts, and say which it is."""
+    sizes, dtype = (config.hidden_size, config.moe_ffn_hidden_size), config.params_dtype
+    why = ""
+    if any(size * dtype.itemsize % _ALIGN for size in sizes):
+        why = f"sizes {sizes[0]} and {sizes[1]} in {dtype} are no multiples of {_ALIGN} bytes"
+    elif not can_group(device, dtype):
+        why = f"torch has no grouped products in {dtype} on this device"
+    announce("experts", f"one after the other, since {why}" if why else "grouped products")
+    return SequentialMLP if why else GroupedExperts
+
+
+class GroupedExperts(SequentialMLP):
+    """Experts of a rank without biases, with SwiGLU; replaces Megatron's `SequentialMLP`."""
+
+    def forward(
+        self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Return the experts' outputs, each multiplied by its routing probability.
+
+        Args:
+            tokens: tokens sorted by expert, [T, H].
+            tokens_per_expert: [E], on the host.
+            probs: routing probability of each token, [T].
+        """
+        if not len(tokens) or len(self.local_experts) == 1:
+            return super().forward(tokens, tokens_per_expert, probs)
+        ends = tokens_per_expert.cumsum(0)
+        offsets = ends.to(tokens.device, torch.int32)
+        bounds, fuses = ends.tolist(), self.config.gradient_accumulation_fusion
+        fc1, fc2 = (
+            [getattr(expert, name).weight for expert in self.local_experts]
+            for name in ("linear_fc1", "linear_fc2")
+        )
+        x = _Products.apply(tokens, offsets, bounds, fuses, *fc1)
+        if self.config.bias_activation_fusion:
+            x = weighted_bias_swiglu_impl(x, None, probs.unsqueeze(-1))
+        else:
+            x = (self.local_experts[0].activation_func(x) * probs.unsqueeze(-1)).to(x.dtype)
+        return _Products.apply(x, offsets, bounds, fuses, *fc2), None
+
+
+class _Products(torch.autograd.Function):
+    """Product of each expert's tokens [T, in], sorted by expert, and its weights [out, in]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, offsets: Tensor, bounds: list[int], fuses: bool, *weights: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, offsets, *weights)
+        ctx.bounds, ctx.fuses = bounds, fuses
+        return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, offsets, *weights = ctx.saved_tensors
+        grad = grad.contiguous()
+        dx = F.grouped_mm(grad, torch.stack(weights), offs=offsets)
+        if not ctx.fuses:
+            dw = F.grouped_mm(grad.t(), x, offs=offsets)
+            return dx, None, None, None, *dw.unbind()
+        start = 0
+        for weight, end in zip(weights, ctx.bounds, strict=True):
+            wgrad.add(x[start:end], grad[start:end], weight.main_grad)
+            weight.grad_added_to_main_grad = True
+            start = end
+        return dx, None, None, None, *[None] * len(weights)
