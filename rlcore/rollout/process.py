@@ -29,7 +29,7 @@ from rlcore.utils.net import decode, frame
 if TYPE_CHECKING:  # `protocols` imports torch, which only some engines need
     from rlcore.protocols import Engine
 
-_POLL_S = 0.02  # timeout of `poll` while the engine is idle; a call waits at most this long
+_POLL_S = 0.02  # longest wait for a call while the engine is idle
 _STEP_S = 0.001  # timeout of `poll` while the engine decodes
 _CLOSE_S = 3.0  # longest time to close the engine
 _EXIT_S = 5.0  # longest time to send the last messages
@@ -58,7 +58,8 @@ class EngineServer:
             while True:
                 self._serve()
                 if self._engine is not None:
-                    self._push(self._engine.poll(_STEP_S if self._busy else _POLL_S))
+                    # An idle engine waits for calls, in `_serve`, so that the next one is no later.
+                    self._push(self._engine.poll(_STEP_S if self._busy else 0.0))
         except BaseException as error:
             trace = "".join(traceback.format_exception(error))
             starts = self._engine is None and isinstance(error, ConfigError)

@@ -70,6 +70,30 @@ def breaking():
     return Breaking(close=lambda: time.sleep(3600))
 
 
+class Counting(Odd):
+    """Its last call says how long it was to wait for events."""
+
+    waited_s = 0.0
+
+    def poll(self, timeout_s):
+        self.waited_s += timeout_s
+        return super().poll(timeout_s)
+
+    def begin_load(self, version):
+        pass
+
+    def load_bucket(self, bucket, payloads):
+        pass
+
+    def end_load(self):
+        raise RuntimeError(f"waited {self.waited_s:g} s")
+
+
+def counting():
+    """See `Counting`."""
+    return Counting()
+
+
 def tidy(file):
     """Leaves a file when it is closed."""
     return Odd(close=lambda: Path(file).write_text("closed"))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,8 @@ def test_the_engine_of_a_gpu_starts_with_this_environment(wheels, env, monkeypat
     # where the ranks meet, as clients
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", "4567")
     assert env["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    # compiled code outlives the temporary folder of the engine
+    assert env["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{tempfile.gettempdir()}/torchinductor_")
 
 
 def test_a_toolkit_that_sglang_would_find_is_kept_if_it_is_of_the_right_version(

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rlcore.records import Down, Finished, LengthReport, Request, Sampling
+from rlcore.records import Bucket, Down, Finished, LengthReport, Request, Sampling
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.errors import EngineFailedError
 from rlcore.rollout.torch_engine.engine import TorchEngine
@@ -280,6 +280,19 @@ def test_a_failed_start_is_down_with_its_reason_also_where_nobody_calls():
             with pytest.raises(ValueError, match="^no such weights$"):
                 engine.begin_load(1)
             assert not engine.failure
+    finally:
+        engine.close()
+
+
+def test_no_call_waits_for_events_of_an_engine_without_requests():
+    """SGLang waits as long as it is told, and a large model comes in hundreds of calls."""
+    engine = ChildEngine(f"{ODD}counting", {})
+    try:
+        engine.begin_load(1)
+        for number in range(50):
+            engine.load_bucket(Bucket(tensors=(), num_bytes=0, checksum=number), [b""])
+        with pytest.raises(RuntimeError, match=r"waited 0 s"):
+            engine.end_load()
     finally:
         engine.close()
 

@@ -246,6 +246,9 @@ def set_environment(
     if env.get("SGLANG_PLUGINS"):
         env["SGLANG_PLUGINS"] += ",rlcore"
     env.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
+    # By default compiled code lies in TMPDIR, which becomes a folder that `close` removes.
+    cache = Path(tempfile.gettempdir()) / f"torchinductor_uid_{os.getuid()}"
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     if device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)  # ignored on CPUs without AMX
