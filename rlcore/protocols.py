@@ -6,7 +6,9 @@ tests engines, environments and rewards with one suite each. This module imports
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -124,6 +126,15 @@ class InProcess:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenFiles:
+    """Files that one rank has written to a folder."""
+
+    checksums: Mapping[str, int]
+    """CRC-32 of each file's contents, by name."""
+    seconds: float
+
+
 class Learner(Protocol):
     """The model that is trained: an actor, or a critic with a value head.
 
@@ -183,6 +194,10 @@ class Learner(Protocol):
 
     def save(self, path: Path) -> None:
         """Write a checkpoint of model and optimizer. Collective."""
+
+    def begin_save(self, path: Path) -> Future[WrittenFiles]:
+        """Copy what `save` writes to host memory, and write it to the new folder `path` while the
+        learner goes on. Collective until the call returns. Waits for an earlier save."""
 
     def load(self, path: Path) -> None:
         """Read a checkpoint of `save`, possibly under another parallel layout. Collective."""

@@ -123,20 +123,20 @@ class Ours:
         }
         train = TrainConfig(**({"tokens_per_micro_batch": a.micro} | given))
         model = ModelConfig(path=str(folder), dtype=a.dtype)
-        self._learner = MegatronLearner(hf, model, train, device=a.device, seed=a.seed)
+        self.learner = MegatronLearner(hf, model, train, device=a.device, seed=a.seed)
         self._batch = batch
 
     def logprobs(self) -> Tensor:
-        return self._learner.logprobs(self._batch)
+        return self.learner.logprobs(self._batch)
 
     def update(self) -> None:
         loss = Objective(grpo, grpo.GRPOConfig(), max_tokens=32768)
         loss.stop_watching()
-        self._learner.accumulate(self._batch, loss)
-        self._learner.apply(float(self._batch.mask.sum()))
+        self.learner.accumulate(self._batch, loss)
+        self.learner.apply(float(self._batch.mask.sum()))
 
     def close(self) -> None:
-        self._learner.close()
+        self.learner.close()
 
 
 class Peer:

@@ -158,6 +158,7 @@ def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
     from rlcore.algos.kl import AdaptiveController
     from rlcore.cli.builders import devices, folder, learner, model, observers
     from rlcore.cli.builders.start import BuildContext
+    from rlcore.config import rules
     from rlcore.hf.tokenizer import load_tokenizer
     from rlcore.metrics.screen import Screen
     from rlcore.trainer.callbacks import Callbacks
@@ -205,6 +206,7 @@ def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
             kind="sft",
             kl=AdaptiveController(cfg.algo.kl_target, cfg.algo.kl_horizon),
             data=data,
+            in_background=rules.saves_async(cfg, cuda=here.device.type == "cuda"),
         )
         with waiting("checking the newest checkpoint"):
             checkpoint = checkpoints.choose()

@@ -107,6 +107,12 @@ def engine_dtype(cfg: Config) -> Literal["float32", "bfloat16", "float64"]:
     return cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
 
 
+def saves_async(cfg: Config, *, cuda: bool) -> bool:
+    """Return whether checkpoints are written while the run continues: --checkpoint.async_save, with
+    None: on a GPU."""
+    return cuda if cfg.checkpoint.async_save is None else cfg.checkpoint.async_save
+
+
 def has_fp32_lm_head(cfg: Config, *, cuda: bool) -> bool:
     """Return whether the engines compute their output layer in fp32: --rollout.fp32_lm_head, with
     None resolved for engines on a GPU (`cuda`) or on the CPU."""

@@ -20,9 +20,10 @@ import errno
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlcore.mcore.boxes import Box, boxes
+from rlcore.protocols import WrittenFiles
 from rlcore.utils import disk
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import fault, read_text
@@ -46,9 +48,12 @@ FORMAT = 2
 INDEX = "checkpoint.json"
 WRITERS = 2
 """Number of files that a rank writes concurrently."""
+READERS = 4
+"""Number of tensors that a rank reads concurrently."""
 FILE_BYTES = 512 * 2**20
-"""Bytes after which a rank begins a new file. Host memory holds a file twice while writing."""
+"""Maximum size of a file of several tensors. Host memory holds a file twice while writing."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_ALIGN = 16
 
 
 class _Index(msgspec.Struct):
@@ -73,6 +78,11 @@ class Piece:
     may_lack: bool
     """Whether a checkpoint may lack rows of the rectangle, such as padding of the vocabulary."""
 
+    @property
+    def entry(self) -> str:
+        """Name of the rectangle in a file."""
+        return f"{self.name}@{','.join(map(str, self.box.offset))}"
+
 
 # ---- save and load
 
@@ -93,16 +103,14 @@ def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any
             aside.mkdir(parents=True)
 
     def write() -> None:
-        _write(pieces, aside)
+        _write(files, aside)
         if leader:
-            found = {"format": FORMAT, "state": state, "optimizer_step": step}
-            disk.write_text(aside / INDEX, json.dumps(found, indent=1))
+            disk.write_text(aside / INDEX, index)
 
     _attempt(make_folder, aside)
-    step = _step(optimizer)
-    pieces = [piece for piece in _pieces(models, optimizer) if piece.is_saved]
+    index, files = _contents(models, optimizer, state)
     try:
-        _check_space(aside, pieces)
+        _check_space(aside, files)
         _attempt(write, aside)
     except OSError:
         if leader:
@@ -112,6 +120,87 @@ def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any
         shutil.rmtree(path, ignore_errors=True)
         disk.rename(aside, path)
     dist.barrier()
+
+
+class Background:
+    """Host memory and a thread with which a rank writes checkpoints while it goes on training.
+
+    Threads suffice, and no process is needed: safetensors, checksums and `fsync` release Python's
+    lock. The memory is pinned, has the size of what the rank saves, and is kept for the next save.
+    """
+
+    def __init__(self) -> None:
+        self._room: list[Tensor] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._written: Future[WrittenFiles] | None = None
+
+    def save(
+        self, path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any]
+    ) -> Future[WrittenFiles]:
+        """Copy the state to host memory, then write it to the new folder `path` on the thread.
+        Collective until the copy is complete, when the call returns. Waits for an earlier save,
+        whose memory it takes.
+
+        Returns:
+            Future of the files that this rank has written. It raises OSError if a file could not
+            be written; other ranks do not notice.
+
+        Raises:
+            OSError: a rank has no memory for the copy, or the disk no space; raised on all ranks.
+        """
+        leader = dist.get_rank() == 0
+        staged: list[list[Piece]] = []
+
+        def make_folder() -> None:
+            if leader:
+                path.mkdir(parents=True)
+
+        def stage() -> None:
+            staged.extend(self._stage(files))
+
+        def write() -> WrittenFiles:
+            start = time.monotonic()
+            try:
+                written = _write(staged, path)
+                if leader:
+                    disk.write_text(path / INDEX, index)
+                    written.append(path / INDEX)
+                sums = {file.name: disk.checksum(file) for file in written}
+            except (OSError, SafetensorError) as error:
+                raise _os_error(error, path) from error
+            return WrittenFiles(sums, time.monotonic() - start)
+
+        if self._written is not None:
+            wait([self._written])
+        _attempt(make_folder, path)
+        index, files = _contents(models, optimizer, state)
+        _check_space(path, files)
+        _attempt(stage, path)
+        self._written = self._thread.submit(write)
+        return self._written
+
+    def close(self) -> None:
+        """Wait for the thread, and end it."""
+        self._thread.shutdown()
+
+    def _stage(self, files: Sequence[Sequence[Piece]]) -> Iterator[list[Piece]]:
+        """Copy the pieces of each file into a buffer of the file, and yield them as they are
+        there."""
+        on_gpu = any(piece.values.is_cuda for pieces in files for piece in pieces)
+        for number, pieces in enumerate(files):
+            sizes = [-(-piece.values.nbytes // _ALIGN) * _ALIGN for piece in pieces]
+            if number == len(self._room):
+                self._room.append(torch.empty(0, dtype=torch.uint8))
+            if self._room[number].numel() < sum(sizes):
+                self._room[number] = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
+            there, at = [], 0
+            for piece, size in zip(pieces, sizes, strict=True):
+                flat = self._room[number][at : at + piece.values.nbytes].view(piece.values.dtype)
+                there.append(replace(piece, values=flat.copy_(piece.values, non_blocking=True)))
+                at += size
+            yield there
+        if on_gpu:
+            torch.cuda.synchronize()
 
 
 def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm") -> dict[str, Any]:
@@ -245,29 +334,35 @@ def _size(tensors: dict[str, Tensor]) -> int:
 # ---- files
 
 
-def _write(pieces: Sequence[Piece], folder: Path) -> None:
-    files: list[list[Piece]] = [[]]
+def _contents(
+    models: Sequence[Any], optimizer: Any, state: dict[str, Any]
+) -> tuple[str, list[list[Piece]]]:
+    """Return the text of `checkpoint.json`, and what this rank saves, by file. Collective."""
+    index = {"format": FORMAT, "state": state, "optimizer_step": _step(optimizer)}
+    files: list[list[Piece]] = []
     size = 0
-    for piece in pieces:
-        if size >= FILE_BYTES:
+    for piece in _pieces(models, optimizer):
+        if not piece.is_saved:
+            continue
+        if not files or size + piece.values.nbytes > FILE_BYTES:
             files.append([])
             size = 0
         files[-1].append(piece)
         size += piece.values.nbytes
+    return json.dumps(index, indent=1), files
+
+
+def _write(files: Sequence[Sequence[Piece]], folder: Path) -> list[Path]:
+    """Write this rank's files to disk, and return their paths."""
     rank = dist.get_rank()
+    paths = [folder / f"rank{rank:05d}_{i}.safetensors" for i in range(len(files))]
     with ThreadPoolExecutor(WRITERS) as pool:
-        names = (folder / f"rank{rank:05d}_{i}.safetensors" for i in range(len(files)))
-        for _ in pool.map(_write_file, names, files):
-            pass
+        list(pool.map(_write_file, paths, files))
+    return paths
 
 
 def _write_file(path: Path, pieces: Sequence[Piece]) -> None:
-    entries = {
-        f"{p.name}@{','.join(map(str, p.box.offset))}": p.values.to("cpu", copy=True).view(
-            p.box.shape
-        )
-        for p in pieces
-    }
+    entries = {piece.entry: piece.values.to("cpu").view(piece.box.shape) for piece in pieces}
     save_file(entries, path)
     disk.sync_file(path)
 
@@ -319,8 +414,8 @@ def _read(pieces: Sequence[Piece], folder: Path) -> None:
     files = Shards(folder)
     try:
         files.open()
-        for piece in pieces:
-            files.read(piece)
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(files.read, pieces))
     except (SafetensorError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -339,6 +434,11 @@ def _attempt(work: Callable[[], None], folder: Path) -> None:
     dist.all_reduce(failed := _there(failed), op=dist.ReduceOp.MAX)
     if problem is None and not int(failed):
         return
+    raise _os_error(problem, folder) from problem
+
+
+def _os_error(problem: Exception | None, folder: Path) -> OSError:
+    """Return the error of a checkpoint that could not be written; `problem`: this rank's."""
     number = getattr(problem, "errno", None) or errno.EIO
     if "os error 28" in str(problem):  # safetensors' message for a full disk
         number = errno.ENOSPC
@@ -348,12 +448,13 @@ def _attempt(work: Callable[[], None], folder: Path) -> None:
         reason = (
             str(problem) if problem is not None else "another rank could not write; see its log"
         )
-    raise OSError(number, f"checkpoint not written to {folder}: {reason}") from problem
+    return OSError(number, f"checkpoint not written to {folder}: {reason}")
 
 
-def _check_space(folder: Path, pieces: Sequence[Piece]) -> None:
+def _check_space(folder: Path, files: Sequence[Sequence[Piece]]) -> None:
     """Raise OSError before writing if the disk of `folder` cannot hold the checkpoint."""
-    total = torch.tensor([sum(piece.values.nbytes for piece in pieces)], dtype=torch.int64)
+    mine = sum(piece.values.nbytes for pieces in files for piece in pieces)
+    total = torch.tensor([mine], dtype=torch.int64)
     dist.all_reduce(total := _there(total))
 
     def look() -> None:

@@ -11,6 +11,7 @@ token (critic). Actor and critic of one process share only the process groups.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import tee
@@ -48,7 +49,7 @@ from rlcore.ops import head as chunked
 from rlcore.ops import native
 from rlcore.ops.logprob import log_probs, statistics_dtype
 from rlcore.ops.policy import ROWS, PolicyInputs, PolicyLoss, PolicySpec, policy_loss
-from rlcore.protocols import PARTS, Part
+from rlcore.protocols import PARTS, Part, WrittenFiles
 from rlcore.records import Shard
 from rlcore.tensors import Batch, Loss, LossInputs, LossOutput, ValueInputs, ValueLoss
 from rlcore.utils.errors import ConfigError
@@ -99,6 +100,7 @@ class MegatronLearner:
         self._role = "critic" if head == "value" else "actor"
         self.version = 0
         self.updates = 0
+        self._background: checkpoint.Background | None = None
         """Number of optimizer steps, including skipped steps; determines the learning rate."""
         self._train, self._total_updates = train, total_updates
         if self.device.type == "cuda":
@@ -374,8 +376,20 @@ class MegatronLearner:
             OSError: a rank could not write; all ranks raise it, and `path` stays unchanged.
         """
         self._must_be_here("save", "weights", "optimizer")
-        state = {"version": self.version, "updates": self.updates, "head": self.head}
-        checkpoint.save(Path(path), self._models, self._optimizer, state)
+        checkpoint.save(Path(path), self._models, self._optimizer, self._state())
+
+    def begin_save(self, path: Path) -> Future[WrittenFiles]:
+        """Copy model, optimizer and counters to host memory, and write them to the new folder
+        `path` on a thread. Collective until the call returns.
+
+        Raises:
+            OSError: a rank has no memory for the copy, or the disk no space; raised on all ranks.
+        """
+        self._must_be_here("save", "weights", "optimizer")
+        if self._background is None:
+            self._background = checkpoint.Background()
+            self._on_close.callback(self._background.close)
+        return self._background.save(Path(path), self._models, self._optimizer, self._state())
 
     def load(self, path: Path) -> None:
         """Load a checkpoint that `save` wrote, under this or another layout. Collective.
@@ -386,6 +400,9 @@ class MegatronLearner:
         self._must_be_here("load", "weights", "optimizer")
         state = checkpoint.load(Path(path), self._models, self._optimizer, head=self.head)
         self.version, self.updates = state["version"], state["updates"]
+
+    def _state(self) -> dict[str, Any]:
+        return {"version": self.version, "updates": self.updates, "head": self.head}
 
     def close(self) -> None:
         """Leave the process groups; the last learner of the process releases them. Idempotent."""

@@ -48,6 +48,9 @@ ENGINE_CONTEXT = {"torch": PROCESS_CONTEXT, "sglang": 4_000_000_000}
 PREFILL_TOKENS = {"torch": 16384, "sglang": 8192}
 CHECKPOINT_BYTES = 2 * 2**30
 """Bytes of checkpoint files that a rank holds in host memory at a time (mcore/checkpoint.py)."""
+STAGED = 1.25
+"""Host memory that a checkpoint written in the background takes, over its own size (estimate):
+pinned memory is allocated in powers of two, and files are not full."""
 BUNDLE_BYTES = 256 * 2**20
 """Bytes that `Learner.export` gathers at a time, unless one tensor is larger."""
 SLACK_BYTES = 16 * 2**20
@@ -405,10 +408,13 @@ def _host(cfg: Config, hf: HFConfig, states: dict[str, dict[Part, int]], cuda: b
             items.append(Item(f"{name} parked", state["weights"] + state["optimizer"]))
     if cfg.algo.needs_reference:
         items.append(Item("reference weights", states["learner"]["weights"]))
-    saved = max(state["optimizer"] for state in states.values())
+    saved = [state["optimizer"] for state in states.values()]
     if cfg.model.dtype != "bfloat16":  # the weights are saved as the main parameters
-        saved += saved // 2
-    items.append(Item("checkpoint files", min(CHECKPOINT_BYTES, 2 * saved)))
+        saved = [size + size // 2 for size in saved]
+    files = min(CHECKPOINT_BYTES, 2 * max(saved))
+    if rules.saves_async(cfg, cuda=cuda):
+        files = round(STAGED * sum(saved))
+    items.append(Item("checkpoint files", files))
     if cfg.rollout.engine == "sglang" and cuda:  # SGLang's buckets stay on the GPU.
         return items
     return [*items, Item("bucket", bucket_bytes(cfg, hf))]

@@ -1,6 +1,8 @@
 """Save and restore checkpoints: the learner's checkpoint plus all other state of a run.
 
 A new checkpoint is written to a temporary folder and renamed, so a kill leaves the previous intact.
+With `--checkpoint.async_save`, `save` returns when the state is in host memory, and `settle` gives
+the folder its name when all ranks have written it.
 
     <run>/checkpoints/step_000040/{learner/, critic/, buffer/, histories.npz, state.json,
                                    manifest.json}
@@ -13,8 +15,9 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +26,7 @@ from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
 from rlcore.hf.weights import save_folder
 from rlcore.metrics.sinks import MetricsWriter
-from rlcore.protocols import Learner
+from rlcore.protocols import Learner, WrittenFiles
 from rlcore.rollout.async_rollout import FOLDER as ASYNC_ROLLOUT
 from rlcore.rollout.async_rollout import AsyncRollout
 from rlcore.rollout.histospec import HistoryStore
@@ -57,11 +60,16 @@ def found(run_folder: Path) -> list[Path]:
         for p in folder_of(run_folder).glob("step_*")
         if p.is_dir() and p.name.removeprefix("step_").isdecimal()
     ]
-    return sorted(folders, key=_step_of, reverse=True)
+    return sorted(folders, key=step_of, reverse=True)
 
 
-def _step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
+    """Return the step after which a checkpoint was saved."""
     return int(checkpoint.name.removeprefix("step_"))
+
+
+def _folder_at(run_folder: Path, step: int) -> Path:
+    return folder_of(run_folder) / f"step_{step:06d}"
 
 
 def wanted_by(cfg: Config, run_folder: Path) -> str:
@@ -139,7 +147,16 @@ def _remove_partial(run_folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A checkpoint that ranks write while the run goes on."""
+
+    step: int
+    parts: Mapping[str, Future[WrittenFiles]]
+    """What this rank writes, by subfolder."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Checkpoints:
     """Writer and reader of one rank's checkpoints, with all objects whose state is saved."""
 
@@ -160,6 +177,9 @@ class Checkpoints:
     """Reward deadlines that adapt to prompts."""
     sizes: EngineSizePolicy | None = None
     """Policy that chooses the engine size, on rank 0; None on other ranks."""
+    in_background: bool = False
+    """Whether the run goes on while the learners' state is written; the same on all ranks."""
+    _pending: _Pending | None = field(default=None, init=False)
 
     def choose(self) -> Path | None:
         """Return the checkpoint to start from according to --run.resume, or None; the same on every
@@ -198,10 +218,12 @@ class Checkpoints:
         self, progress: Progress, writer: MetricsWriter | None, accuracy: float | None = None
     ) -> Path | None:
         """Write a checkpoint of the finished step. Collective over all ranks. If writing fails,
-        earlier checkpoints stay, and --checkpoint.on_error decides whether the run ends.
+        earlier checkpoints stay, and --checkpoint.on_error decides whether the run ends. An earlier
+        checkpoint must be settled.
 
         Returns:
-            The checkpoint's folder; None if it could not be written.
+            The checkpoint's folder; None if it could not be written, or is being written in the
+            background.
 
         Args:
             writer: metrics writer on rank 0, flushed to disk before the checkpoint becomes valid.
@@ -211,19 +233,76 @@ class Checkpoints:
             RuntimeError: the checkpoint was not written, and --checkpoint.on_error is not
                 `continue` or this was the last step.
         """
-        step = progress.step
+        assert self._pending is None
+        step, parts = progress.step, dict[str, Future[WrittenFiles]]()
         progress.begin_save()
-        final = folder_of(self.folder) / f"step_{step:06d}"
+        with waiting(f"writing the checkpoint of step {step}"):
+            error = self._write(step, accuracy, parts)
+            if error:
+                return self._complete(step, error, {}, progress, writer)
+            if self.in_background:
+                self._pending = _Pending(step, parts)
+                return None
+            return self._complete(step, "", {}, progress, writer)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a checkpoint is being written in the background; the same on all ranks."""
+        return self._pending is not None
+
+    def settle(
+        self, progress: Progress, writer: MetricsWriter | None, *, wait: bool
+    ) -> Path | None:
+        """Complete the checkpoint that is being written in the background, if all ranks have
+        written their parts, or with `wait` when they have. Collective over all ranks. Errors are
+        handled, and `writer` is used, as in `save`.
+
+        Returns:
+            The folder of the checkpoint that became complete; None if there is none.
+        """
+        pending = self._pending
+        if pending is None:
+            return None
+        with waiting(f"writing the checkpoint of step {pending.step}"):
+            is_done = wait or all(part.done() for part in pending.parts.values())
+            if collective.any_rank(not is_done, self.ranks.everyone):
+                return None
+            error, sums, seconds = "", {}, 0.0
+            for name, part in pending.parts.items():
+                try:
+                    written = part.result()
+                except OSError as e:
+                    error = reason(e)
+                    continue
+                sums |= {f"{name}/{file}": s for file, s in written.checksums.items()}
+                seconds += written.seconds
+            self._pending = None
+            slowest = collective.reduce_floats([seconds], "max", self.ranks.everyone)[0]
+            progress.add({"timing_s/write_checkpoint": slowest})
+            return self._complete(pending.step, self._any(error), sums, progress, writer)
+
+    def _complete(
+        self,
+        step: int,
+        error: str,
+        sums: Mapping[str, int],
+        progress: Progress,
+        writer: MetricsWriter | None,
+    ) -> Path | None:
+        """Seal a written checkpoint and give it its name; or, after an error, remove it.
+
+        Args:
+            error: why it could not be written, known on every rank; "": it was written.
+            sums: CRC-32 of files that this rank has read since it wrote them.
+        """
+        final = _folder_at(self.folder, step)
         aside = final.with_suffix(PARTIAL)
         what = f"checkpoint of step {step} could not be written to {final.parent}"
-        with waiting(f"writing the checkpoint of step {step}"):
-            error = self._write(step, aside, accuracy)
-            if not error:
-                error = seal.write(aside, self.ranks.everyone)
+        error = error or seal.write(aside, self.ranks.everyone, sums)
         if error:
             if self.ranks.rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
-            self._failed(progress, what, error)
+            self._failed(progress, step, what, error)
             return None
         try:
             if self.ranks.rank == 0:
@@ -235,13 +314,16 @@ class Checkpoints:
         except OSError as e:
             error = reason(e)
         if error := self._any(error):
-            self._failed(progress, what, error)
+            self._failed(progress, step, what, error)
             return None
         return final
 
-    def _write(self, step: int, aside: Path, accuracy: float | None) -> str:
-        """Write all parts of a checkpoint into the folder `aside`. Return the error on every rank,
-        or "" if there is none."""
+    def _write(
+        self, step: int, accuracy: float | None, parts: dict[str, Future[WrittenFiles]]
+    ) -> str:
+        """Write all parts of a checkpoint, or begin with it: `parts` receives what is being written
+        in the background. Return the error on every rank, or "" if there is none."""
+        aside = _folder_at(self.folder, step).with_suffix(PARTIAL)
         error = ""
         try:
             if self.ranks.rank == 0:
@@ -254,10 +336,13 @@ class Checkpoints:
         if error := self._any(error):
             return error
         try:
-            if self.learner is not None:
-                self.learner.save(aside / "learner")
-            if self.critic is not None:
-                self.critic.save(aside / "critic")
+            for name, learner in (("learner", self.learner), ("critic", self.critic)):
+                if learner is None:
+                    continue
+                if self.in_background:
+                    parts[name] = learner.begin_save(aside / name)
+                else:
+                    learner.save(aside / name)
             if self.async_rollout is not None:
                 self.async_rollout.save(aside / ASYNC_ROLLOUT)
             if self.ranks.rank == 0:
@@ -277,9 +362,9 @@ class Checkpoints:
         last = int(collective.reduce_floats([mine], "max", self.ranks.everyone)[0]) - 1
         return (error or f"rank {last} failed; read its log") if last >= 0 else ""
 
-    def _failed(self, progress: Progress, what: str, why: str) -> None:
-        """After a failed save, continue or end the run, the same on every rank."""
-        is_last = progress.stops or progress.step >= self.cfg.run.steps
+    def _failed(self, progress: Progress, step: int, what: str, why: str) -> None:
+        """After the failed save of `step`, continue or end the run, the same on every rank."""
+        is_last = step == progress.step and (progress.stops or step >= self.cfg.run.steps)
         if self.cfg.checkpoint.on_error == "continue" and not is_last:
             name = "training/failed_saves"
             progress.add({name: progress.metrics.get(name, 0.0) + 1})
@@ -386,7 +471,7 @@ class Checkpoints:
         """After a resume from an earlier step, rename the checkpoints of later steps to `.old<k>`.
         Otherwise `auto` would choose one of these, and `prune` would delete new checkpoints first.
         Metrics and rollouts are copied, because the run truncates them to this step."""
-        later = [p for p in found(self.folder) if _step_of(p) > step]
+        later = [p for p in found(self.folder) if step_of(p) > step]
         if not later:
             return
         k = 1

@@ -12,7 +12,6 @@ from rlcore.utils import collective, disk, files
 from rlcore.utils.errors import ConfigError
 
 MANIFEST = "manifest.json"
-CHUNK_BYTES = 4 * 2**20
 UNREADABLE = -1.0
 
 
@@ -25,9 +24,14 @@ class Manifest(msgspec.Struct):
     """CRC-32 of `files`, so that a lost or changed entry is detected; -1 in earlier versions."""
 
 
-def write(folder: Path, group: collective.Group) -> str:
+def write(folder: Path, group: collective.Group, known: Mapping[str, int] | None = None) -> str:
     """Seal a complete checkpoint folder on a disk that all ranks share. Return the error on every
-    rank, or "" if there is none. Collective."""
+    rank, or "" if there is none. Collective.
+
+    Args:
+        known: CRC-32 of files that this rank has read since they were written, by path in the
+            folder; each file may be known to one rank only.
+    """
     error, sizes = "", {}
     if collective.is_first(group):
         try:
@@ -35,7 +39,7 @@ def write(folder: Path, group: collective.Group) -> str:
         except OSError as e:
             error = str(e)
     sizes = json.loads(collective.broadcast_text(json.dumps(sizes), group))
-    sums = _checksums(folder, list(sizes), group)
+    sums = _checksums(folder, list(sizes), group, known)
     if UNREADABLE in sums:
         error = error or "cannot read a file that was just written"
     elif collective.is_first(group) and not error:
@@ -106,20 +110,30 @@ def _files(folder: Path) -> list[str]:
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
-def _checksums(folder: Path, names: list[str], group: collective.Group) -> list[float]:
-    """Return the CRC-32 of each file, or UNREADABLE. Ranks share the reading. Collective."""
+def _checksums(
+    folder: Path, names: list[str], group: collective.Group, known: Mapping[str, int] | None = None
+) -> list[float]:
+    """Return the CRC-32 of each file, or UNREADABLE. Ranks share the reading of the files that no
+    rank knows. Collective."""
+    known = known or {}
     rank, size = collective.place(group)
-    mine = [_checksum(folder / n) if i % size == rank else 0.0 for i, n in enumerate(names)]
+    is_known = [0.0] * len(names)
+    if collective.any_rank(bool(known), group):
+        is_known = collective.reduce_floats([float(n in known) for n in names], "max", group)
+    mine = [
+        float(known[n])
+        if n in known
+        else 0.0
+        if there or i % size != rank
+        else _checksum(folder / n)
+        for i, (n, there) in enumerate(zip(names, is_known, strict=True))
+    ]
     totals = collective.reduce_floats(mine, group=group)
     return [UNREADABLE if t < 0 else t for t in totals]
 
 
 def _checksum(path: Path) -> float:
-    found = 0
     try:
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                found = zlib.crc32(chunk, found)
+        return float(disk.checksum(path))
     except OSError:
         return UNREADABLE  # negative, so that the sum over all ranks is negative
-    return float(found)

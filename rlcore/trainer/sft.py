@@ -74,11 +74,12 @@ def train(run: Tuning) -> None:
         if run.held_out and sync_loop.evaluates(run):
             evaluate(run)
         _report(run)
+        sync_loop.settle(run, wait=sync_loop.saves(run))
         if sync_loop.saves(run):
             with run.spans.phase("save_checkpoint"):
                 saved = run.checkpoints.save(run.progress, run.observers.writer)
-            if saved is not None and run.observers.callbacks is not None:
-                run.observers.callbacks.on_save(run.step, saved)
+            sync_loop.tell_saved(run, saved)
+    sync_loop.settle(run, wait=True)
     if run.step < cfg.run.steps and not run.progress.is_complete:
         report.interrupted(run)
     else:

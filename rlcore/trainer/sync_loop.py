@@ -8,12 +8,13 @@ accelerator; with --mux.url it also waits for a permit before each phase.
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from rlcore.config import rules
 from rlcore.protocols import Part
 from rlcore.records import EndRound, Group, RequestId, Sample
 from rlcore.rollout.worker import COUNTS, RoundCallbacks, Streamer
-from rlcore.trainer import advantages, evaluate, learn, phases, plan, report
+from rlcore.trainer import advantages, evaluate, learn, phases, plan, report, resume
 from rlcore.trainer.run import Run, Training
 from rlcore.utils import collective
 from rlcore.utils import seed as seeds
@@ -50,14 +51,15 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
             with run.device.generate("testing"), run.spans.phase("testing"):
                 accuracy = evaluate.accuracy(evaluate.run(run))
         report.step(run)
+        settle(run, wait=saves(run))
         if saves(run):
             with run.device.save(WRITTEN), run.spans.phase("save_checkpoint"):
                 # Collective over all ranks.
                 saved = run.checkpoints.save(run.progress, run.observers.writer, accuracy)
-            if saved is not None and run.observers.callbacks is not None:
-                run.observers.callbacks.on_save(run.step, saved)
+            tell_saved(run, saved)
         if cfg.debug.kill_at_step == run.step and run.ranks.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
+    settle(run, wait=True)
     if run.step < cfg.run.steps and not run.progress.is_complete:
         report.interrupted(run)
     else:
@@ -68,6 +70,22 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
         if run.observers.callbacks is not None:
             run.observers.callbacks.on_end(run.step)
     run.on_done()
+
+
+def settle(run: Training, *, wait: bool) -> None:
+    """Complete a checkpoint that is being written in the background, with `wait` in any case; no
+    other begins before. Collective over all ranks."""
+    if not run.checkpoints.is_pending:
+        return
+    with run.spans.phase("save_checkpoint"):
+        saved = run.checkpoints.settle(run.progress, run.observers.writer, wait=wait)
+    tell_saved(run, saved)
+
+
+def tell_saved(run: Training, checkpoint: Path | None) -> None:
+    """Call the callbacks of a complete checkpoint."""
+    if checkpoint is not None and run.observers.callbacks is not None:
+        run.observers.callbacks.on_save(resume.step_of(checkpoint), checkpoint)
 
 
 def sync_stop_request(run: Training, asks: bool) -> None:

@@ -1,7 +1,10 @@
 """Write files so that they survive a loss of power, before a rename makes them count."""
 
 import os
+import zlib
 from pathlib import Path
+
+CHUNK_BYTES = 4 * 2**20
 
 
 def write_text(path: Path, text: str) -> None:
@@ -16,6 +19,15 @@ def sync_file(path: Path) -> None:
     """Flush a written file to disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def checksum(path: Path) -> int:
+    """Return the CRC-32 of a file's contents."""
+    found = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            found = zlib.crc32(chunk, found)
+    return found
 
 
 def sync_folder(path: Path) -> None:

@@ -29,7 +29,7 @@ the time outside of any phase."""
 
 BETWEEN = {
     "testing": "evaluation; not part of the step",
-    "save_checkpoint": "writing a checkpoint; not part of the step",
+    "save_checkpoint": "writing a checkpoint, or waiting for one; not part of the step",
 }
 """Phases between two steps."""
 

@@ -43,6 +43,26 @@ def test_what_is_saved_is_loaded_bit_by_bit(name: str, tmp_path: Path) -> None:
         kit.assert_bitwise(side.state(learner), after)
 
 
+def test_what_is_written_in_the_background_is_the_state_before_further_updates(
+    tmp_path: Path,
+) -> None:
+    case = CASES["bfloat16 distributed"]
+    with side.learner(**case) as learner:
+        for number in range(3):  # the second save takes the memory of the first
+            ranks.step(learner, number)
+            saved = side.state(learner)
+            written = learner.begin_save(tmp_path / str(number))
+            if number < 2:
+                written.result()
+        figures, after = ranks.step(learner, 3), side.state(learner)
+        assert written.result().checksums
+    with side.learner(**case) as learner:
+        learner.load(tmp_path / "2")
+        kit.assert_bitwise(side.state(learner), saved)
+        assert ranks.step(learner, 3) == figures
+        kit.assert_bitwise(side.state(learner), after)
+
+
 def test_a_learner_that_never_stepped_loads_too(tmp_path: Path) -> None:
     case = CASES["bfloat16 distributed"]
     with side.learner(**case) as learner:

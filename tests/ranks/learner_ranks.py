@@ -1,8 +1,10 @@
 """What the ranks of test_learner.py and test_checkpoint.py run."""
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -10,8 +12,10 @@ from rlcore.algos import grpo
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.weights import save_folder
+from rlcore.mcore import checkpoint
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.tensors import Batch, LossInputs, LossOutput, cumulative
+from rlcore.utils import disk
 from tests import kit
 from tests.ranks.sizes import LENGTHS
 
@@ -177,12 +181,32 @@ def saved(rank: int, folder: str, cases: Mapping[str, Mapping[str, Any]]) -> dic
         learner = make(**case)
         for number in range(2):
             step(learner, number)
-        learner.save(Path(folder) / name)
+        path, later = Path(folder) / name, Path(f"{folder}_later") / name
+        learner.save(path)
         hf = Path(f"{folder}_hf") / name
         save_folder(learner.export(), learner.hf, None, hf, SHARD_BYTES, together=True)
-        found[name] = two_more(learner)
+        has_trained = threading.Event()
+        with mock.patch.object(checkpoint, "_write", after(has_trained, checkpoint._write)):
+            written = learner.begin_save(later)
+            found[name] = two_more(learner)
+            has_trained.set()
+            checksums = written.result().checksums
+        found[name]["same files"] = {
+            file: (path / file).read_bytes() == (later / file).read_bytes() for file in checksums
+        }
+        found[name]["checksums"] = checksums == {f: disk.checksum(later / f) for f in checksums}
         learner.close()
     return found
+
+
+def after(event: threading.Event, work: Callable[..., Any]) -> Callable[..., Any]:
+    """`work`, begun once the event is set."""
+
+    def waiting(*args: Any) -> Any:
+        assert event.wait(120)
+        return work(*args)
+
+    return waiting
 
 
 def cannot_export(rank: int, path: str) -> str:

@@ -70,6 +70,18 @@ def alone(folder: Path, saved: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", SAVED)
+def test_what_is_written_in_the_background_is_the_state_before_further_updates(
+    saved: list[dict[str, Any]], folder: Path, case: str
+) -> None:
+    names = [set(rank[case]["same files"]) for rank in saved]
+    assert not names[0] & names[1]
+    assert names[0] | names[1] == {path.name for path in (folder / case).iterdir()}
+    for rank in saved:
+        assert rank[case]["same files"] and all(rank[case]["same files"].values())
+        assert rank[case]["checksums"]
+
+
+@pytest.mark.parametrize("case", SAVED)
 def test_the_same_layout_resumes_bit_for_bit(
     saved: list[dict[str, Any]], resumed: list[dict[str, Any]], case: str
 ) -> None:

@@ -189,14 +189,16 @@ def test_megatron_builds_within_the_plan(arch: str, dtype: str, distributed: boo
     assert 0.99 * planned <= peak <= 1.01 * planned + largest
 
 
-def test_checkpoint_files_are_twice_in_host_memory() -> None:
+def test_host_memory_holds_a_few_checkpoint_files_twice_or_all_of_them() -> None:
     assert 2 * checkpoint.WRITERS * checkpoint.FILE_BYTES == memory.CHECKPOINT_BYTES
     for dtype in ("bfloat16", "float32"):  # main parameter and two moments, 4 bytes each
-        cfg = config("--model.dtype", dtype)
-        found = memory.make(cfg, small(), layout_of(cfg.train, 1, 0), **GPUS)
-        count, _ = memory.parameters(small(), layout_of(cfg.train, 1, 0))
-        assert {i.part: i.num_bytes for i in found.host}["checkpoint files"] == 2 * 12 * count
-    large = plan(vocab_size=16_000_000, hidden_size=80)
+        for key, share in (("--checkpoint.no_async_save", 2), ("--checkpoint.async_save", 1.25)):
+            cfg = config("--model.dtype", dtype, key)
+            found = memory.make(cfg, small(), layout_of(cfg.train, 1, 0), **GPUS)
+            count, _ = memory.parameters(small(), layout_of(cfg.train, 1, 0))
+            host = {i.part: i.num_bytes for i in found.host}
+            assert host["checkpoint files"] == share * 12 * count
+    large = plan("--checkpoint.no_async_save", vocab_size=16_000_000, hidden_size=80)
     assert {i.part: i.num_bytes for i in large.host}["checkpoint files"] == 2 * 2**30
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from rlcore.algos.kl import AdaptiveController
+from rlcore.protocols import WrittenFiles
 from rlcore.sched.planner import TPPlanner
 from rlcore.trainer import resume, seal
 from rlcore.trainer.progress import Data, Progress, Ranks
 from rlcore.trainer.resume import Checkpoints
+from rlcore.utils import disk
 
 
 def run_with(folder: Path, steps: list[int], keep: int = 2) -> Checkpoints:
@@ -230,9 +233,24 @@ def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypa
 class FakeLearner:
     """Writes one file, as one rank does."""
 
+    def __init__(self) -> None:
+        self.begun: list[tuple[Path, Future[WrittenFiles]]] = []
+
     def save(self, path: Path) -> None:
         path.mkdir()
         (path / "weights").write_bytes(bytes(8))
+
+    def begin_save(self, path: Path) -> Future[WrittenFiles]:
+        self.save(path)
+        self.begun.append((path, Future()))
+        return self.begun[-1][1]
+
+    def end_save(self, checksum: int | None = None) -> None:
+        """As the thread of a learner does at its end."""
+        path, future = self.begun[-1]
+        if checksum is None:
+            checksum = disk.checksum(path / "weights")
+        future.set_result(WrittenFiles({"weights": checksum}, 1.5))
 
 
 def saving(folder: Path, keep: int = 1, **more: object) -> Checkpoints:
@@ -293,3 +311,69 @@ def test_all_of_a_checkpoint_is_on_disk_before_it_gets_its_name(
     aside = str(folder) + ".partial"
     assert before >= {str(path).replace(str(folder), aside) for path in wanted}
     assert calls[at + 1] == ("fsync", str(folder.parent))
+
+
+# ---- in the background
+
+
+def begun(folder: Path, on_error: str = "stop") -> tuple[Checkpoints, Progress, FakeLearner]:
+    """A run with a checkpoint of step 2 that is being written, after one of step 1."""
+    run = saving(folder, keep=2)
+    run.cfg.checkpoint.on_error = on_error
+    save(run, 1)
+    run.in_background = True
+    progress = Progress()
+    progress.begin(2)
+    assert run.save(progress, None) is None
+    assert isinstance(run.learner, FakeLearner)
+    return run, progress, run.learner
+
+
+def test_a_checkpoint_counts_once_it_is_written(tmp_path: Path) -> None:
+    run, progress, learner = begun(tmp_path)
+    assert run.settle(progress, None, wait=False) is None
+    assert [path.name for path in resume.found(tmp_path)] == ["step_000001"]
+    progress.begin(3)
+    learner.end_save()
+    saved = run.settle(progress, None, wait=False)
+    assert saved is not None and resume.step_of(saved) == 2
+    assert not seal.fault(saved, None)
+    assert progress.take() == {"timing_s/write_checkpoint": 1.5}
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+    assert run.settle(progress, None, wait=True) is None
+
+
+def test_the_checksums_of_the_thread_seal_its_files(tmp_path: Path) -> None:
+    """The files are not read again."""
+    run, progress, learner = begun(tmp_path)
+    learner.end_save(checksum=7)
+    saved = run.settle(progress, None, wait=True)
+    assert saved is not None and "learner/weights has a wrong checksum" in seal.fault(saved, None)
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Path) -> None:
+    run, _, _ = begun(tmp_path)
+    again = saving(tmp_path, keep=2)
+    chosen = again.choose()
+    assert chosen is not None and chosen.name == "step_000001"
+    save(again, 2)
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+
+
+def test_an_error_of_the_thread_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    run, progress, learner = begun(tmp_path)
+    learner.begun[-1][1].set_exception(OSError(28, "No space left on device"))
+    progress.begin(3)
+    with pytest.raises(RuntimeError, match="of step 2 could not be written .*the disk is full"):
+        run.settle(progress, None, wait=False)
+    assert names(tmp_path) == ["step_000001"]
+
+
+def test_an_error_of_the_thread_is_counted_where_the_run_shall_go_on(tmp_path: Path) -> None:
+    run, progress, learner = begun(tmp_path, "continue")
+    learner.begun[-1][1].set_exception(OSError(5, "Input/output error"))
+    progress.begin(3)
+    assert run.settle(progress, None, wait=False) is None
+    assert progress.take()["training/failed_saves"] == 1
+    assert names(tmp_path) == ["step_000001"]
+    assert not run.is_pending

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rlcore.metrics import names, trace
+from rlcore.trainer import resume, seal
 from tests import kit, runs
 
 KEPT = "--checkpoint.every", 2, "--checkpoint.keep", 0
@@ -58,6 +59,8 @@ class World:
         again = ("--model.path", self.folder / "no_such_folder")
         jobs = [
             self.job("straight", *KEPT, *LOGGED),
+            self.job("async", "--checkpoint.every", 1, "--checkpoint.keep", 0,
+                     "--checkpoint.async_save"),
             self.job("resumed", *KEPT, run="killed"),
             self.job("done", *KEPT, run="straight"),
             self.job("shuffled", *ONE, "--debug.shuffle_rewards"),
@@ -95,6 +98,9 @@ class World:
             self.job("going on", *SAVED, "--checkpoint.every", 2, "--checkpoint.no_at_end",
                      "--checkpoint.on_error", "continue",
                      "--run.steps", 3) | {"file_bytes": 60_000},
+            self.job("going on async", *SAVED, "--checkpoint.every", 2, "--checkpoint.async_save",
+                     "--checkpoint.no_at_end", "--checkpoint.on_error", "continue",
+                     "--run.steps", 5) | {"file_bytes": 60_000},
             self.job("whole", *SAVED, "--checkpoint.every", 1, "--run.steps", 2),
             self.job("often", *SAVED, "--checkpoint.every", 0, "--checkpoint.every_minutes", 1e-6,
                      "--checkpoint.keep", 0, "--checkpoint.no_at_end", "--run.steps", 3),
@@ -483,6 +489,28 @@ def test_a_failed_write_is_counted_and_the_run_goes_on_where_it_shall(world: Wor
     assert [row.get("training/failed_saves") for row in rows.values()] == [None, None, 1]
     assert "checkpoint of step 2 could not be written" in text and "the run continues" in text
     assert not list((world.runs / "going on" / "checkpoints").iterdir())
+
+
+def test_checkpoints_written_in_the_background_are_those_of_a_run_that_waits(world: World) -> None:
+    world.gang.check("async")
+    for theirs in resume.found(world.runs / "straight"):
+        mine = world.runs / "async" / "checkpoints" / theirs.name
+        assert not seal.fault(mine, None)
+        files = sorted(path.relative_to(theirs) for path in (theirs / "learner").iterdir())
+        assert len(files) > 1
+        for file in files:
+            assert (mine / file).read_bytes() == (theirs / file).read_bytes()
+    rows, straight = world.rows("async"), world.rows("straight")
+    assert rows[3]["timing_s/write_checkpoint"] > 0
+    assert rows[3]["actor/grad_norm"] == straight[3]["actor/grad_norm"]
+
+
+def test_a_write_that_fails_in_the_background_is_counted_and_the_run_goes_on(world: World) -> None:
+    world.gang.check("going on async")
+    rows, text = world.rows("going on async"), world.gang.text("going on async")
+    assert any(row.get("training/failed_saves") for row in rows.values())
+    assert "checkpoint of step 2 could not be written" in text and "the run continues" in text
+    assert not list((world.runs / "going on async" / "checkpoints").iterdir())
 
 
 def test_a_damaged_checkpoint_costs_a_step_and_is_said(world: World) -> None:

@@ -29,6 +29,7 @@ from rlcore.cli.builders import (
 )
 from rlcore.cli.builders.start import BuildContext
 from rlcore.cli.world import World
+from rlcore.config import rules
 from rlcore.config.schema import Config
 from rlcore.records import Prompt
 from rlcore.trainer.callbacks import Callbacks
@@ -167,6 +168,7 @@ def _run(
         library=side.rollout.library,
         deadlines=side.deadlines,
         sizes=engine_sizes.policy,
+        in_background=rules.saves_async(cfg, cuda=world.device.type == "cuda"),
     )
     with waiting("checking the newest checkpoint"):
         checkpoint = checkpoints.choose()
