@@ -14,12 +14,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "grpo_14b, last stage": {"rank": -1},
     "grpo_32b": {},
+}
+OTHERS: dict[str, dict[str, Any]] = {
     "grpo_30b_a3b of 2 layers": {
         "keys": ("--model.num_layers", "2", "--model.random_init"),
         "computed": 1_200_000,
     },
-}
-OTHERS: dict[str, dict[str, Any]] = {
     "judge_7b": {},
     "grpo_7b": {},
     "grpo_14b, first stage": {},
