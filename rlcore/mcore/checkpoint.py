@@ -166,7 +166,7 @@ class Background:
                     disk.write_text(path / INDEX, index)
                     written.append(path / INDEX)
                 sums = {file.name: disk.checksum(file) for file in written}
-            except (OSError, SafetensorError) as error:
+            except (OSError, SafetensorError, RuntimeError, MemoryError) as error:
                 raise _os_error(error, path) from error
             return WrittenFiles(sums, time.monotonic() - start)
 

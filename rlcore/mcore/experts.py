@@ -67,7 +67,9 @@ class GroupedExperts(SequentialMLP):
         if not len(tokens) or len(self.local_experts) == 1:
             return super().forward(tokens, tokens_per_expert, probs)
         ends = tokens_per_expert.cumsum(0)
-        offsets = ends.to(tokens.device, torch.int32)
+        offsets = ends.to(torch.int32)
+        if tokens.is_cuda:
+            offsets = offsets.pin_memory().to(tokens.device, non_blocking=True)
         bounds, fuses = ends.tolist(), self.config.gradient_accumulation_fusion
         fc1, fc2 = (
             [getattr(expert, name).weight for expert in self.local_experts]

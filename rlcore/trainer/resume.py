@@ -267,7 +267,8 @@ class Checkpoints:
             is_done = wait or all(part.done() for part in pending.parts.values())
             if collective.any_rank(not is_done, self.ranks.everyone):
                 return None
-            error, sums, seconds = "", {}, 0.0
+            error, seconds = "", 0.0
+            sums: dict[str, int] = {}
             for name, part in pending.parts.items():
                 try:
                     written = part.result()

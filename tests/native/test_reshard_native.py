@@ -168,7 +168,7 @@ def test_a_table_that_leads_out_of_the_bucket_is_refused(
     )
     plan.pack([tensor], bucket)
     table = plan._tables[bucket.device]
-    addresses, total = table.addresses([tensor]), torch.zeros(1, dtype=torch.int64)
+    addresses, total = table.addresses([tensor.data_ptr()]), torch.zeros(1, dtype=torch.int64)
     pieces = table.pieces.clone()
     pieces[0, field] = value
     ops = native.torch_ops("reshard", "cpu")

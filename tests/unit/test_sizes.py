@@ -81,6 +81,7 @@ def run_of(
         progress=parts.progress,
         spans=parts.spans,
         observers=Observers(),
+        checkpoints=SimpleNamespace(is_pending=False),
     )
 
 
