@@ -195,9 +195,9 @@ class Learner(Protocol):
     def save(self, path: Path) -> None:
         """Write a checkpoint of model and optimizer. Collective."""
 
-    def begin_save(self, path: Path) -> Future[WrittenFiles]:
-        """Copy what `save` writes to host memory, and write it to the new folder `path` while the
-        learner goes on. Collective until the call returns. Waits for an earlier save."""
+    def save_async(self, path: Path) -> Future[WrittenFiles]:
+        """Copy model and optimizer to host memory, and return while they are written to the new
+        folder `path`. If an earlier call is still writing, wait for it first. Collective."""
 
     def load(self, path: Path) -> None:
         """Read a checkpoint of `save`, possibly under another parallel layout. Collective."""

@@ -1,11 +1,11 @@
-"""Measure how long a save of the learner stops training: written at once, or in the background.
+"""Measure how long training waits for a checkpoint: synchronous and asynchronous saves.
 
     python tools/bench_save.py                                    # tiny model on the CPU
     python tools/bench_save.py --model 0.6b --device cuda --json out.json
 
-A save in the background copies the state to host memory and goes on; the first one also allocates
-that memory, and is a row of its own. Updates follow until all is written: `update while writing`
-against `update`. Weights are random; seconds are medians of --rounds saves.
+An asynchronous save returns when the state is in host memory. The first one also allocates that
+memory and has its own row. Updates run until all files are written: `update while writing` is
+compared with `update`. Weights are random; seconds are medians of --rounds saves.
 """
 
 import argparse
@@ -59,13 +59,13 @@ def measure(a: argparse.Namespace) -> list[dict]:
         update = lambda: seconds(a, arm.update)  # noqa: E731
         update()  # compiles kernels and allocates
         alone = [update() for _ in range(3)]
-        at_once = [seconds(a, lambda: arm.learner.save(folder / "c")) for _ in range(a.rounds)]
+        waiting = [seconds(a, lambda: arm.learner.save(folder / "c")) for _ in range(a.rounds)]
         size = sum(path.stat().st_size for path in (folder / "c").iterdir())
         blocked, writing, beside = [], [], []
         for _ in range(a.rounds + 1):
             shutil.rmtree(folder / "c")
             start = time.perf_counter()
-            written = arm.learner.begin_save(folder / "c")
+            written = arm.learner.save_async(folder / "c")
             blocked.append(time.perf_counter() - start)
             while not written.done():
                 beside.append(update())
@@ -73,10 +73,10 @@ def measure(a: argparse.Namespace) -> list[dict]:
         arm.close()
     found = [
         ("checkpoint", size / 1e9, "GB", None),
-        ("save at once", median(at_once), "s", None),
-        ("first save in background", blocked[0], "s", median(at_once)),
-        ("save in background", median(blocked[1:]), "s", median(at_once)),
-        ("written in background after", median(writing[1:]), "s", median(at_once)),
+        ("synchronous save", median(waiting), "s", None),
+        ("first asynchronous save", blocked[0], "s", median(waiting)),
+        ("asynchronous save", median(blocked[1:]), "s", median(waiting)),
+        ("writing by the thread", median(writing[1:]), "s", median(waiting)),
         ("update", median(alone), "s", None),
     ]
     if beside:

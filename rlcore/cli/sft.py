@@ -206,7 +206,7 @@ def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
             kind="sft",
             kl=AdaptiveController(cfg.algo.kl_target, cfg.algo.kl_horizon),
             data=data,
-            in_background=rules.saves_async(cfg, cuda=here.device.type == "cuda"),
+            async_save=rules.saves_async(cfg, cuda=here.device.type == "cuda"),
         )
         with waiting("checking the newest checkpoint"):
             checkpoint = checkpoints.choose()

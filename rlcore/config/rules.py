@@ -108,8 +108,8 @@ def engine_dtype(cfg: Config) -> Literal["float32", "bfloat16", "float64"]:
 
 
 def saves_async(cfg: Config, *, cuda: bool) -> bool:
-    """Return whether checkpoints are written while the run continues: --checkpoint.async_save, with
-    None: on a GPU."""
+    """Return whether training continues while a checkpoint is written: --checkpoint.async_save,
+    with None resolved for learners on a GPU (`cuda`) or on the CPU."""
     return cuda if cfg.checkpoint.async_save is None else cfg.checkpoint.async_save
 
 

@@ -519,8 +519,8 @@ class CheckpointConfig:
     step takes longer, the run exits with code 143 and resumes from the previous checkpoint. Slurm
     allows KillWait (30 s by default) or GraceTime."""
     async_save: bool | None = None
-    """Whether the run continues while a checkpoint is written: each rank copies its part to host
-    memory (12 bytes per parameter of the part) and writes it from there. None: on a GPU."""
+    """Whether training continues while a checkpoint is written: each rank copies its part to host
+    memory (12 bytes per parameter) and writes it from there. None: true on a GPU, else false."""
     export_hf: bool = True
     """Whether to export the final model in Hugging Face format to `<run>/hf`."""
 

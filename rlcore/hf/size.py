@@ -36,8 +36,8 @@ class ModelSize:
 
     @property
     def products(self) -> float:
-        """Return the number of parameters in the matrix products of one token. Of the experts, only
-        those that the token uses count."""
+        """Return the number of parameters in the matrix products of one token, which uses only
+        `experts_per_token` experts of a layer."""
         return self.dense + self.experts * self.expert_share
 
     def train_flops(self, tokens: float, squares: float) -> float:

@@ -122,11 +122,13 @@ def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any
     dist.barrier()
 
 
-class Background:
-    """Host memory and a thread with which a rank writes checkpoints while it goes on training.
+class AsyncWriter:
+    """Writer of one learner's checkpoints that copies the state to host memory and writes it on a
+    thread, while the rank continues training.
 
-    Threads suffice, and no process is needed: safetensors, checksums and `fsync` release Python's
-    lock. The memory is pinned, has the size of what the rank saves, and is kept for the next save.
+    A thread suffices, because safetensors, checksums and `fsync` release Python's lock. The host
+    memory is kept for the next checkpoint, and pinned if the state is on a GPU. Each file has one
+    buffer, since safetensors needs contiguous tensors; a `HostRoom` would cut them into blocks.
     """
 
     def __init__(self) -> None:
@@ -134,19 +136,19 @@ class Background:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._written: Future[WrittenFiles] | None = None
 
-    def save(
+    def write(
         self, path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any]
     ) -> Future[WrittenFiles]:
-        """Copy the state to host memory, then write it to the new folder `path` on the thread.
-        Collective until the copy is complete, when the call returns. Waits for an earlier save,
-        whose memory it takes.
+        """Copy the state to host memory, then write it to the new folder `path` on the thread. The
+        call returns after the copy and is collective. If an earlier checkpoint is still being
+        written, wait for it first, since both use the same memory.
 
         Returns:
-            Future of the files that this rank has written. It raises OSError if a file could not
-            be written; other ranks do not notice.
+            Future of the files that this rank has written. It raises OSError if this rank could not
+            write a file; the futures of other ranks do not fail.
 
         Raises:
-            OSError: a rank has no memory for the copy, or the disk no space; raised on all ranks.
+            OSError: a rank lacks memory for the copy, or the disk lacks space; raised on all ranks.
         """
         leader = dist.get_rank() == 0
         staged: list[list[Piece]] = []
@@ -158,7 +160,7 @@ class Background:
         def stage() -> None:
             staged.extend(self._stage(files))
 
-        def write() -> WrittenFiles:
+        def write_files() -> WrittenFiles:
             start = time.monotonic()
             try:
                 written = _write(staged, path)
@@ -176,7 +178,7 @@ class Background:
         index, files = _contents(models, optimizer, state)
         _check_space(path, files)
         _attempt(stage, path)
-        self._written = self._thread.submit(write)
+        self._written = self._thread.submit(write_files)
         return self._written
 
     def close(self) -> None:
@@ -184,8 +186,7 @@ class Background:
         self._thread.shutdown()
 
     def _stage(self, files: Sequence[Sequence[Piece]]) -> Iterator[list[Piece]]:
-        """Copy the pieces of each file into a buffer of the file, and yield them as they are
-        there."""
+        """Copy the pieces of each file to the file's buffer. Yield the copies."""
         on_gpu = any(piece.values.is_cuda for pieces in files for piece in pieces)
         for number, pieces in enumerate(files):
             sizes = [-(-piece.values.nbytes // _ALIGN) * _ALIGN for piece in pieces]

@@ -1,9 +1,9 @@
-"""Compute all experts of a rank in one product, instead of one expert after the other.
+"""Compute all experts of a rank with grouped GEMM, without Transformer Engine.
 
 torch's `grouped_mm` multiplies the tokens of each expert by that expert's weights in one launch.
-Megatron's own grouped experts need Transformer Engine; without it Megatron runs one MLP per expert,
-whose launches take longer than the products of a small expert. The weights stay one parameter per
-expert, so that checkpoints and weight updates do not change.
+Megatron's own grouped GEMM needs Transformer Engine; without it Megatron runs the experts' MLPs one
+by one, with several launches each. The weights stay one parameter per expert, so that checkpoints
+and weight updates do not change.
 """
 
 from functools import cache
@@ -20,12 +20,12 @@ from rlcore.mcore import wgrad
 from rlcore.utils.log import announce
 
 _ALIGN = 16
-"""Number of bytes of which a row must have a multiple, for `grouped_mm`."""
+"""Bytes of which the size of a row must be a multiple; required by `grouped_mm`."""
 
 
 @cache
 def can_group(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch has products of groups on this device, with gradients."""
+    """Return whether torch's `grouped_mm` and its gradients work on this device."""
     bounds = [1, 3]
     try:
         x, *weights = (
@@ -35,19 +35,19 @@ def can_group(device: torch.device, dtype: torch.dtype) -> bool:
         product = _Products.apply(x, offsets, bounds, False, *weights)
         product.backward(torch.ones_like(product))
     except (AttributeError, NotImplementedError, RuntimeError, ValueError):
-        return False
+        return False  # an older torch, or a GPU or dtype that grouped_mm does not support
     return True
 
 
 def experts_of(config: TransformerConfig, device: torch.device) -> type[SequentialMLP]:
-    """Return the class of a layer's experts, and say which it is."""
+    """Return the class of a layer's experts, and announce the choice."""
     sizes, dtype = (config.hidden_size, config.moe_ffn_hidden_size), config.params_dtype
     why = ""
     if any(size * dtype.itemsize % _ALIGN for size in sizes):
-        why = f"sizes {sizes[0]} and {sizes[1]} in {dtype} are no multiples of {_ALIGN} bytes"
+        why = f"rows of {sizes[0]} or {sizes[1]} {dtype} are no multiple of {_ALIGN} bytes"
     elif not can_group(device, dtype):
-        why = f"torch has no grouped products in {dtype} on this device"
-    announce("experts", f"one after the other, since {why}" if why else "grouped products")
+        why = f"torch has no grouped GEMM in {dtype} on this device"
+    announce("experts", f"one by one, since {why}" if why else "grouped GEMM")
     return SequentialMLP if why else GroupedExperts
 
 

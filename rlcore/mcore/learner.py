@@ -100,7 +100,7 @@ class MegatronLearner:
         self._role = "critic" if head == "value" else "actor"
         self.version = 0
         self.updates = 0
-        self._background: checkpoint.Background | None = None
+        self._async_writer: checkpoint.AsyncWriter | None = None
         """Number of optimizer steps, including skipped steps; determines the learning rate."""
         self._train, self._total_updates = train, total_updates
         if self.device.type == "cuda":
@@ -378,18 +378,18 @@ class MegatronLearner:
         self._must_be_here("save", "weights", "optimizer")
         checkpoint.save(Path(path), self._models, self._optimizer, self._state())
 
-    def begin_save(self, path: Path) -> Future[WrittenFiles]:
-        """Copy model, optimizer and counters to host memory, and write them to the new folder
-        `path` on a thread. Collective until the call returns.
+    def save_async(self, path: Path) -> Future[WrittenFiles]:
+        """Copy model, optimizer and counters to host memory, and return while a thread writes them
+        to the new folder `path`. Collective.
 
         Raises:
             OSError: a rank has no memory for the copy, or the disk no space; raised on all ranks.
         """
         self._must_be_here("save", "weights", "optimizer")
-        if self._background is None:
-            self._background = checkpoint.Background()
-            self._on_close.callback(self._background.close)
-        return self._background.save(Path(path), self._models, self._optimizer, self._state())
+        if self._async_writer is None:
+            self._async_writer = checkpoint.AsyncWriter()
+            self._on_close.callback(self._async_writer.close)
+        return self._async_writer.write(Path(path), self._models, self._optimizer, self._state())
 
     def load(self, path: Path) -> None:
         """Load a checkpoint that `save` wrote, under this or another layout. Collective.

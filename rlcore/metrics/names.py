@@ -173,7 +173,11 @@ METRICS = [
     Metric("global_seqlen/minmax_diff", "tokens", "most minus fewest tokens of any train rank"),
     *[Metric(f"timing_s/{name}", "s", meaning) for name, meaning in _TIMED.items()],
     Metric("timing_s/step", "s", "one step, from gen to update_weights"),
-    Metric("timing_s/write_checkpoint", "s", "the slowest rank's writing in the background"),
+    Metric(
+        "timing_s/write_checkpoint",
+        "s",
+        "writing of a checkpoint while training continues, slowest rank",
+    ),
     *[
         Metric(f"timing_per_token_ms/{p}", "ms", f"time of {p} per token")
         for p in (*phases.STEP, "testing")

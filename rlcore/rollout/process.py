@@ -58,7 +58,7 @@ class EngineServer:
             while True:
                 self._serve()
                 if self._engine is not None:
-                    # An idle engine waits for calls, in `_serve`, so that the next one is no later.
+                    # An idle engine waits in `_serve`; waiting here would delay the next call.
                     self._push(self._engine.poll(_STEP_S if self._busy else 0.0))
         except BaseException as error:
             trace = "".join(traceback.format_exception(error))

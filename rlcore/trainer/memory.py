@@ -185,7 +185,7 @@ def layer_activations(hf: HFConfig, train: TrainConfig, tokens: int) -> tuple[in
     kept = 4 * hf.hidden_size * whole + 2 * (queries + 2 * keys) + queries
     if hf.num_experts:
         # Tokens are held as sent, received, sorted by expert, and twice when sorted back. Experts
-        # keep input, gate and up, product, weighted product; they run one after another.
+        # keep input, gate and up, product, weighted product.
         sent = hf.experts_per_token * whole
         forward = kept + 5 * sent * hf.hidden_size
         kept += sent * (hf.hidden_size + 4 * hf.moe_intermediate_size)

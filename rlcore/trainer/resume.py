@@ -1,8 +1,8 @@
 """Save and restore checkpoints: the learner's checkpoint plus all other state of a run.
 
 A new checkpoint is written to a temporary folder and renamed, so a kill leaves the previous intact.
-With `--checkpoint.async_save`, `save` returns when the state is in host memory, and `settle` gives
-the folder its name when all ranks have written it.
+With `--checkpoint.async_save`, `save` returns when the state is in host memory, and `finalize`
+renames the folder when all ranks have written their files.
 
     <run>/checkpoints/step_000040/{learner/, critic/, buffer/, histories.npz, state.json,
                                    manifest.json}
@@ -149,11 +149,11 @@ def _remove_partial(run_folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A checkpoint that ranks write while the run goes on."""
+    """Checkpoint that is being written while training continues."""
 
     step: int
     parts: Mapping[str, Future[WrittenFiles]]
-    """What this rank writes, by subfolder."""
+    """Files that this rank is writing, by subfolder."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,8 +177,8 @@ class Checkpoints:
     """Reward deadlines that adapt to prompts."""
     sizes: EngineSizePolicy | None = None
     """Policy that chooses the engine size, on rank 0; None on other ranks."""
-    in_background: bool = False
-    """Whether the run goes on while the learners' state is written; the same on all ranks."""
+    async_save: bool = False
+    """Whether training continues while the learners' files are written; the same on all ranks."""
     _pending: _Pending | None = field(default=None, init=False)
 
     def choose(self) -> Path | None:
@@ -218,12 +218,11 @@ class Checkpoints:
         self, progress: Progress, writer: MetricsWriter | None, accuracy: float | None = None
     ) -> Path | None:
         """Write a checkpoint of the finished step. Collective over all ranks. If writing fails,
-        earlier checkpoints stay, and --checkpoint.on_error decides whether the run ends. An earlier
-        checkpoint must be settled.
+        earlier checkpoints stay, and --checkpoint.on_error decides whether the run ends. With
+        `async_save`, call `finalize` with `wait` first.
 
         Returns:
-            The checkpoint's folder; None if it could not be written, or is being written in the
-            background.
+            The checkpoint's folder; None if it could not be written or is still being written.
 
         Args:
             writer: metrics writer on rank 0, flushed to disk before the checkpoint becomes valid.
@@ -234,28 +233,26 @@ class Checkpoints:
                 `continue` or this was the last step.
         """
         assert self._pending is None
-        step, parts = progress.step, dict[str, Future[WrittenFiles]]()
+        step = progress.step
         progress.begin_save()
         with waiting(f"writing the checkpoint of step {step}"):
-            error = self._write(step, accuracy, parts)
-            if error:
-                return self._complete(step, error, {}, progress, writer)
-            if self.in_background:
+            error, parts = self._write(step, accuracy)
+            if self.async_save and not error:
                 self._pending = _Pending(step, parts)
                 return None
-            return self._complete(step, "", {}, progress, writer)
+            return self._complete(step, error, {}, progress, writer)
 
     @property
     def is_pending(self) -> bool:
-        """Whether a checkpoint is being written in the background; the same on all ranks."""
+        """Whether a checkpoint is being written while training continues; the same on all ranks."""
         return self._pending is not None
 
-    def settle(
+    def finalize(
         self, progress: Progress, writer: MetricsWriter | None, *, wait: bool
     ) -> Path | None:
-        """Complete the checkpoint that is being written in the background, if all ranks have
-        written their parts, or with `wait` when they have. Collective over all ranks. Errors are
-        handled, and `writer` is used, as in `save`.
+        """If all ranks have written their files of the pending checkpoint, seal and rename it. With
+        `wait`, wait until they have. Collective over all ranks. Errors are handled, and `writer` is
+        used, as in `save`.
 
         Returns:
             The folder of the checkpoint that became complete; None if there is none.
@@ -290,11 +287,11 @@ class Checkpoints:
         progress: Progress,
         writer: MetricsWriter | None,
     ) -> Path | None:
-        """Seal a written checkpoint and give it its name; or, after an error, remove it.
+        """Seal and rename a written checkpoint; after an error, delete it.
 
         Args:
-            error: why it could not be written, known on every rank; "": it was written.
-            sums: CRC-32 of files that this rank has read since it wrote them.
+            error: the error in writing it, set on every rank; "" if there was none.
+            sums: CRC-32 of files that this rank wrote and has read back, by path in the checkpoint.
         """
         final = _folder_at(self.folder, step)
         aside = final.with_suffix(PARTIAL)
@@ -320,12 +317,16 @@ class Checkpoints:
         return final
 
     def _write(
-        self, step: int, accuracy: float | None, parts: dict[str, Future[WrittenFiles]]
-    ) -> str:
-        """Write all parts of a checkpoint, or begin with it: `parts` receives what is being written
-        in the background. Return the error on every rank, or "" if there is none."""
+        self, step: int, accuracy: float | None
+    ) -> tuple[str, dict[str, Future[WrittenFiles]]]:
+        """Write all parts of a checkpoint; with `async_save`, only begin to write the learners.
+
+        Returns:
+            The error on every rank, or "" if there is none; and the files that are still being
+            written, by subfolder.
+        """
         aside = _folder_at(self.folder, step).with_suffix(PARTIAL)
-        error = ""
+        error, parts = "", dict[str, Future[WrittenFiles]]()
         try:
             if self.ranks.rank == 0:
                 _remove_partial(self.folder)
@@ -335,13 +336,13 @@ class Checkpoints:
         except OSError as e:
             error = reason(e)
         if error := self._any(error):
-            return error
+            return error, parts
         try:
             for name, learner in (("learner", self.learner), ("critic", self.critic)):
                 if learner is None:
                     continue
-                if self.in_background:
-                    parts[name] = learner.begin_save(aside / name)
+                if self.async_save:
+                    parts[name] = learner.save_async(aside / name)
                 else:
                     learner.save(aside / name)
             if self.async_rollout is not None:
@@ -354,7 +355,7 @@ class Checkpoints:
         except OSError as e:
             log.debug("checkpoint of step %d", step, exc_info=e)
             error = reason(e)
-        return self._any(error)
+        return self._any(error), parts
 
     def _any(self, error: str) -> str:
         """If any rank has failed, return this rank's error, or else an error that names a failed

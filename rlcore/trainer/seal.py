@@ -29,8 +29,8 @@ def write(folder: Path, group: collective.Group, known: Mapping[str, int] | None
     rank, or "" if there is none. Collective.
 
     Args:
-        known: CRC-32 of files that this rank has read since they were written, by path in the
-            folder; each file may be known to one rank only.
+        known: CRC-32 of files that this rank has already read back, by path in the folder. At most
+            one rank may have a file's CRC-32; files that no rank has are read here.
     """
     error, sizes = "", {}
     if collective.is_first(group):
@@ -113,21 +113,15 @@ def _files(folder: Path) -> list[str]:
 def _checksums(
     folder: Path, names: list[str], group: collective.Group, known: Mapping[str, int] | None = None
 ) -> list[float]:
-    """Return the CRC-32 of each file, or UNREADABLE. Ranks share the reading of the files that no
-    rank knows. Collective."""
+    """Return the CRC-32 of each file, or UNREADABLE. Ranks share the reading of files whose CRC-32
+    no rank has in `known`. Collective."""
     known = known or {}
     rank, size = collective.place(group)
-    is_known = [0.0] * len(names)
-    if collective.any_rank(bool(known), group):
-        is_known = collective.reduce_floats([float(n in known) for n in names], "max", group)
-    mine = [
-        float(known[n])
-        if n in known
-        else 0.0
-        if there or i % size != rank
-        else _checksum(folder / n)
-        for i, (n, there) in enumerate(zip(names, is_known, strict=True))
-    ]
+    is_known = collective.reduce_floats([float(n in known) for n in names], "max", group)
+    mine = [float(known.get(n, 0)) for n in names]
+    for i, name in enumerate(names):
+        if not is_known[i] and i % size == rank:
+            mine[i] = _checksum(folder / name)
     totals = collective.reduce_floats(mine, group=group)
     return [UNREADABLE if t < 0 else t for t in totals]
 

@@ -74,12 +74,12 @@ def train(run: Tuning) -> None:
         if run.held_out and sync_loop.evaluates(run):
             evaluate(run)
         _report(run)
-        sync_loop.settle(run, wait=sync_loop.saves(run))
+        sync_loop.finalize_save(run, wait=sync_loop.saves(run))
         if sync_loop.saves(run):
             with run.spans.phase("save_checkpoint"):
                 saved = run.checkpoints.save(run.progress, run.observers.writer)
             sync_loop.tell_saved(run, saved)
-    sync_loop.settle(run, wait=True)
+    sync_loop.finalize_save(run, wait=True)
     if run.step < cfg.run.steps and not run.progress.is_complete:
         report.interrupted(run)
     else:

@@ -51,7 +51,7 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
             with run.device.generate("testing"), run.spans.phase("testing"):
                 accuracy = evaluate.accuracy(evaluate.run(run))
         report.step(run)
-        settle(run, wait=saves(run))
+        finalize_save(run, wait=saves(run))
         if saves(run):
             with run.device.save(WRITTEN), run.spans.phase("save_checkpoint"):
                 # Collective over all ranks.
@@ -59,7 +59,7 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
             tell_saved(run, saved)
         if cfg.debug.kill_at_step == run.step and run.ranks.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-    settle(run, wait=True)
+    finalize_save(run, wait=True)
     if run.step < cfg.run.steps and not run.progress.is_complete:
         report.interrupted(run)
     else:
@@ -72,18 +72,18 @@ def train(run: Run, one_step: Callable[[Run], None]) -> None:
     run.on_done()
 
 
-def settle(run: Training, *, wait: bool) -> None:
-    """Complete a checkpoint that is being written in the background, with `wait` in any case; no
-    other begins before. Collective over all ranks."""
+def finalize_save(run: Training, *, wait: bool) -> None:
+    """Complete the pending checkpoint if its files are written; with `wait`, wait for them.
+    Collective over all ranks."""
     if not run.checkpoints.is_pending:
         return
     with run.spans.phase("save_checkpoint"):
-        saved = run.checkpoints.settle(run.progress, run.observers.writer, wait=wait)
+        saved = run.checkpoints.finalize(run.progress, run.observers.writer, wait=wait)
     tell_saved(run, saved)
 
 
 def tell_saved(run: Training, checkpoint: Path | None) -> None:
-    """Call the callbacks of a complete checkpoint."""
+    """If a checkpoint has become complete, call `on_save` of the user's callbacks."""
     if checkpoint is not None and run.observers.callbacks is not None:
         run.observers.callbacks.on_save(resume.step_of(checkpoint), checkpoint)
 

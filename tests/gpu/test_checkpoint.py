@@ -51,7 +51,7 @@ def test_what_is_written_in_the_background_is_the_state_before_further_updates(
         for number in range(3):  # the second save takes the memory of the first
             ranks.step(learner, number)
             saved = side.state(learner)
-            written = learner.begin_save(tmp_path / str(number))
+            written = learner.save_async(tmp_path / str(number))
             if number < 2:
                 written.result()
         figures, after = ranks.step(learner, 3), side.state(learner)

@@ -187,7 +187,7 @@ def saved(rank: int, folder: str, cases: Mapping[str, Mapping[str, Any]]) -> dic
         save_folder(learner.export(), learner.hf, None, hf, SHARD_BYTES, together=True)
         has_trained = threading.Event()
         with mock.patch.object(checkpoint, "_write", after(has_trained, checkpoint._write)):
-            written = learner.begin_save(later)
+            written = learner.save_async(later)
             found[name] = two_more(learner)
             has_trained.set()
             checksums = written.result().checksums

@@ -83,7 +83,7 @@ def test_updates_with_grouped_experts_are_those_of_megatrons(
 
 @pytest.mark.parametrize(
     ("ffn", "groups", "why"),
-    [(10, True, "sizes 32 and 10 in torch.float32 are no"), (24, False, "torch has no grouped")],
+    [(10, True, "rows of 32 or 10 torch.float32 are no"), (24, False, "torch has no grouped")],
 )
 def test_why_experts_run_one_after_the_other_is_said(
     ffn: int,
@@ -98,7 +98,7 @@ def test_why_experts_run_one_after_the_other_is_said(
     )
     with caplog.at_level(logging.INFO, "rlcore"):
         assert experts.experts_of(config, torch.device("cpu")) is SequentialMLP
-    assert f"experts: one after the other, since {why}" in caplog.text
+    assert f"experts: one by one, since {why}" in caplog.text
 
 
 def test_torch_without_grouped_products_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ def test_what_a_killed_save_left_goes_with_the_next_save_or_start(tmp_path: Path
     left = tmp_path / "checkpoints" / "step_000005.partial"
     (left / "learner").mkdir(parents=True)
     with pytest.raises(AssertionError):  # the run has no data, which comes last
-        run._write(6, left.with_name("step_000006.partial"), None)
+        run._write(6, None)
     assert names(tmp_path) == ["step_000002", "step_000006.partial"]
     aside = resume.move_aside(tmp_path)
     assert aside is not None and names(aside) == ["step_000002"]
@@ -240,7 +240,7 @@ class FakeLearner:
         path.mkdir()
         (path / "weights").write_bytes(bytes(8))
 
-    def begin_save(self, path: Path) -> Future[WrittenFiles]:
+    def save_async(self, path: Path) -> Future[WrittenFiles]:
         self.save(path)
         self.begun.append((path, Future()))
         return self.begun[-1][1]
@@ -321,7 +321,7 @@ def begun(folder: Path, on_error: str = "stop") -> tuple[Checkpoints, Progress, 
     run = saving(folder, keep=2)
     run.cfg.checkpoint.on_error = on_error
     save(run, 1)
-    run.in_background = True
+    run.async_save = True
     progress = Progress()
     progress.begin(2)
     assert run.save(progress, None) is None
@@ -331,23 +331,23 @@ def begun(folder: Path, on_error: str = "stop") -> tuple[Checkpoints, Progress, 
 
 def test_a_checkpoint_counts_once_it_is_written(tmp_path: Path) -> None:
     run, progress, learner = begun(tmp_path)
-    assert run.settle(progress, None, wait=False) is None
+    assert run.finalize(progress, None, wait=False) is None
     assert [path.name for path in resume.found(tmp_path)] == ["step_000001"]
     progress.begin(3)
     learner.end_save()
-    saved = run.settle(progress, None, wait=False)
+    saved = run.finalize(progress, None, wait=False)
     assert saved is not None and resume.step_of(saved) == 2
     assert not seal.fault(saved, None)
     assert progress.take() == {"timing_s/write_checkpoint": 1.5}
     assert names(tmp_path) == ["step_000001", "step_000002"]
-    assert run.settle(progress, None, wait=True) is None
+    assert run.finalize(progress, None, wait=True) is None
 
 
 def test_the_checksums_of_the_thread_seal_its_files(tmp_path: Path) -> None:
     """The files are not read again."""
     run, progress, learner = begun(tmp_path)
     learner.end_save(checksum=7)
-    saved = run.settle(progress, None, wait=True)
+    saved = run.finalize(progress, None, wait=True)
     assert saved is not None and "learner/weights has a wrong checksum" in seal.fault(saved, None)
 
 
@@ -365,7 +365,7 @@ def test_an_error_of_the_thread_leaves_the_checkpoint_before(tmp_path: Path) -> 
     learner.begun[-1][1].set_exception(OSError(28, "No space left on device"))
     progress.begin(3)
     with pytest.raises(RuntimeError, match="of step 2 could not be written .*the disk is full"):
-        run.settle(progress, None, wait=False)
+        run.finalize(progress, None, wait=False)
     assert names(tmp_path) == ["step_000001"]
 
 
@@ -373,7 +373,7 @@ def test_an_error_of_the_thread_is_counted_where_the_run_shall_go_on(tmp_path: P
     run, progress, learner = begun(tmp_path, "continue")
     learner.begun[-1][1].set_exception(OSError(5, "Input/output error"))
     progress.begin(3)
-    assert run.settle(progress, None, wait=False) is None
+    assert run.finalize(progress, None, wait=False) is None
     assert progress.take()["training/failed_saves"] == 1
     assert names(tmp_path) == ["step_000001"]
     assert not run.is_pending

@@ -168,7 +168,7 @@ def _run(
         library=side.rollout.library,
         deadlines=side.deadlines,
         sizes=engine_sizes.policy,
-        in_background=rules.saves_async(cfg, cuda=world.device.type == "cuda"),
+        async_save=rules.saves_async(cfg, cuda=world.device.type == "cuda"),
     )
     with waiting("checking the newest checkpoint"):
         checkpoint = checkpoints.choose()

@@ -246,7 +246,7 @@ def set_environment(
     if env.get("SGLANG_PLUGINS"):
         env["SGLANG_PLUGINS"] += ",rlcore"
     env.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
-    # By default compiled code lies in TMPDIR, which becomes a folder that `close` removes.
+    # By default torch caches compiled code in TMPDIR, which becomes a folder that `close` removes.
     cache = Path(tempfile.gettempdir()) / f"torchinductor_uid_{os.getuid()}"
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     if device == "cpu":
