@@ -371,8 +371,9 @@ def _check_storage(name: str, tensor: Tensor, span: int) -> int:
 
 
 def _check_tensor(number: int, tensor: Tensor, spec: _Spec, bucket: Tensor) -> int:
-    """Return the address of a tensor's memory. Raise ValueError if the tensor is not as the plan
-    wants it, is a lazy view, has too small a storage, or overlaps the bucket's memory."""
+    """Return the address of a tensor's memory. Raise ValueError if its dtype, shape, strides or
+    device differ from the plan's, it is a lazy view, its storage is too small, or its memory
+    overlaps the bucket's."""
     if (
         tensor.dtype != spec.dtype
         or tensor.shape != spec.shape
@@ -551,7 +552,7 @@ class _Table:
         self._addresses = torch.zeros(0, dtype=torch.int64)
 
     def addresses(self, now: list[int]) -> Tensor:
-        """Return the tensors' addresses as a tensor on the device. Upload them only if changed."""
+        """Return the addresses as a tensor on the device. Upload them only if they changed."""
         if now != self._known or not now:
             self._addresses = torch.tensor(now, dtype=torch.int64, device=self._device)
             self._known = now
