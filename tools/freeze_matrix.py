@@ -36,6 +36,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -310,10 +311,11 @@ class Bench:
         row = Row(name, mode, list(todo), seed)
         where = self.folder / re.sub(r"\W+", "_", f"{name}_{seed}")
         shutil.rmtree(where, ignore_errors=True)
-        temporary = where / "t"
-        temporary.mkdir(parents=True)
+        where.mkdir(parents=True)
+        # Not in `folder`, which may be too deep for sockets.
+        temporary = tempfile.TemporaryDirectory(prefix="row-", ignore_cleanup_errors=True)
         mark = uuid.uuid4().hex
-        os.environ |= {"TMPDIR": str(temporary), "RLCORE_MATRIX": mark}
+        os.environ |= {"TMPDIR": temporary.name, "RLCORE_MATRIX": mark}
         began = time.monotonic()
         try:
             with ExitStack() as stack:
@@ -326,6 +328,7 @@ class Bench:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             del os.environ["TMPDIR"], os.environ["RLCORE_MATRIX"]
+            temporary.cleanup()
         row.seconds = time.monotonic() - began
         if row.is_explained:
             shutil.rmtree(where, ignore_errors=True)
@@ -403,7 +406,7 @@ class Bench:
             row.outcome = f"not done after {STARTS} starts"
             return
         row.outcome = "finished" if row.starts == 1 else "named" if row.line else "saved in order"
-        row.left += faults.leftovers(runs_dir, where / "t")
+        row.left += faults.leftovers(runs_dir, Path(os.environ["TMPDIR"]))
         row.state = self._state(row, runs_dir / "x")
         promised = MODES[row.mode][2]
         is_hurt = any(f.kind not in ("rank", "agent", "disk") for f in row.faults)

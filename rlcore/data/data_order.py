@@ -5,6 +5,7 @@ Own code instead of torchdata's StatefulDataLoader, because a single integer is 
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
@@ -81,7 +82,8 @@ class WeightedEpochs:
         of any sum."""
         self._sizes, self._seed, self._shuffle = list(sizes), seed, shuffle
         self._weights = [float(weight) for weight in weights]
-        self._shares = [weight / sum(self._weights) for weight in self._weights]
+        exact = [Fraction(str(weight)) for weight in self._weights]  # .1 is a tenth
+        self._shares = [weight / sum(exact) for weight in exact]
         self._first_rows = list(accumulate(sizes, initial=0))
         self._sets = [
             ShuffledEpochs(size, derive(seed, "data set", i), shuffle)
