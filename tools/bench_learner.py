@@ -8,6 +8,7 @@ its rows and a step of the optimizer. An arm is one of
 
     rlcore           the learner with its default keys
     rlcore KEY=...   the same with keys of --train., such as 'rlcore deterministic=true'
+    one-by-one       the same, with experts computed one by one (Megatron's SequentialMLP)
     transformers     its model in the same precision with sdpa attention and torch's fused AdamW;
                      rows are sorted by length and padded to the longest of their micro-batch; the
                      loss is GRPO's on float32 logits
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -50,7 +52,12 @@ SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, head size, v
     "0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
     "1.7b": (2048, 6144, 28, 16, 8, 128, 151936),
     "4b": (2560, 9728, 36, 32, 8, 128, 151936),
+    "tiny-moe": TINY,
+    "30b-a3b": (2048, 6144, 4, 32, 4, 128, 151936),  # 4 of its 48 layers
 }
+EXPERTS = {"tiny-moe": (8, 2, 64), "30b-a3b": (128, 8, 768)}
+"""Experts of a layer, experts per token, intermediate size of an expert."""
+UNTIED = ("4b", "30b-a3b")
 PROMPT = 128
 """Tokens of a prompt, at most; they are not trained on."""
 
@@ -65,10 +72,14 @@ class Arm(Protocol):
 
 def config_of(name: str) -> HFConfig:
     hidden, intermediate, layers, heads, groups, size, vocab = SHAPES[name]
+    experts: dict[str, Any] = {}
+    if name in EXPERTS:
+        fields = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        experts = dict(zip(fields, EXPERTS[name], strict=True)) | {"norm_topk_prob": True}
     return HFConfig.from_dict(
         {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
+            "architectures": ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
+            "model_type": "qwen3_moe" if experts else "qwen3",
             "vocab_size": vocab,
             "hidden_size": hidden,
             "intermediate_size": intermediate,
@@ -79,8 +90,9 @@ def config_of(name: str) -> HFConfig:
             "max_position_embeddings": 32768,
             "rms_norm_eps": 1e-6,
             "rope_theta": 1e6,
-            "tie_word_embeddings": name != "4b",
+            "tie_word_embeddings": name not in UNTIED,
         }
+        | experts
     )
 
 
@@ -137,6 +149,12 @@ class Ours:
 
     def close(self) -> None:
         self.learner.close()
+
+
+class OneByOne(Ours):
+    def __init__(self, *args: Any):
+        with mock.patch("rlcore.mcore.experts.can_group", return_value=False):
+            super().__init__(*args)
 
 
 class Peer:
@@ -204,7 +222,11 @@ class Peer:
     def close(self) -> None: ...
 
 
-ARM_OF: dict[str, Callable[..., Arm]] = {"rlcore": Ours, "transformers": Peer}
+ARM_OF: dict[str, Callable[..., Arm]] = {
+    "rlcore": Ours,
+    "one-by-one": OneByOne,
+    "transformers": Peer,
+}
 
 
 def flops(hf: HFConfig, lengths: list[int]) -> float:

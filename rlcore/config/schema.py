@@ -267,6 +267,9 @@ class TrainConfig:
     transformer_impl: Literal["local", "te"] = "local"
     """Implementation of the transformer layers. `local`: built-in, on torch. `te`: Transformer
     Engine."""
+    attention_backend: Literal["auto", "fa2"] = "auto"
+    """Flash attention of the local layers on a GPU. `auto`: FA4 if flash-attn-4 is installed, on
+    Hopper and Blackwell; otherwise torch's FA2. `fa2`: torch's FA2."""
     apex: bool = False
     """Whether to use Apex' fused weight-gradient accumulation."""
     recompute: Literal["none", "selective", "full"] = "none"

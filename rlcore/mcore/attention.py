@@ -4,9 +4,9 @@ Megatron's layer spec uses `CoreAttention`; q, k, v have the shape [T, heads, di
 `AttentionPlan` per micro-batch, which all layers share. `Packed`, a subclass of Megatron's
 `PackedSeqParams`, carries the plan to the layers.
 
-On CUDA in half precision, torch's variable-length flash attention runs if it supports the head
-size. Otherwise, sequences of similar length form dense batches (buckets) with padding on the right,
-which the causal mask hides.
+On CUDA in half precision, flash attention runs if it supports the head size (flash.py). Otherwise,
+sequences of similar length form dense batches (buckets) with padding on the right, which the causal
+mask hides.
 
 Context-parallel rank r holds chunks r and 2 cp - 1 - r of every sequence (zigzag); sequences are
 padded to a multiple of 2 cp. Keys and values are gathered; each chunk attends to its prefix.
@@ -26,6 +26,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rlcore.mcore import compat
+from rlcore.mcore.flash import Kernel
 from rlcore.mcore.rope import rotate
 
 SHRINK = 0.8
@@ -59,13 +60,14 @@ class AttentionPlan:
     """Lengths and positions of the units of packed sequences. A unit is a sequence or, with context
     parallelism, a chunk of a sequence."""
 
-    padded: PaddedPlan | None  # None if only flash attention or Transformer Engine uses the plan
+    padded: PaddedPlan | None  # None with flash attention or Transformer Engine
     gathered: Tensor | None  # [cp*T] position of each token in the all-gather's output, if cp > 1
     cu_query: Tensor  # [sequences or chunks + 1] int32: this rank's cumulative query counts
     cu_key: Tensor  # [sequences or chunks + 1] int32: this rank's cumulative key counts
     prefix: Tensor | None  # [all chunks' keys] index of each key in the packed batch, if cp > 1
     max_query: int
     max_key: int
+    flash: Kernel | None  # None: attention runs on the padded buckets
 
 
 @dataclass
@@ -144,10 +146,12 @@ def plan(
     cp: int = 1,
     cp_rank: int = 0,
     device: torch.device | None = None,
+    flash: Kernel | None = None,
     padded: bool = True,
 ) -> AttentionPlan:
     """Make the attention plan of packed sequences. If cp > 1, lengths must be multiples of 2 cp.
-    `padded`: whether attention may run on padded buckets, whose masks take query * key bytes."""
+    `flash`: kernel of flash.py; otherwise, attention runs on padded buckets, whose masks take
+    query * key bytes. `padded`: false if neither runs, but Transformer Engine's attention."""
     units = _units(lengths, cp, cp_rank)
     gathered = prefix = None
     if cp > 1:
@@ -156,13 +160,14 @@ def plan(
         gathered[order] = torch.arange(order.numel())
         prefix = torch.cat([torch.arange(unit.start, unit.start + unit.key) for unit in units])
     made = AttentionPlan(
-        padded=_padded(units, cp) if padded else None,
+        padded=_padded(units, cp) if padded and flash is None else None,
         gathered=gathered,
         cu_query=_cumulative([unit.query for unit in units]),
         cu_key=_cumulative([unit.key for unit in units]),
         prefix=prefix,
         max_query=max(unit.query for unit in units),
         max_key=max(unit.key for unit in units),
+        flash=flash,
     )
     return made if device is None or device.type == "cpu" else _to(made, device)
 
@@ -271,16 +276,13 @@ def attend(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, made: AttentionPlan, scale: float | None) -> Tensor:
-    if uses_flash(q.device, q.dtype, q.size(-1)):
-        return _attend_varlen(q, k, v, made, scale)
-    assert made.padded is not None, "the plan was made for flash attention"
-    return _attend_padded(q, k, v, made.padded, scale)
-
-
-def uses_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether flash attention supports these tensors, so that no padding is needed."""
-    half = dtype in (torch.float16, torch.bfloat16)
-    return device.type == "cuda" and half and head_dim % 8 == 0 and head_dim <= 256
+    if made.flash is None:
+        assert made.padded is not None, "the plan was made for Transformer Engine"
+        return _attend_padded(q, k, v, made.padded, scale)
+    if made.prefix is not None:
+        k, v = k.index_select(0, made.prefix), v.index_select(0, made.prefix)
+    # The causal mask is aligned to the last key, because a chunk also attends to its prefix.
+    return made.flash(q, k, v, made.cu_query, made.cu_key, made.max_query, made.max_key, scale)
 
 
 def _attend_padded(
@@ -311,17 +313,6 @@ def _attend_padded(
 def _dense(x: Tensor, count: int) -> Tensor:
     """Reshape [count * length, heads, dim] to [count, heads, length, dim]."""
     return x.view(count, -1, x.size(1), x.size(2)).transpose(1, 2)
-
-
-def _attend_varlen(
-    q: Tensor, k: Tensor, v: Tensor, made: AttentionPlan, scale: float | None
-) -> Tensor:
-    if made.prefix is not None:
-        k, v = k.index_select(0, made.prefix), v.index_select(0, made.prefix)
-    # Align the causal mask to the last key, because a chunk also attends to its prefix.
-    return compat.varlen_attention(
-        q, k, v, made.cu_query, made.cu_key, made.max_query, made.max_key, scale
-    )
 
 
 class _Reproducible(torch.autograd.Function):

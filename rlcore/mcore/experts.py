@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
-from rlcore.mcore import wgrad
+from rlcore.mcore import compat, wgrad
 from rlcore.utils.log import announce
 
 _ALIGN = 16
@@ -102,9 +102,13 @@ class _Products(torch.autograd.Function):
         if not ctx.fuses:
             dw = F.grouped_mm(grad.t(), x, offs=offsets)
             return dx, None, None, None, *dw.unbind()
-        start = 0
-        for weight, end in zip(weights, ctx.bounds, strict=True):
-            wgrad.add(x[start:end], grad[start:end], weight.main_grad)
+        if compat.takes_kernels(x):
+            from rlcore.mcore import kernels
+
+            kernels.add_weight_grads(x, grad, offsets, [w.main_grad for w in weights])
+        else:
+            for start, end, weight in zip([0, *ctx.bounds], ctx.bounds, weights, strict=False):
+                wgrad.add(x[start:end], grad[start:end], weight.main_grad)
+        for weight in weights:
             weight.grad_added_to_main_grad = True
-            start = end
         return dx, None, None, None, *[None] * len(weights)

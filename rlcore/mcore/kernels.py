@@ -1,8 +1,10 @@
-"""RMSNorm and RoPE as Triton kernels, one pass over memory each. Sums have a fixed order.
+"""RMSNorm, RoPE and the weight gradients of experts as Triton kernels. Sums have a fixed order.
 
 torch comes with Triton where it is built for a GPU. Import this module only where
 `compat.takes_kernels` says so.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -67,6 +69,32 @@ def _turn(x, cos, sin, out, heads, token_stride, head_stride, half, sign,
     tl.store(made + half, (b * c + a * s).to(x.dtype.element_ty), inside)
 
 
+@triton.jit
+def _add_products(x, grad, ends, totals, size_in, size_out,
+                  IN: tl.constexpr, OUT: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    expert = tl.program_id(1)
+    start = tl.load(ends + expert - 1, expert > 0, other=0)
+    end = tl.load(ends + expert)
+    if start == end:
+        return
+    across = tl.cdiv(size_in, IN)
+    i = (tl.program_id(0) // across) * OUT + tl.arange(0, OUT)
+    j = (tl.program_id(0) % across) * IN + tl.arange(0, IN)
+    total = tl.zeros([OUT, IN], tl.float32)
+    for first in range(start, end, TOKENS):
+        token = (first + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+        inside = token < end
+        g = tl.load(
+            grad + token * size_out + i[None, :], inside & (i < size_out)[None, :], other=0.0
+        )
+        v = tl.load(x + token * size_in + j[None, :], inside & (j < size_in)[None, :], other=0.0)
+        total = tl.dot(tl.trans(g), v, total)
+    there = tl.load(totals + expert).to(tl.pointer_type(tl.float32))
+    there += i.to(tl.int64)[:, None] * size_in + j[None, :]
+    held = (i < size_out)[:, None] & (j < size_in)[None, :]
+    tl.store(there, tl.load(there, held, other=0.0) + total, held)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return RMSNorm of x [..., H], and every row's scale [rows] float32 for `rms_norm_back`."""
     x = _rows(x)
@@ -106,6 +134,24 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
             HEADS=triton.next_power_of_2(x.size(1)), BLOCK=triton.next_power_of_2(half),
         )  # fmt: skip
     return out
+
+
+def add_weight_grads(x: Tensor, grad: Tensor, ends: Tensor, totals: Sequence[Tensor]) -> None:
+    """Add each expert's grad.T @ x to its total [out, in] float32, in one launch.
+
+    Args:
+        x: tokens sorted by expert, [T, in] in half precision.
+        grad: gradient of the products, [T, out].
+        ends: cumulative number of tokens of the experts, [E] int32.
+        totals: contiguous totals of the experts.
+    """
+    places = torch.tensor([total.data_ptr() for total in totals]).pin_memory()
+    tile = {"IN": 128, "OUT": 128, "TOKENS": 64}  # larger ones spill registers
+    tiles = triton.cdiv(x.size(1), tile["IN"]) * triton.cdiv(grad.size(1), tile["OUT"])
+    _add_products[(tiles, len(totals))](
+        x.contiguous(), grad.contiguous(), ends, places.to(x.device, non_blocking=True),
+        x.size(1), grad.size(1), **tile, num_warps=8, num_stages=3,
+    )  # fmt: skip
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from rlcore.algos import sequence
 from rlcore.config.schema import ClusterConfig, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
-from rlcore.mcore import attention, bridge, checkpoint, compat, inputs, parallel
+from rlcore.mcore import bridge, checkpoint, compat, flash, inputs, parallel
 from rlcore.mcore.build import Head, build, dtype_of
 from rlcore.mcore.check import check
 from rlcore.mcore.head import LateHead
@@ -121,6 +121,7 @@ class MegatronLearner:
 
     def _build(self, model: ModelConfig, seed: int, keep_reference: bool) -> None:
         hf, train = self.hf, self._train
+        local = train.transformer_impl == "local"
         self.model_parallel_groups: Sequence[Sequence[int]] = model_parallel_groups(
             train, self.layout.world_size
         )
@@ -145,8 +146,10 @@ class MegatronLearner:
             dtype=dtype_of(model),
             device=self.device,
             budget=train.tokens_per_micro_batch,
-            padded=train.transformer_impl == "local"
-            and not attention.uses_flash(self.device, dtype_of(model), hf.head_dim),
+            flash=flash.choose(train.attention_backend, self.device, dtype_of(model), hf.head_dim)
+            if local
+            else None,
+            padded=local,
         )
         self._sums: dict[str, Tensor] = {}
         self._kept = torch.zeros(2, dtype=torch.int64, device=self.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlcore.mcore import attention, rope
 from rlcore.mcore.attention import Packed
+from rlcore.mcore.flash import Kernel
 from rlcore.mcore.layout import ParallelLayout
 from rlcore.tensors import Batch, cumulative
 
@@ -75,10 +76,11 @@ class Cutter:
         dtype: torch.dtype,
         device: torch.device,
         budget: int,
+        flash: Kernel | None = None,
         padded: bool = True,
     ) -> None:
-        """`padded`: whether attention may run on padded buckets."""
-        self._layout, self._padded = layout, padded
+        """`flash` and `padded`: see `attention.plan`."""
+        self._layout, self._flash, self._padded = layout, flash, padded
         self._fill = layout.tp if sequence_parallel else 1
         self._device, self._dtype, self._budget = device, dtype, budget
         self._inverse = inverse_frequencies.to(
@@ -140,7 +142,12 @@ class Cutter:
         if layout.cp > 1:
             inputs, targets = inputs[index], targets[index]
         plan = attention.plan(
-            full, cp=layout.cp, cp_rank=layout.cp_rank, device=self._device, padded=self._padded
+            full,
+            cp=layout.cp,
+            cp_rank=layout.cp_rank,
+            device=self._device,
+            flash=self._flash,
+            padded=self._padded,
         )
         cos, sin = self._rope(positions, max(full))
         device = self._device

@@ -27,8 +27,11 @@ needs_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs an NVIDIA GPU
 
 _PRETEND = "RLCORE_PRETEND_CUDA" in os.environ
 
-needs_real_gpu = pytest.mark.skipif(_PRETEND, reason="a pretend device has no CUDA graphs")
-"""Mark of a test that captures CUDA graphs, as SGLang does, too; tests/pretend has none."""
+needs_real_gpu = pytest.mark.skipif(
+    _PRETEND, reason="a pretend device has no CUDA graphs, tensor cores or Triton"
+)
+"""Mark of a test that captures CUDA graphs, as SGLang does, too, multiplies 16-bit numbers into
+32 bits, or has kernels of Triton."""
 
 needs_kernels = pytest.mark.skipif(
     _PRETEND and "tests.pretend.native" not in sys.modules,

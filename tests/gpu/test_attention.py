@@ -1,10 +1,12 @@
 """Attention on a GPU: flash attention on packed tokens against padded sequences in float32."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from rlcore.mcore import attention, compat
+from rlcore.mcore import attention, flash
 from tests.gpu import side
 
 pytestmark = pytest.mark.gpu
@@ -20,6 +22,36 @@ def _mode():
     torch.use_deterministic_algorithms(False)
     yield
     torch.use_deterministic_algorithms(before, warn_only=True)
+
+
+Attend = Callable[..., Tensor]
+
+
+@pytest.fixture(params=["fa2", "auto"])
+def attend(request: pytest.FixtureRequest) -> Attend:
+    """Attention of q, k, v over sequences of these lengths, as a learner with this backend."""
+    if request.param == "auto":
+        if side.DEVICE.type == "cpu":
+            pytest.skip("FA4 needs a GPU")
+        if lacks := flash._lacks_fa4(side.DEVICE, 128):
+            pytest.skip(lacks)
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: list[int],
+        scale: float | None = None,
+        **given: int,
+    ) -> Tensor:
+        kernel = flash.choose(request.param, side.DEVICE, q.dtype, q.size(-1))
+        half = q.dtype is not torch.float32 and q.size(-1) % 8 == 0
+        want = flash.fa2 if request.param == "fa2" else flash.fa4
+        assert kernel is (want if half and side.DEVICE.type == "cuda" else None)
+        made = attention.plan(lengths, device=side.DEVICE, flash=kernel, **given)
+        return attention.attend(q, k, v, made, scale)
+
+    return call
 
 
 def heads(total: int, count: int, dim: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -44,18 +76,14 @@ SIZES = [(4, 4, 64), (8, 2, 64), (8, 1, 128), (4, 2, 16)]
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_packed_attention_in_half_precision_equals_the_padded_one_in_float32(
-    dtype: torch.dtype, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, sizes: tuple[int, int, int], attend: Attend
 ) -> None:
-    called, real = [], compat.varlen_attention
-    monkeypatch.setattr(compat, "varlen_attention", lambda *a: called.append(1) or real(*a))
-    total, made = sum(LENGTHS), attention.plan(LENGTHS, device=side.DEVICE)
+    total = sum(LENGTHS)
     tensors = inputs(dtype, total, sizes)
     precise = exact(tensors)
     grad = heads(total, sizes[0], sizes[2], dtype, 7)
-    ours = attention.attend(*tensors, made)
-    want = attention.attend(*precise, made)
-    flash = int(side.DEVICE.type == "cuda")
-    assert sum(called) == flash, "the flash kernel is for half precision, and for nothing else"
+    ours = attend(*tensors, LENGTHS)
+    want = attend(*precise, LENGTHS)
     assert side.apart(ours, want) < LIMITS[dtype]
     for a, b in zip(ours.split(LENGTHS), want.split(LENGTHS), strict=True):
         assert (a.float() - b).abs().max() < 4 * LIMITS[dtype], len(a)
@@ -68,27 +96,27 @@ def test_packed_attention_in_half_precision_equals_the_padded_one_in_float32(
             assert (x.float() - y).abs().max() < 4 * LIMITS[dtype] * b.abs().max(), (name, len(x))
 
 
-def test_the_scale_is_heeded() -> None:
-    total, made = sum(LENGTHS), attention.plan(LENGTHS, device=side.DEVICE)
+def test_the_scale_is_heeded(attend: Attend) -> None:
+    total = sum(LENGTHS)
     tensors = inputs(torch.bfloat16, total, (4, 2, 64))
-    ours = attention.attend(*tensors, made, 0.5)
-    assert side.apart(ours, attention.attend(*exact(tensors), made, 0.5)) < 1e-2
-    assert side.apart(ours, attention.attend(*tensors, made)) > 0.1
+    ours = attend(*tensors, LENGTHS, 0.5)
+    assert side.apart(ours, attend(*exact(tensors), LENGTHS, 0.5)) < 1e-2
+    assert side.apart(ours, attend(*tensors, LENGTHS)) > 0.1
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_the_parts_of_context_parallel_ranks_make_the_whole(cp: int) -> None:
+def test_the_parts_of_context_parallel_ranks_make_the_whole(cp: int, attend: Attend) -> None:
     lengths = [-(-n // (2 * cp)) * 2 * cp for n in LENGTHS]
     total = sum(lengths)
     q, k, v = tensors = inputs(torch.bfloat16, total, (4, 2, 64))
     precise = exact(tensors)
     grad = heads(total, 4, 64, torch.bfloat16, 7)
-    want = attention.attend(*precise, attention.plan(lengths, device=side.DEVICE))
+    want = attend(*precise, lengths)
     ours = torch.zeros_like(q)
     for rank in range(cp):
         index = attention.local_positions(lengths, cp, rank)[0].to(side.DEVICE)
-        made = attention.plan(lengths, cp=cp, cp_rank=rank, device=side.DEVICE)
-        ours = ours.index_copy(0, index, attention.attend(q[index], k, v, made))
+        part = attend(q[index], k, v, lengths, cp=cp, cp_rank=rank)
+        ours = ours.index_copy(0, index, part)
     assert side.apart(ours, want) < 1e-2
     grads = torch.autograd.grad(ours, tensors, grad)
     wants = torch.autograd.grad(want, precise, grad.float())
@@ -99,46 +127,46 @@ def test_the_parts_of_context_parallel_ranks_make_the_whole(cp: int) -> None:
 @pytest.mark.parametrize("sizes", [(8, 8, 64), (8, 2, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_gradients_have_the_same_bits_every_time(
-    dtype: torch.dtype, sizes: tuple[int, int, int]
+    dtype: torch.dtype, sizes: tuple[int, int, int], attend: Attend
 ) -> None:
     lengths = [2048, 1500, 700, 64, 3]  # many blocks add into one gradient
-    total, made = sum(lengths), attention.plan(lengths, device=side.DEVICE)
+    total = sum(lengths)
     grad = heads(total, sizes[0], sizes[2], dtype, 7)
     torch.use_deterministic_algorithms(True, warn_only=True)
     found = []
     for _ in range(4):
         tensors = inputs(dtype, total, sizes)
-        out = attention.attend(*tensors, made)
+        out = attend(*tensors, lengths)
         found.append([out.detach(), *torch.autograd.grad(out, tensors, grad)])
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     for again in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(again, found[0], strict=True))
 
 
-def test_the_reproducible_way_changes_the_values_only_in_the_last_digits() -> None:
-    total, made = sum(LENGTHS), attention.plan(LENGTHS, device=side.DEVICE)
+def test_the_reproducible_way_changes_the_values_only_in_the_last_digits(attend: Attend) -> None:
+    total = sum(LENGTHS)
     grad = heads(total, 4, 64, torch.bfloat16, 7)
     found = {}
     for mode in (False, True):
         torch.use_deterministic_algorithms(mode, warn_only=True)
         tensors = inputs(torch.bfloat16, total, (4, 2, 64))
-        out = attention.attend(*tensors, made)
+        out = attend(*tensors, LENGTHS)
         found[mode] = [out, *torch.autograd.grad(out, tensors, grad)]
     for a, b in zip(found[True], found[False], strict=True):
         assert side.apart(a, b) < 2e-3
 
 
-def test_without_gradients_the_bits_are_those_with_them() -> None:
-    total, made = sum(LENGTHS), attention.plan(LENGTHS, device=side.DEVICE)
+def test_without_gradients_the_bits_are_those_with_them(attend: Attend) -> None:
+    total = sum(LENGTHS)
     tensors = inputs(torch.bfloat16, total, (4, 2, 64))
     torch.use_deterministic_algorithms(True, warn_only=True)
-    with_them = attention.attend(*tensors, made)
+    with_them = attend(*tensors, LENGTHS)
     with torch.no_grad():
-        assert torch.equal(attention.attend(*tensors, made), with_them)
+        assert torch.equal(attend(*tensors, LENGTHS), with_them)
 
 
-def test_head_sizes_that_the_kernel_does_not_take_are_padded_instead() -> None:
-    total, made = sum(LENGTHS), attention.plan(LENGTHS, device=side.DEVICE)
+def test_head_sizes_that_the_kernel_does_not_take_are_padded_instead(attend: Attend) -> None:
+    total = sum(LENGTHS)
     tensors = inputs(torch.bfloat16, total, (4, 2, 12))
-    ours = attention.attend(*tensors, made)
-    assert side.apart(ours, attention.attend(*exact(tensors), made)) < 1e-2
+    ours = attend(*tensors, LENGTHS)
+    assert side.apart(ours, attend(*exact(tensors), LENGTHS)) < 1e-2

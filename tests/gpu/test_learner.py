@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.mcore import wgrad
+from rlcore.mcore import experts, wgrad
 from rlcore.tensors import LossInputs, LossOutput
 from tests import kit
 from tests.gpu import side
@@ -228,7 +228,27 @@ def test_apex_accumulates_the_same_gradients(dtype: str) -> None:
     kit.assert_close_named(found[True][1], found[False][1], rtol=limit, atol=limit)
 
 
+@side.needs_gpu
+def test_experts_in_one_product_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures, logps, after = {}, {}, {}
+    for grouped in (True, False):
+        if not grouped:
+            monkeypatch.setattr(experts, "can_group", lambda device, dtype: False)
+        layout = {"distributed_optimizer": True, "recompute": "full"}
+        with side.learner(layout, arch="qwen3_moe", dtype="bfloat16") as learner:
+            found = [m for m in learner._models[0].modules() if "local_experts" in dict(m._modules)]
+            assert found and all(isinstance(m, experts.GroupedExperts) is grouped for m in found)
+            logps[grouped] = learner.logprobs(ranks.rows(0))
+            figures[grouped] = one_step(learner)
+            after[grouped] = side.weights(learner)
+    assert (logps[True] - logps[False]).abs().mean() < 1e-2
+    norms = [figures[grouped]["actor/grad_norm"] for grouped in (True, False)]
+    assert abs(norms[0] / norms[1] - 1) < 0.02
+    kit.assert_close_named(after[True], after[False], rtol=2e-2, atol=2e-3)
+
+
 @side.needs_gpu  # CPUs round the product before they add it
+@side.needs_real_gpu
 def test_torch_accumulates_the_same_gradients_as_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for fused in (True, False):

@@ -198,6 +198,29 @@ def test_products_in_half_precision_add_up_in_a_float32_buffer(dtype: torch.dtyp
     assert side.apart(rounded, want) > 1e-5  # what the float32 sum avoids
 
 
+@side.needs_gpu
+@side.needs_real_gpu
+@pytest.mark.parametrize("sizes", [(264, 136), (2048, 1536)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_experts_add_up_in_float32(dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    from rlcore.mcore import kernels
+
+    ends = [0, 3, 3, 70, 71, 500, 500]
+    x, grad = (randn(ends[-1], n, seed=n).to(dtype) for n in sizes)
+    totals = [randn(sizes[1], sizes[0], seed=i) for i in range(len(ends))]
+    found = []
+    for _ in range(2):
+        buffer = torch.stack(totals).to(side.DEVICE)
+        there = torch.tensor(ends, dtype=torch.int32, device=side.DEVICE)
+        x, grad = x.to(side.DEVICE), grad.to(side.DEVICE)
+        kernels.add_weight_grads(x, grad, there, buffer.unbind())
+        found.append(buffer.cpu())
+    assert torch.equal(*found)
+    for total, made, start, end in zip(totals, found[0], [0, *ends], ends, strict=False):
+        want = total.double() + grad[start:end].double().t().cpu() @ x[start:end].double().cpu()
+        assert side.apart(made, want) < 1e-6
+
+
 def test_random_numbers_have_the_same_bits() -> None:
     generator = torch.Generator().manual_seed(0)
     counter = torch.randint(-(2**62), 2**62, (4096,), generator=generator)
