@@ -5,7 +5,7 @@ protocol has a production implementation and at least one small implementation. 
 tests engines, environments and rewards with one suite each. This module imports no backend.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -195,9 +195,11 @@ class Learner(Protocol):
     def save(self, path: Path) -> None:
         """Write a checkpoint of model and optimizer. Collective."""
 
-    def save_async(self, path: Path) -> Future[WrittenFiles]:
+    def save_async(self, path: Path, then: Callable[[WrittenFiles], None]) -> Future[WrittenFiles]:
         """Copy model and optimizer to host memory, and return while they are written to the new
-        folder `path`. If an earlier call is still writing, wait for it first. Collective."""
+        folder `path`. `then` is called on a thread with this rank's written files. If an earlier
+        call is still writing, wait for it first. Raise MemoryError on all ranks if one has no
+        memory for the copy. Collective."""
 
     def load(self, path: Path) -> None:
         """Read a checkpoint of `save`, possibly under another parallel layout. Collective."""

@@ -87,7 +87,7 @@ def measure(a: argparse.Namespace) -> list[dict]:
             "name": name,
             "value": value,
             "unit": unit,
-            "baseline": bases.get(name, "save at once") if base else "",
+            "baseline": bases.get(name, "synchronous save") if base else "",
             "ratio": value / base if base else 0.0,
         }
         for name, value, unit, base in found

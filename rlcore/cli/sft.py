@@ -208,6 +208,7 @@ def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
             data=data,
             async_save=rules.saves_async(cfg, cuda=here.device.type == "cuda"),
         )
+        start.on_close(checkpoints.close)
         with waiting("checking the newest checkpoint"):
             checkpoint = checkpoints.choose()
         if checkpoint is not None:

@@ -24,7 +24,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
@@ -135,20 +137,31 @@ class AsyncWriter:
         self._room: list[Tensor] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._written: Future[WrittenFiles] | None = None
+        self._cancelled = Event()
 
     def write(
-        self, path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any]
+        self,
+        path: Path,
+        models: Sequence[Any],
+        optimizer: Any,
+        state: dict[str, Any],
+        then: Callable[[WrittenFiles], None],
     ) -> Future[WrittenFiles]:
         """Copy the state to host memory, then write it to the new folder `path` on the thread. The
         call returns after the copy and is collective. If an earlier checkpoint is still being
         written, wait for it first, since both use the same memory.
 
+        Args:
+            then: called on the thread with the files that this rank has written.
+
         Returns:
-            Future of the files that this rank has written. It raises OSError if this rank could not
-            write a file; the futures of other ranks do not fail.
+            Future of these files, done after `then`. It raises OSError if this rank could not write
+            a file or `then` raised OSError; the futures of other ranks do not fail.
 
         Raises:
-            OSError: a rank lacks memory for the copy, or the disk lacks space; raised on all ranks.
+            MemoryError: a rank lacks memory for the copy; raised on all ranks before any file is
+                written.
+            OSError: the disk lacks space, or `path` cannot be made; raised on all ranks.
         """
         leader = dist.get_rank() == 0
         staged: list[list[Piece]] = []
@@ -160,10 +173,15 @@ class AsyncWriter:
         def stage() -> None:
             staged.extend(self._stage(files))
 
+        def write() -> WrittenFiles:
+            written = write_files()
+            then(written)
+            return written
+
         def write_files() -> WrittenFiles:
             start = time.monotonic()
             try:
-                written = _write(staged, path)
+                written = _write(staged, path, self._cancelled)
                 if leader:
                     disk.write_text(path / INDEX, index)
                     written.append(path / INDEX)
@@ -174,15 +192,23 @@ class AsyncWriter:
 
         if self._written is not None:
             wait([self._written])
-        _attempt(make_folder, path)
         index, files = _contents(models, optimizer, state)
+        failed, problem = _any_fails(stage)
+        if failed:
+            self._room.clear()
+            size = sum(piece.values.nbytes for pieces in files for piece in pieces)
+            raise MemoryError(
+                f"no host memory for a copy of {size / 1e9:.1f} GB "
+                f"({problem or 'on another rank, see its log'})"
+            ) from problem
+        _attempt(make_folder, path)
         _check_space(path, files)
-        _attempt(stage, path)
-        self._written = self._thread.submit(write_files)
+        self._written = self._thread.submit(write)
         return self._written
 
     def close(self) -> None:
-        """Wait for the thread, and end it."""
+        """Stop writing after the current file, and end the thread."""
+        self._cancelled.set()
         self._thread.shutdown()
 
     def _stage(self, files: Sequence[Sequence[Piece]]) -> Iterator[list[Piece]]:
@@ -340,29 +366,40 @@ def _contents(
 ) -> tuple[str, list[list[Piece]]]:
     """Return the text of `checkpoint.json`, and what this rank saves, by file. Collective."""
     index = {"format": FORMAT, "state": state, "optimizer_step": _step(optimizer)}
-    files: list[list[Piece]] = []
-    size = 0
-    for piece in _pieces(models, optimizer):
-        if not piece.is_saved:
-            continue
-        if not files or size + piece.values.nbytes > FILE_BYTES:
+    saved = [piece for piece in _pieces(models, optimizer) if piece.is_saved]
+    files = in_files([piece.values.nbytes for piece in saved])
+    return json.dumps(index, indent=1), [[saved[i] for i in part] for part in files]
+
+
+def in_files(sizes: Sequence[int]) -> list[list[int]]:
+    """Divide pieces of these sizes in bytes, in their order, into files of up to `FILE_BYTES`;
+    a larger piece has a file of its own. Return the numbers of the pieces by file."""
+    files: list[list[int]] = []
+    total = 0
+    for i, size in enumerate(sizes):
+        if not files or total + size > FILE_BYTES:
             files.append([])
-            size = 0
-        files[-1].append(piece)
-        size += piece.values.nbytes
-    return json.dumps(index, indent=1), files
+            total = 0
+        files[-1].append(i)
+        total += size
+    return files
 
 
-def _write(files: Sequence[Sequence[Piece]], folder: Path) -> list[Path]:
-    """Write this rank's files to disk, and return their paths."""
+def _write(
+    files: Sequence[Sequence[Piece]], folder: Path, cancelled: Event | None = None
+) -> list[Path]:
+    """Write this rank's files to disk, and return their paths. Raise OSError once `cancelled` is
+    set."""
     rank = dist.get_rank()
     paths = [folder / f"rank{rank:05d}_{i}.safetensors" for i in range(len(files))]
     with ThreadPoolExecutor(WRITERS) as pool:
-        list(pool.map(_write_file, paths, files))
+        list(pool.map(partial(_write_file, cancelled), paths, files))
     return paths
 
 
-def _write_file(path: Path, pieces: Sequence[Piece]) -> None:
+def _write_file(cancelled: Event | None, path: Path, pieces: Sequence[Piece]) -> None:
+    if cancelled is not None and cancelled.is_set():
+        raise OSError(errno.ECANCELED, "the run has ended")
     entries = {piece.entry: piece.values.to("cpu").view(piece.box.shape) for piece in pieces}
     save_file(entries, path)
     disk.sync_file(path)
@@ -426,6 +463,13 @@ def _read(pieces: Sequence[Piece], folder: Path) -> None:
 def _attempt(work: Callable[[], None], folder: Path) -> None:
     """Do `work`, which writes files; collective. If it fails on any rank, also for lack of memory,
     raise OSError on all ranks, so that no rank waits for the failed rank."""
+    failed, problem = _any_fails(work)
+    if failed:
+        raise _os_error(problem, folder) from problem
+
+
+def _any_fails(work: Callable[[], None]) -> tuple[bool, Exception | None]:
+    """Do `work`. Return whether it failed on any rank, and this rank's error. Collective."""
     problem: Exception | None = None
     try:
         work()
@@ -433,9 +477,7 @@ def _attempt(work: Callable[[], None], folder: Path) -> None:
         problem = error
     failed = torch.tensor([problem is not None], dtype=torch.int32)
     dist.all_reduce(failed := _there(failed), op=dist.ReduceOp.MAX)
-    if problem is None and not int(failed):
-        return
-    raise _os_error(problem, folder) from problem
+    return bool(failed), problem
 
 
 def _os_error(problem: Exception | None, folder: Path) -> OSError:

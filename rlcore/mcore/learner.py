@@ -100,8 +100,8 @@ class MegatronLearner:
         self._role = "critic" if head == "value" else "actor"
         self.version = 0
         self.updates = 0
-        self._async_writer: checkpoint.AsyncWriter | None = None
         """Number of optimizer steps, including skipped steps; determines the learning rate."""
+        self._async_writer: checkpoint.AsyncWriter | None = None
         self._train, self._total_updates = train, total_updates
         if self.device.type == "cuda":
             torch.use_deterministic_algorithms(train.deterministic, warn_only=True)
@@ -381,18 +381,18 @@ class MegatronLearner:
         self._must_be_here("save", "weights", "optimizer")
         checkpoint.save(Path(path), self._models, self._optimizer, self._state())
 
-    def save_async(self, path: Path) -> Future[WrittenFiles]:
+    def save_async(
+        self, path: Path, then: Callable[[WrittenFiles], None] = lambda written: None
+    ) -> Future[WrittenFiles]:
         """Copy model, optimizer and counters to host memory, and return while a thread writes them
-        to the new folder `path`. Collective.
-
-        Raises:
-            OSError: a rank has no memory for the copy, or the disk no space; raised on all ranks.
+        to the new folder `path`. Collective. Returns and raises as `checkpoint.AsyncWriter.write`.
         """
         self._must_be_here("save", "weights", "optimizer")
         if self._async_writer is None:
             self._async_writer = checkpoint.AsyncWriter()
             self._on_close.callback(self._async_writer.close)
-        return self._async_writer.write(Path(path), self._models, self._optimizer, self._state())
+        state = self._state()
+        return self._async_writer.write(Path(path), self._models, self._optimizer, state, then)
 
     def load(self, path: Path) -> None:
         """Load a checkpoint that `save` wrote, under this or another layout. Collective.

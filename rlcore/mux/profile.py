@@ -81,11 +81,13 @@ class Profiler:
         rollout_nodes: int,
         train_nodes: int,
         colocated: bool = False,
+        copy_gb: float = 0.0,
     ) -> None:
-        """`max_tokens`: maximum number of tokens of a response."""
+        """`max_tokens`: maximum number of tokens of a response. `copy_gb`: memory of a train node
+        for the copy of an asynchronous save, which it has from the first one on."""
         self._path, self._max_tokens = folder / FILE, max_tokens
         self._nodes = {"rollout_nodes": rollout_nodes, "train_nodes": train_nodes}
-        self._colocated = colocated
+        self._colocated, self._copy_gb = colocated, copy_gb
         self._steps = 0
         self._worst = {"rollout_s": 0.0, "train_s": 0.0}
         self._stretch = 1.0
@@ -93,6 +95,8 @@ class Profiler:
     def see(self, metrics: Mapping[str, float]) -> None:
         """Update the profile with the metrics of a step."""
         self._steps += 1
+        if "timing_s/write_checkpoint" in metrics:
+            self._copy_gb = 0.0  # it is in the node's memory by now
         if self._steps == 2:
             self._worst, self._stretch = dict.fromkeys(self._worst, 0.0), 1.0
         rollout_s = metrics["timing_s/gen"] + metrics.get("timing_s/reward", 0.0)
@@ -108,7 +112,7 @@ class Profiler:
             train_nodes=self._nodes["train_nodes"],
             colocated=self._colocated,
             rollout_gb=metrics["perf/rollout_node_gb"],
-            train_gb=metrics["perf/train_node_gb"],
+            train_gb=metrics["perf/train_node_gb"] + self._copy_gb,
         )
         about = {k: v for k, v in asdict(profile).items() if k != "slo"}
         about |= {"steps": self._steps, "stretched_by": self._stretch}

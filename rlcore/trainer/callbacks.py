@@ -35,7 +35,8 @@ class Callback:
 
     def on_save(self, step: int, folder: Path) -> None:
         """Called after each checkpoint, with its folder. Later checkpoints may remove the folder,
-        so copy what is needed."""
+        so copy what is needed. With `--checkpoint.async_save`, a later step than `step` may have
+        ended by then."""
 
     def keep_sample(self, sample: Sample, prompt: Prompt, text: str, result: RewardResult) -> bool:
         """Return whether to train on a scored response to a training prompt; `text` is the

@@ -48,9 +48,10 @@ ENGINE_CONTEXT = {"torch": PROCESS_CONTEXT, "sglang": 4_000_000_000}
 PREFILL_TOKENS = {"torch": 16384, "sglang": 8192}
 CHECKPOINT_BYTES = 2 * 2**30
 """Bytes of checkpoint files that a rank holds in host memory at a time (mcore/checkpoint.py)."""
-STAGED = 1.25
-"""Host memory that a checkpoint written in the background takes, over its own size (estimate):
-pinned memory is allocated in powers of two, and files are not full."""
+CHECKPOINT_FILES = "checkpoint files"
+STAGED = 1.4
+"""Host memory of an asynchronous save, over the checkpoint's size (estimate): torch allocates
+pinned memory in powers of two, and files are not full. 1.34 to 1.36 for models of 8B and 14B."""
 BUNDLE_BYTES = 256 * 2**20
 """Bytes that `Learner.export` gathers at a time, unless one tensor is larger."""
 SLACK_BYTES = 16 * 2**20
@@ -194,6 +195,14 @@ def layer_activations(hf: HFConfig, train: TrainConfig, tokens: int) -> tuple[in
         kept += 3 * hf.intermediate_size / tp
         forward, backward = kept, 2 * kept  # backward also holds the gradients
     return int(tokens * kept), int(tokens * backward), int(tokens * forward)
+
+
+def stacked_experts(hf: HFConfig, train: TrainConfig) -> int:
+    """Return the number of values in the copy of a layer's expert weights that `grouped_mm` needs
+    on a GPU (mcore/experts.py): of gate and up, which are larger than down."""
+    if not hf.num_experts or train.transformer_impl != "local":
+        return 0
+    return hf.num_experts // train.ep * 2 * hf.moe_intermediate_size * hf.hidden_size
 
 
 def kept_bytes(
@@ -340,9 +349,14 @@ def make(
     # Layers and head run one after another, so only the larger one counts.
     head = Item("logits", logits_bytes(hf, cfg.model, train, layout, tokens), True, True)
     _, *runs = layer_activations(hf, train, tokens)
+    stack = stacked_experts(hf, train) if cuda else 0
     size = attrgetter("num_bytes")
     back, forward = (
-        max(Item("running layer", ITEMSIZE[cfg.model.dtype] * n, True, True), head, key=size)
+        max(
+            Item("running layer", ITEMSIZE[cfg.model.dtype] * (n + stack), True, True),
+            head,
+            key=size,
+        )
         for n in runs
     )
     kept = later("activations", kept_bytes(hf, cfg.model, train, layout, tokens))
@@ -414,7 +428,7 @@ def _host(cfg: Config, hf: HFConfig, states: dict[str, dict[Part, int]], cuda: b
     files = min(CHECKPOINT_BYTES, 2 * max(saved))
     if rules.saves_async(cfg, cuda=cuda):
         files = round(STAGED * sum(saved))
-    items.append(Item("checkpoint files", files))
+    items.append(Item(CHECKPOINT_FILES, files))
     if cfg.rollout.engine == "sglang" and cuda:  # SGLang's buckets stay on the GPU.
         return items
     return [*items, Item("bucket", bucket_bytes(cfg, hf))]

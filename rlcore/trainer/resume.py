@@ -1,8 +1,8 @@
 """Save and restore checkpoints: the learner's checkpoint plus all other state of a run.
 
 A new checkpoint is written to a temporary folder and renamed, so a kill leaves the previous intact.
-With `--checkpoint.async_save`, `save` returns when the state is in host memory, and `finalize`
-renames the folder when all ranks have written their files.
+With `--checkpoint.async_save`, `save` returns when the state is in host memory. When all ranks have
+written their files, a thread of rank 0 seals and renames the folder; `finalize` tells the others.
 
     <run>/checkpoints/step_000040/{learner/, critic/, buffer/, histories.npz, state.json,
                                    manifest.json}
@@ -15,10 +15,12 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, Literal
 
 from rlcore.algos.kl import AdaptiveController
@@ -45,6 +47,8 @@ FORMAT = 3
 PARTIAL = ".partial"
 """Ending of the folder of a checkpoint that is being written."""
 RESTARTS = "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"
+CLOSE_S = 20.0
+"""Longest time that a failed run waits for its pending checkpoint; torchrun kills after 30 s."""
 HISTORIES = "histories.npz"
 """File of earlier responses in a checkpoint, if these are used as draft source."""
 
@@ -147,13 +151,25 @@ def _remove_partial(run_folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _error_of(work: Callable[..., Any], *args: Any) -> str:
+    """Do `work`, which writes files. Return the cause of a failure, or ""."""
+    try:
+        work(*args)
+    except OSError as e:
+        return reason(e)
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class _Pending:
     """Checkpoint that is being written while training continues."""
 
     step: int
     parts: Mapping[str, Future[WrittenFiles]]
-    """Files that this rank is writing, by subfolder."""
+    """Files that this rank is writing, by subfolder. Done when the rank has left its list."""
+    sealed: Future[None] | None
+    """On rank 0: the sealing and renaming of the folder."""
+    cancelled: Event
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,7 +194,8 @@ class Checkpoints:
     sizes: EngineSizePolicy | None = None
     """Policy that chooses the engine size, on rank 0; None on other ranks."""
     async_save: bool = False
-    """Whether training continues while the learners' files are written; the same on all ranks."""
+    """Whether training continues while the learners' files are written. Train ranks reset it if one
+    of them has no memory for the copy."""
     _pending: _Pending | None = field(default=None, init=False)
 
     def choose(self) -> Path | None:
@@ -219,7 +236,8 @@ class Checkpoints:
     ) -> Path | None:
         """Write a checkpoint of the finished step. Collective over all ranks. If writing fails,
         earlier checkpoints stay, and --checkpoint.on_error decides whether the run ends. With
-        `async_save`, call `finalize` with `wait` first.
+        `async_save`, call `finalize` with `wait` first; the last step is saved synchronously, since
+        nothing is left to do meanwhile.
 
         Returns:
             The checkpoint's folder; None if it could not be written or is still being written.
@@ -233,91 +251,110 @@ class Checkpoints:
                 `continue` or this was the last step.
         """
         assert self._pending is None
-        step = progress.step
+        step, everyone = progress.step, self.ranks.everyone
         progress.begin_save()
         with waiting(f"writing the checkpoint of step {step}"):
-            error, parts = self._write(step, accuracy)
-            if self.async_save and not error:
-                self._pending = _Pending(step, parts)
+            error, parts = self._write(progress, writer, accuracy)
+            num_lists = int(collective.reduce_floats([float(len(parts))], group=everyone)[0])
+            if num_lists and not error:
+                self._pending = self._begin(step, parts, num_lists)
                 return None
-            return self._complete(step, error, {}, progress, writer)
+            aside = _folder_at(self.folder, step).with_suffix(PARTIAL)
+            wait_for(parts.values())  # Rank 0 deletes the folder after an error.
+            error = self._any(error) or seal.write(aside, everyone)
+            if not error and self.ranks.rank == 0:
+                error = _error_of(self._publish, step)
+            return self._end(step, error, progress)
 
     @property
     def is_pending(self) -> bool:
         """Whether a checkpoint is being written while training continues; the same on all ranks."""
         return self._pending is not None
 
-    def finalize(
-        self, progress: Progress, writer: MetricsWriter | None, *, wait: bool
-    ) -> Path | None:
-        """If all ranks have written their files of the pending checkpoint, seal and rename it. With
-        `wait`, wait until they have. Collective over all ranks. Errors are handled, and `writer` is
-        used, as in `save`.
+    def finalize(self, progress: Progress, *, wait: bool) -> Path | None:
+        """If all ranks have written their files of the pending checkpoint, end its save. With
+        `wait`, wait until they have. Collective over all ranks. Errors are handled as in `save`.
 
         Returns:
             The folder of the checkpoint that became complete; None if there is none.
         """
-        pending = self._pending
+        pending, everyone = self._pending, self.ranks.everyone
         if pending is None:
             return None
         with waiting(f"writing the checkpoint of step {pending.step}"):
-            is_done = wait or all(part.done() for part in pending.parts.values())
-            if collective.any_rank(not is_done, self.ranks.everyone):
+            is_written = wait or all(part.done() for part in pending.parts.values())
+            if collective.any_rank(not is_written, everyone):
                 return None
-            error, seconds = "", 0.0
-            sums: dict[str, int] = {}
-            for name, part in pending.parts.items():
-                try:
-                    written = part.result()
-                except OSError as e:
-                    error = reason(e)
-                    continue
-                sums |= {f"{name}/{file}": s for file, s in written.checksums.items()}
-                seconds += written.seconds
+            errors = [_error_of(part.result) for part in pending.parts.values()]
+            error, sealed = self._any(next(filter(None, errors), "")), pending.sealed
+            if error:
+                pending.cancelled.set()
+            is_sealed = wait or error or sealed is None or sealed.done()
+            if collective.any_rank(not is_sealed, everyone):
+                return None
+            if sealed is not None:
+                wait_for([sealed])
+                error = error or _error_of(sealed.result)
             self._pending = None
-            slowest = collective.reduce_floats([seconds], "max", self.ranks.everyone)[0]
+            seconds = 0.0
+            if not error:
+                seconds = sum(part.result().seconds for part in pending.parts.values())
+            slowest = collective.reduce_floats([seconds], "max", everyone)[0]
             progress.add({"timing_s/write_checkpoint": slowest})
-            return self._complete(pending.step, self._any(error), sums, progress, writer)
+            return self._end(pending.step, error, progress)
 
-    def _complete(
-        self,
-        step: int,
-        error: str,
-        sums: Mapping[str, int],
-        progress: Progress,
-        writer: MetricsWriter | None,
-    ) -> Path | None:
-        """Seal and rename a written checkpoint; after an error, delete it.
+    def close(self) -> None:
+        """If the run has failed, give a checkpoint that is still being written `CLOSE_S` seconds to
+        become complete; then stop writing."""
+        pending = self._pending
+        if pending is not None:
+            futures: list[Future[Any]] = list(pending.parts.values())
+            if pending.sealed is not None:
+                futures.append(pending.sealed)
+            if wait_for(futures, CLOSE_S).not_done:
+                log.error("checkpoint of step %d: not written in %g s", pending.step, CLOSE_S)
+            pending.cancelled.set()
 
-        Args:
-            error: the error in writing it, set on every rank; "" if there was none.
-            sums: CRC-32 of files that this rank wrote and has read back, by path in the checkpoint.
-        """
+    def _begin(
+        self, step: int, parts: Mapping[str, Future[WrittenFiles]], num_lists: int
+    ) -> _Pending:
+        """Let rank 0 seal and rename the folder when all ranks have left their lists."""
+        cancelled, sealed = Event(), Future[None]()
+        aside = _folder_at(self.folder, step).with_suffix(PARTIAL)
+
+        def seal_and_rename() -> None:
+            try:
+                seal.write_from_lists(aside, num_lists, cancelled)
+                self._publish(step)
+                sealed.set_result(None)
+            except Exception as e:
+                sealed.set_exception(e)
+
+        if self.ranks.rank == 0:
+            Thread(target=seal_and_rename, name="seal", daemon=True).start()
+        return _Pending(step, parts, sealed if self.ranks.rank == 0 else None, cancelled)
+
+    def _publish(self, step: int) -> None:
+        """Give a sealed checkpoint its final name, and delete old ones."""
         final = _folder_at(self.folder, step)
-        aside = final.with_suffix(PARTIAL)
+        shutil.rmtree(final, ignore_errors=True)
+        disk.rename(final.with_suffix(PARTIAL), final)
+        self.prune()
+
+    def _end(self, step: int, error: str, progress: Progress) -> Path | None:
+        """End the save of `step`. After an error on any rank, delete what was written."""
+        final = _folder_at(self.folder, step)
+        error = self._any(error)
+        if not error:
+            return final
+        if self.ranks.rank == 0:
+            shutil.rmtree(final.with_suffix(PARTIAL), ignore_errors=True)
         what = f"checkpoint of step {step} could not be written to {final.parent}"
-        error = error or seal.write(aside, self.ranks.everyone, sums)
-        if error:
-            if self.ranks.rank == 0:
-                shutil.rmtree(aside, ignore_errors=True)
-            self._failed(progress, step, what, error)
-            return None
-        try:
-            if self.ranks.rank == 0:
-                if writer is not None:
-                    writer.sync()
-                shutil.rmtree(final, ignore_errors=True)
-                disk.rename(aside, final)
-                self.prune()
-        except OSError as e:
-            error = reason(e)
-        if error := self._any(error):
-            self._failed(progress, step, what, error)
-            return None
-        return final
+        self._failed(progress, step, what, error)
+        return None
 
     def _write(
-        self, step: int, accuracy: float | None
+        self, progress: Progress, writer: MetricsWriter | None, accuracy: float | None
     ) -> tuple[str, dict[str, Future[WrittenFiles]]]:
         """Write all parts of a checkpoint; with `async_save`, only begin to write the learners.
 
@@ -325,10 +362,13 @@ class Checkpoints:
             The error on every rank, or "" if there is none; and the files that are still being
             written, by subfolder.
         """
+        step, is_last = progress.step, progress.stops or progress.step >= self.cfg.run.steps
         aside = _folder_at(self.folder, step).with_suffix(PARTIAL)
         error, parts = "", dict[str, Future[WrittenFiles]]()
         try:
             if self.ranks.rank == 0:
+                if writer is not None:
+                    writer.sync()
                 _remove_partial(self.folder)
                 aside.mkdir(parents=True)
                 if self.async_rollout is not None:
@@ -341,8 +381,8 @@ class Checkpoints:
             for name, learner in (("learner", self.learner), ("critic", self.critic)):
                 if learner is None:
                     continue
-                if self.async_save:
-                    parts[name] = learner.save_async(aside / name)
+                if self.async_save and not is_last and (part := self._start(name, learner, aside)):
+                    parts[name] = part
                 else:
                     learner.save(aside / name)
             if self.async_rollout is not None:
@@ -356,6 +396,20 @@ class Checkpoints:
             log.debug("checkpoint of step %d", step, exc_info=e)
             error = reason(e)
         return self._any(error), parts
+
+    def _start(self, name: str, learner: Learner, aside: Path) -> Future[WrittenFiles] | None:
+        """Begin to write a learner. The future is done when this rank has left its list of files.
+        Return None if a rank has no memory for the copy, on all of them. Collective."""
+
+        def leave_list(written: WrittenFiles) -> None:
+            seal.leave_list(aside, name, self.ranks.rank, written.checksums)
+
+        try:
+            return learner.save_async(aside / name, leave_list)
+        except MemoryError as e:
+            self.async_save = False
+            log.warning("from now on, training waits for each checkpoint: %s", e)
+            return None
 
     def _any(self, error: str) -> str:
         """If any rank has failed, return this rank's error, or else an error that names a failed

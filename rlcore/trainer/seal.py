@@ -1,10 +1,16 @@
 """Seal a checkpoint with the size and checksum of each file, written last. A folder without a seal
-is incomplete; a file that does not match its seal is damaged. Ranks share the reading of files."""
+is incomplete; a file that does not match its seal is damaged. Ranks share the reading of files.
 
+With asynchronous saving, each rank leaves a list of its files (`<part>.rank00003.part`) when they
+are written, and rank 0 seals the folder when all lists are there. No collective is needed, so the
+checkpoint is complete at once, whatever the ranks are doing."""
+
+import errno
 import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Event
 
 import msgspec
 
@@ -13,6 +19,9 @@ from rlcore.utils.errors import ConfigError
 
 MANIFEST = "manifest.json"
 UNREADABLE = -1.0
+LIST = ".part"
+"""Ending of the list of files that a rank has written."""
+_POLL_S = 0.05
 
 
 class Manifest(msgspec.Struct):
@@ -24,14 +33,9 @@ class Manifest(msgspec.Struct):
     """CRC-32 of `files`, so that a lost or changed entry is detected; -1 in earlier versions."""
 
 
-def write(folder: Path, group: collective.Group, known: Mapping[str, int] | None = None) -> str:
+def write(folder: Path, group: collective.Group) -> str:
     """Seal a complete checkpoint folder on a disk that all ranks share. Return the error on every
-    rank, or "" if there is none. Collective.
-
-    Args:
-        known: CRC-32 of files that this rank has already read back, by path in the folder. At most
-            one rank may have a file's CRC-32; files that no rank has are read here.
-    """
+    rank, or "" if there is none. Collective."""
     error, sizes = "", {}
     if collective.is_first(group):
         try:
@@ -39,18 +43,62 @@ def write(folder: Path, group: collective.Group, known: Mapping[str, int] | None
         except OSError as e:
             error = str(e)
     sizes = json.loads(collective.broadcast_text(json.dumps(sizes), group))
-    sums = _checksums(folder, list(sizes), group, known)
+    sums = _checksums(folder, list(sizes), group)
     if UNREADABLE in sums:
         error = error or "cannot read a file that was just written"
     elif collective.is_first(group) and not error:
-        seals = {n: [size, int(s)] for (n, size), s in zip(sizes.items(), sums, strict=True)}
+        seals = {n: (size, int(s)) for (n, size), s in zip(sizes.items(), sums, strict=True)}
         try:
-            text = json.dumps({"files": seals, "checksum": _checksum_of(seals)}, indent=1)
-            disk.write_text(folder / MANIFEST, text)
-            disk.sync_tree(folder)
+            _seal(folder, seals)
         except OSError as e:
             error = str(e)
     return collective.broadcast_text(error, group)
+
+
+def leave_list(folder: Path, part: str, rank: int, checksums: Mapping[str, int]) -> None:
+    """Leave the list of files that this rank has written to the subfolder `part`. Raise OSError if
+    the list cannot be written.
+
+    Args:
+        checksums: CRC-32 of each file, by its name in the subfolder.
+    """
+    seals = {}
+    for name, checksum in checksums.items():
+        seals[f"{part}/{name}"] = (folder / part / name).stat().st_size, checksum
+    path = folder / f"{part}.rank{rank:05d}{LIST}"
+    aside = path.with_name(f".{path.name}")
+    disk.write_text(aside, msgspec.json.encode(Manifest(seals)).decode())
+    aside.rename(path)
+
+
+def write_from_lists(folder: Path, num_lists: int, cancelled: Event) -> None:
+    """Wait for the lists of all ranks' files, then seal the folder. Files that are in no list are
+    read here.
+
+    Raises:
+        OSError: a file is missing or has another size than its rank has written, a file cannot be
+            read, or `cancelled` was set.
+    """
+    while len(lists := list(folder.glob(f"[!.]*{LIST}"))) < num_lists:
+        if cancelled.wait(_POLL_S):
+            raise OSError(errno.ECANCELED, "it was cancelled")
+    seals: dict[str, tuple[int, int]] = {}
+    for path in lists:
+        seals |= msgspec.json.decode(path.read_bytes(), type=Manifest).files
+        path.unlink()
+    if wrong := _wrong_size(folder, seals):
+        raise OSError(errno.EIO, wrong)
+    for name in _files(folder):
+        if name not in seals:
+            seals[name] = (folder / name).stat().st_size, disk.checksum(folder / name)
+    _seal(folder, {name: seals[name] for name in sorted(seals)})
+
+
+def _seal(folder: Path, seals: Mapping[str, tuple[int, int]]) -> None:
+    """Write the manifest, and flush the folder to disk."""
+    text = json.dumps({"files": seals, "checksum": _checksum_of(seals)}, indent=1)
+    disk.write_text(folder / MANIFEST, text)
+    disk.sync_tree(folder)
 
 
 def look(folder: Path) -> tuple[str, dict[str, tuple[int, int]]]:
@@ -110,17 +158,12 @@ def _files(folder: Path) -> list[str]:
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
-def _checksums(
-    folder: Path, names: list[str], group: collective.Group, known: Mapping[str, int] | None = None
-) -> list[float]:
-    """Return the CRC-32 of each file, or UNREADABLE. Ranks share the reading of files whose CRC-32
-    no rank has in `known`. Collective."""
-    known = known or {}
+def _checksums(folder: Path, names: list[str], group: collective.Group) -> list[float]:
+    """Return the CRC-32 of each file, or UNREADABLE. Ranks share the reading. Collective."""
     rank, size = collective.place(group)
-    is_known = collective.reduce_floats([float(n in known) for n in names], "max", group)
-    mine = [float(known.get(n, 0)) for n in names]
+    mine = [0.0] * len(names)
     for i, name in enumerate(names):
-        if not is_known[i] and i % size == rank:
+        if i % size == rank:
             mine[i] = _checksum(folder / name)
     totals = collective.reduce_floats(mine, group=group)
     return [UNREADABLE if t < 0 else t for t in totals]

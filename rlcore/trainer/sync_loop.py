@@ -78,7 +78,7 @@ def finalize_save(run: Training, *, wait: bool) -> None:
     if not run.checkpoints.is_pending:
         return
     with run.spans.phase("save_checkpoint"):
-        saved = run.checkpoints.finalize(run.progress, run.observers.writer, wait=wait)
+        saved = run.checkpoints.finalize(run.progress, wait=wait)
     tell_saved(run, saved)
 
 

@@ -43,9 +43,7 @@ def test_what_is_saved_is_loaded_bit_by_bit(name: str, tmp_path: Path) -> None:
         kit.assert_bitwise(side.state(learner), after)
 
 
-def test_what_is_written_in_the_background_is_the_state_before_further_updates(
-    tmp_path: Path,
-) -> None:
+def test_an_asynchronous_save_is_of_the_state_before_further_updates(tmp_path: Path) -> None:
     case = CASES["bfloat16 distributed"]
     with side.learner(**case) as learner:
         for number in range(3):  # the second save takes the memory of the first

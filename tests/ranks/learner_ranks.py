@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from rlcore.algos import grpo
 from rlcore.config.schema import ModelConfig, TrainConfig
@@ -185,6 +187,9 @@ def saved(rank: int, folder: str, cases: Mapping[str, Mapping[str, Any]]) -> dic
         learner.save(path)
         hf = Path(f"{folder}_hf") / name
         save_folder(learner.export(), learner.hf, None, hf, SHARD_BYTES, together=True)
+        no_memory = mock.patch.object(checkpoint.AsyncWriter, "_stage", last_rank_has_no_memory)
+        with no_memory, pytest.raises(MemoryError) as failed:
+            learner.save_async(later)
         has_trained = threading.Event()
         with mock.patch.object(checkpoint, "_write", after(has_trained, checkpoint._write)):
             written = learner.save_async(later)
@@ -194,9 +199,16 @@ def saved(rank: int, folder: str, cases: Mapping[str, Mapping[str, Any]]) -> dic
         found[name]["same files"] = {
             file: (path / file).read_bytes() == (later / file).read_bytes() for file in checksums
         }
+        found[name]["no memory"] = str(failed.value)
         found[name]["checksums"] = checksums == {f: disk.checksum(later / f) for f in checksums}
         learner.close()
     return found
+
+
+def last_rank_has_no_memory(*_: Any) -> list[Any]:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise RuntimeError("CUDA error: out of memory")
+    return []
 
 
 def after(event: threading.Event, work: Callable[..., Any]) -> Callable[..., Any]:

@@ -70,7 +70,7 @@ def alone(folder: Path, saved: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", SAVED)
-def test_what_is_written_in_the_background_is_the_state_before_further_updates(
+def test_an_asynchronous_save_is_of_the_state_before_further_updates(
     saved: list[dict[str, Any]], folder: Path, case: str
 ) -> None:
     names = [set(rank[case]["same files"]) for rank in saved]
@@ -79,6 +79,14 @@ def test_what_is_written_in_the_background_is_the_state_before_further_updates(
     for rank in saved:
         assert rank[case]["same files"] and all(rank[case]["same files"].values())
         assert rank[case]["checksums"]
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_all_ranks_hear_that_one_has_no_memory_for_the_copy(
+    saved: list[dict[str, Any]], case: str
+) -> None:
+    here, there = (rank[case]["no memory"] for rank in saved)
+    assert "GB (on another rank, see its log)" in here and "GB (CUDA error: out of" in there
 
 
 @pytest.mark.parametrize("case", SAVED)

@@ -41,6 +41,16 @@ def test_a_profile_is_the_worst_step_but_the_first_with_every_response_at_its_li
     assert (about["steps"], about["stretched_by"]) == (3, 2.5)
 
 
+def test_a_profile_counts_the_copy_of_a_save_that_is_still_to_come(tmp_path: Path):
+    one = Profiler(tmp_path, max_tokens=9, rollout_nodes=1, train_nodes=1, copy_gb=5.0)
+    one.see(metrics(1.0, 2.0, 9.0))
+    assert Profile.read(tmp_path / profile.FILE).train_gb == 7.0
+    one.see(metrics(1.0, 2.0, 9.0, gb=3.5) | {"timing_s/write_checkpoint": 1.0})
+    assert Profile.read(tmp_path / profile.FILE).train_gb == 7.0
+    one.see(metrics(1.0, 2.0, 9.0, gb=3.5))
+    assert Profile.read(tmp_path / profile.FILE).train_gb == 7.0
+
+
 def test_a_profile_says_whether_every_rank_does_both(tmp_path: Path):
     one = Profiler(tmp_path, max_tokens=9, rollout_nodes=1, train_nodes=1, colocated=True)
     one.see(metrics(1.0, 2.0, 9.0))

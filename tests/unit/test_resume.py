@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -190,8 +191,10 @@ def test_what_a_killed_save_left_goes_with_the_next_save_or_start(tmp_path: Path
     run = replace(run_with(tmp_path, [2]), learner=None)
     left = tmp_path / "checkpoints" / "step_000005.partial"
     (left / "learner").mkdir(parents=True)
+    progress = Progress()
+    progress.begin(6)
     with pytest.raises(AssertionError):  # the run has no data, which comes last
-        run._write(6, None)
+        run.save(progress, None)
     assert names(tmp_path) == ["step_000002", "step_000006.partial"]
     aside = resume.move_aside(tmp_path)
     assert aside is not None and names(aside) == ["step_000002"]
@@ -240,9 +243,10 @@ class FakeLearner:
         path.mkdir()
         (path / "weights").write_bytes(bytes(8))
 
-    def save_async(self, path: Path) -> Future[WrittenFiles]:
+    def save_async(self, path: Path, then: Callable[[WrittenFiles], None]) -> Future[WrittenFiles]:
         self.save(path)
         self.begun.append((path, Future()))
+        self._then = then
         return self.begun[-1][1]
 
     def end_save(self, checksum: int | None = None) -> None:
@@ -250,7 +254,9 @@ class FakeLearner:
         path, future = self.begun[-1]
         if checksum is None:
             checksum = disk.checksum(path / "weights")
-        future.set_result(WrittenFiles({"weights": checksum}, 1.5))
+        written = WrittenFiles({"weights": checksum}, 1.5)
+        self._then(written)
+        future.set_result(written)
 
 
 def saving(folder: Path, keep: int = 1, **more: object) -> Checkpoints:
@@ -313,7 +319,7 @@ def test_all_of_a_checkpoint_is_on_disk_before_it_gets_its_name(
     assert calls[at + 1] == ("fsync", str(folder.parent))
 
 
-# ---- in the background
+# ---- asynchronous saves
 
 
 def begun(folder: Path, on_error: str = "stop") -> tuple[Checkpoints, Progress, FakeLearner]:
@@ -331,24 +337,109 @@ def begun(folder: Path, on_error: str = "stop") -> tuple[Checkpoints, Progress, 
 
 def test_a_checkpoint_counts_once_it_is_written(tmp_path: Path) -> None:
     run, progress, learner = begun(tmp_path)
-    assert run.finalize(progress, None, wait=False) is None
+    assert run.finalize(progress, wait=False) is None
     assert [path.name for path in resume.found(tmp_path)] == ["step_000001"]
     progress.begin(3)
     learner.end_save()
-    saved = run.finalize(progress, None, wait=False)
+    saved = run.finalize(progress, wait=True)
     assert saved is not None and resume.step_of(saved) == 2
     assert not seal.fault(saved, None)
     assert progress.take() == {"timing_s/write_checkpoint": 1.5}
     assert names(tmp_path) == ["step_000001", "step_000002"]
-    assert run.finalize(progress, None, wait=True) is None
+    assert sorted(p.name for p in saved.iterdir()) == ["learner", "manifest.json", "state.json"]
+    assert run.finalize(progress, wait=True) is None
+    run.close()
+
+
+def test_a_checkpoint_is_complete_without_the_next_step(tmp_path: Path) -> None:
+    """The run may fail or be killed in it."""
+    run, _, learner = begun(tmp_path)
+    learner.end_save()
+    run.close()  # all that a failed run does
+    chosen = saving(tmp_path, keep=2).choose()
+    assert chosen is not None and chosen.name == "step_000002"
+
+
+def test_a_failed_run_does_not_wait_long_for_its_checkpoint(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(resume, "CLOSE_S", 0.1)
+    run, _, _ = begun(tmp_path)
+    run.close()
+    assert "checkpoint of step 2: not written in 0.1 s" in caplog.text
+    chosen = saving(tmp_path, keep=2).choose()
+    assert chosen is not None and chosen.name == "step_000001"
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_last_step_is_saved_synchronously(tmp_path: Path, stops: bool) -> None:
+    run = saving(tmp_path, keep=2, async_save=True)
+    progress = Progress()
+    progress.begin(1 if stops else run.cfg.run.steps)
+    if stops:
+        progress.stop(is_complete=False)
+    assert run.save(progress, None) is not None and not run.is_pending
+
+
+def test_without_memory_for_the_copy_training_waits_for_checkpoints(tmp_path, caplog) -> None:
+    class Small(FakeLearner):
+        def save_async(self, *_: object) -> Future[WrittenFiles]:
+            raise MemoryError("no host memory for a copy of 9.0 GB")
+
+    run = replace(saving(tmp_path, keep=2, async_save=True), learner=Small())
+    for step in (1, 2):
+        save(run, step)
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+    assert caplog.text.count("no host memory for a copy of 9.0 GB") == 1
+
+
+def test_the_folder_stays_until_the_thread_is_done_with_it(tmp_path: Path) -> None:
+    """The critic fails after the learner's thread has begun."""
+
+    class Slow(FakeLearner):
+        def save_async(
+            self, path: Path, then: Callable[[WrittenFiles], None]
+        ) -> Future[WrittenFiles]:
+            future = super().save_async(path, then)
+            threading.Timer(0.2, self.write_more).start()
+            return future
+
+        def write_more(self) -> None:
+            (self.begun[-1][0] / "more").write_bytes(bytes(8))
+            self.end_save()
+
+    class Failing(FakeLearner):
+        def save_async(self, *_: object) -> Future[WrittenFiles]:
+            raise OSError(28, "No space left on device")
+
+    run = replace(saving(tmp_path, async_save=True), learner=Slow(), critic=Failing())
+    run.cfg.checkpoint.on_error = "continue"
+    save(run, 1)
+    assert run.learner.begun[-1][1].exception(0) is None
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_the_checksums_of_the_thread_seal_its_files(tmp_path: Path) -> None:
     """The files are not read again."""
     run, progress, learner = begun(tmp_path)
     learner.end_save(checksum=7)
-    saved = run.finalize(progress, None, wait=True)
+    saved = run.finalize(progress, wait=True)
     assert saved is not None and "learner/weights has a wrong checksum" in seal.fault(saved, None)
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_file_that_rank_0_does_not_see_as_it_was_written_is_an_error(
+    tmp_path: Path, is_gone: bool
+) -> None:
+    folder = tmp_path / "x"
+    (folder / "learner").mkdir(parents=True)
+    file = folder / "learner" / "weights"
+    file.write_bytes(bytes(8))
+    seal.leave_list(folder, "learner", 0, {"weights": 0})
+    if is_gone:
+        file.unlink()
+    else:
+        file.write_bytes(bytes(7))
+    with pytest.raises(OSError, match="is missing" if is_gone else "has 7 of 8 bytes"):
+        seal.write_from_lists(folder, 1, threading.Event())
 
 
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Path) -> None:
@@ -365,7 +456,7 @@ def test_an_error_of_the_thread_leaves_the_checkpoint_before(tmp_path: Path) -> 
     learner.begun[-1][1].set_exception(OSError(28, "No space left on device"))
     progress.begin(3)
     with pytest.raises(RuntimeError, match="of step 2 could not be written .*the disk is full"):
-        run.finalize(progress, None, wait=False)
+        run.finalize(progress, wait=False)
     assert names(tmp_path) == ["step_000001"]
 
 
@@ -373,7 +464,7 @@ def test_an_error_of_the_thread_is_counted_where_the_run_shall_go_on(tmp_path: P
     run, progress, learner = begun(tmp_path, "continue")
     learner.begun[-1][1].set_exception(OSError(5, "Input/output error"))
     progress.begin(3)
-    assert run.finalize(progress, None, wait=False) is None
+    assert run.finalize(progress, wait=False) is None
     assert progress.take()["training/failed_saves"] == 1
     assert names(tmp_path) == ["step_000001"]
     assert not run.is_pending

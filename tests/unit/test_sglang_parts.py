@@ -391,6 +391,17 @@ def test_what_a_killed_engine_has_left_goes_and_what_a_living_one_has_stays(fold
     assert not list(base.glob("*rlcore*"))
 
 
+def test_a_cache_of_compiled_code_that_others_can_write_to_is_not_used(folders):
+    base, _ = folders
+    assert server._is_ours(base / "made") and (base / "made").stat().st_mode & 0o077 == 0
+    assert server._is_ours(base / "made")
+    (base / "link").symlink_to(base / "made")
+    (base / "file").touch()
+    (base / "open").mkdir()
+    (base / "open").chmod(0o777)
+    assert not any(server._is_ours(base / name) for name in ("link", "file", "open"))
+
+
 def test_a_folder_too_long_for_sockets_is_refused_before_anything_starts(folders, monkeypatch):
     base = folders[0] / ("x" * 80)
     base.mkdir()

@@ -105,7 +105,8 @@ class World:
             self.job("often", *SAVED, "--checkpoint.every", 0, "--checkpoint.every_minutes", 1e-6,
                      "--checkpoint.keep", 0, "--checkpoint.no_at_end", "--run.steps", 3),
             self.job("damaged", *SAVED, "--run.steps", 3, run="whole") | {"before": self._cut()},
-            self.job("nan", *BARE, "--eval.no_at_end", *NAN, "--train.max_skipped_updates", 2),
+            self.job("nan", *BARE, "--eval.no_at_end", *NAN, "--train.max_skipped_updates", 2,
+                     "--checkpoint.every", 1, "--checkpoint.async_save"),
             self.job("nan loss", *ONE, *NAN, "--algo.where", "loss"),
             self.job("told", *SAVED, "--run.steps", 500) | {"before": self._tell()},
             self.job("told again", *SAVED, "--run.steps", 500, run="told")
@@ -491,7 +492,7 @@ def test_a_failed_write_is_counted_and_the_run_goes_on_where_it_shall(world: Wor
     assert not list((world.runs / "going on" / "checkpoints").iterdir())
 
 
-def test_checkpoints_written_in_the_background_are_those_of_a_run_that_waits(world: World) -> None:
+def test_asynchronous_checkpoints_are_those_of_a_run_that_waits(world: World) -> None:
     world.gang.check("async")
     for theirs in resume.found(world.runs / "straight"):
         mine = world.runs / "async" / "checkpoints" / theirs.name
@@ -505,12 +506,18 @@ def test_checkpoints_written_in_the_background_are_those_of_a_run_that_waits(wor
     assert rows[3]["actor/grad_norm"] == straight[3]["actor/grad_norm"]
 
 
-def test_a_write_that_fails_in_the_background_is_counted_and_the_run_goes_on(world: World) -> None:
+def test_an_asynchronous_write_that_fails_is_counted_and_the_run_goes_on(world: World) -> None:
     world.gang.check("going on async")
     rows, text = world.rows("going on async"), world.gang.text("going on async")
     assert any(row.get("training/failed_saves") for row in rows.values())
     assert "checkpoint of step 2 could not be written" in text and "the run continues" in text
     assert not list((world.runs / "going on async" / "checkpoints").iterdir())
+
+
+def test_a_run_that_fails_in_the_next_step_keeps_an_asynchronous_checkpoint(world: World) -> None:
+    refusal(world, "nan", code=1)
+    (kept,) = resume.found(world.runs / "nan")
+    assert resume.step_of(kept) == 1 and not seal.fault(kept, None)
 
 
 def test_a_damaged_checkpoint_costs_a_step_and_is_said(world: World) -> None:

@@ -152,7 +152,7 @@ def _run(
         timeout_s=cfg.cluster.timeout_s,
     )
     device = devices.make_device(cfg, parts, world, gate, start.on_close)
-    on_step = sharing.on_step(cfg, world, gate, writes)
+    on_step = sharing.on_step(cfg, start.hf, world, gate, writes)
 
     world.phase("start: checkpoint")
     kl = AdaptiveController(cfg.algo.kl_target, cfg.algo.kl_horizon)
@@ -170,6 +170,7 @@ def _run(
         sizes=engine_sizes.policy,
         async_save=rules.saves_async(cfg, cuda=world.device.type == "cuda"),
     )
+    start.on_close(checkpoints.close)
     with waiting("checking the newest checkpoint"):
         checkpoint = checkpoints.choose()
     if checkpoint is not None:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING
 from rlcore.cli.builders.folder import run_folder
 from rlcore.cli.builders.rewards import own_judges
 from rlcore.cli.world import World
+from rlcore.config import rules
 from rlcore.config.schema import Config
+from rlcore.hf.config import HFConfig
 from rlcore.mux.profile import FILE, Profile, Profiler
 from rlcore.sched.roles import Cell
-from rlcore.trainer import report
+from rlcore.trainer import memory, report
 from rlcore.utils import collective, phases
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.writes import LogWrites
@@ -168,10 +171,13 @@ def cells_by_node(names: Sequence[str], rollout_ranks: int) -> list[Cell]:
     return [Cell(ranks=tuple(r), leaders=tuple(r), dp_ranks=()) for r in found.values()]
 
 
-def make_profiler(cfg: Config, names: Sequence[str], rollout_ranks: int) -> Profiler:
+def make_profiler(
+    cfg: Config, names: Sequence[str], rollout_ranks: int, copy_bytes: int = 0
+) -> Profiler:
     """Return the profiler that writes this job's profile for the scheduler of shared nodes. `names`
     are the nodes of all ranks. If every rank samples and trains, one half of the nodes counts as
-    rollout nodes, the other half as train nodes; a single node counts as both."""
+    rollout nodes, the other half as train nodes; a single node counts as both. `copy_bytes`: size
+    of a train rank's copy in an asynchronous save."""
     split = len(names) - rollout_ranks
     rollout, train = len(set(names[split:])), len(set(names[:split]))
     if not rollout_ranks:
@@ -182,11 +188,12 @@ def make_profiler(cfg: Config, names: Sequence[str], rollout_ranks: int) -> Prof
         rollout_nodes=rollout,
         train_nodes=train,
         colocated=not rollout_ranks,
+        copy_gb=copy_bytes * max(Counter(names[:split]).values()) / 1e9,
     )
 
 
 def on_step(
-    cfg: Config, world: World, gate: "RanksGate | None", writes: LogWrites
+    cfg: Config, hf: HFConfig, world: World, gate: "RanksGate | None", writes: LogWrites
 ) -> tuple[Callable[[dict[str, float]], None], ...]:
     """Return the functions that rank 0 calls with the metrics of every step. The functions report
     to the gate, or to the profiler of a job that may share its nodes later. Collective."""
@@ -195,7 +202,12 @@ def on_step(
     if cfg.select.mode != "sync" or not report.counts_nodes(cfg):
         return ()
     names = collective.gather_texts(node_name(cfg, world), world.everyone)
-    profiler = make_profiler(cfg, names, world.rollout_ranks)
+    copy = 0
+    if world.device.type == "cuda" and rules.saves_async(cfg, cuda=True):
+        ranks = world.size - world.rollout_ranks
+        plan = memory.worst_of(cfg, hf, ranks, gpu_bytes=0.0, has_engine=False)
+        copy = sum(item.num_bytes for item in plan.host if item.part == memory.CHECKPOINT_FILES)
+    profiler = make_profiler(cfg, names, world.rollout_ranks, copy)
 
     def see(metrics: dict[str, float]) -> None:
         with writes.to(run_folder(cfg) / FILE):

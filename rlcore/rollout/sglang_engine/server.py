@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -248,7 +249,8 @@ def set_environment(
     env.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
     # By default torch caches compiled code in TMPDIR, which becomes a folder that `close` removes.
     cache = Path(tempfile.gettempdir()) / f"torchinductor_uid_{os.getuid()}"
-    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    if _is_ours(cache):
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     if device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)  # ignored on CPUs without AMX
@@ -260,6 +262,18 @@ def set_environment(
         import torch
 
         cuda.prepare(env, torch.version.cuda or "")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Make `folder` for this user alone if it is missing. Return whether it is a folder that no
+    other user has made, who could put code into it."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return False
+    is_open = bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not is_open
 
 
 def make_folder(config: Mapping[str, Any]) -> tuple[str, int]:
