@@ -329,6 +329,8 @@ class Stats(Event):
     """Number of verify steps: decode steps with drafting on, which can check draft tokens."""
     verify_rows: int = 0
     """Number of requests in verify steps (decode steps with drafting on), summed over steps."""
+    verify_inputs: int = 0
+    """Number of tokens in the forwards of verify steps, padding included."""
     verify_tokens: int = 0
     """Number of tokens generated in verify steps (decode steps with drafting on)."""
     drafted_tokens: int = 0
@@ -357,9 +359,6 @@ class Stats(Event):
     """Number of episode attempts that ended because the environment raised an exception."""
     env_lost_tokens: int = 0
     """Number of tokens sampled in episode attempts that failed (timeout, crash or error)."""
-    knee: float = 0.0
-    """Estimated number of tokens at which a forward pass takes twice as long as an empty forward
-    pass. It limits the length of drafts."""
 
 
 class Down(Event):

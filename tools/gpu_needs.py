@@ -25,6 +25,7 @@ UNUSED = {
     "httpx": "for rewards behind a URL",
     "prometheus_client": "for --log.prometheus_port",
     "redis": "for rlcore mux",
+    "flash_attn": "flash attention 4; its tests are skipped where it is missing",
     "triton": "comes with a torch for GPUs, and is used on a GPU alone",
     "wandb": "for --log.wandb",
 }

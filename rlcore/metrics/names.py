@@ -275,7 +275,7 @@ METRICS = [
     Metric("spec/drafted_tokens", "tokens", "tokens drafted"),
     Metric("spec/draft_s", "s", "time to make drafts, sum over engines"),
     Metric("spec/verify_s", "s", "time of decode steps with drafting on, sum over engines"),
-    Metric("spec/knee", "tokens", "forward size that doubles the time of an empty one, on rank 0"),
+    Metric("spec/verify_width", "tokens", "tokens of a request in a verification, with padding"),
     Metric("spec/history_prompts", "prompts", "prompts with earlier responses as draft source"),
     Metric("spec/history_tokens", "tokens", "tokens of earlier responses in the draft source"),
     Metric("judge/<name>", "", "counter of the judge service"),

@@ -62,6 +62,7 @@ engine's last report may arrive after the controller has ended the round."""
 DRAFT_COUNTS = (
     "verify_steps",
     "verify_rows",
+    "verify_inputs",
     "verify_tokens",
     "drafted_tokens",
     "accepted_tokens",
@@ -206,9 +207,6 @@ class RolloutWorker:
         """Sums over the engine's `Stats` events in the round, late events included."""
         self.cache_used = 0.0
         """Largest share of the engine's KV cache that was in use in the round."""
-        self.knee = 0.0
-        """Number of tokens at which a forward takes twice as long as a forward of no tokens,
-        measured by the drafting engine; 0 if unknown."""
         self._has_reported = True
         """Whether the engine is idle and has reported its last counters."""
 
@@ -567,7 +565,6 @@ class RolloutWorker:
                     size = BATCHES[min(i, len(BATCHES) - 1)]
                     for what, value in zip(("rows", "tokens", "on"), told, strict=True):
                         self.counts[f"{what}/{size}"] += value
-                self.knee = event.knee or self.knee
             elif isinstance(event, Down):
                 self._live.clear()
                 self._moving.clear()

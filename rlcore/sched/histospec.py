@@ -1,215 +1,217 @@
 """Decide from measured decode steps whether to draft, and how many tokens: HistoSpec.
 
-A decode step over n tokens takes about a + b n seconds, plus c if drafts are made and verified. The
-time `a` is for reading the weights, `b` for the arithmetic of a token. The times are fitted to an
-engine's steps; older steps have less weight. At the knee, a step of n = a / b tokens takes twice as
-long as an empty step.
+A draft raises what a decode step yields, and what it costs. Neither is known in advance: the cost
+depends on model, GPU, batch and context, the yield on how well responses resemble earlier ones. So
+the gate measures both, separately for batches of 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, ... requests,
+and for maximum draft lengths of 0 (plain decoding), 1, 3, 7, ... tokens up to the window:
 
-    cap     Drafts in a batch of `running` requests have at most knee // running - 1 tokens (from 1
-            to the window), so that a forward stays below the knee (RhymeRL, arXiv:2508.18588).
-    gate    Suppose that drafts have d tokens per request and yield e tokens per request and step.
-            Drafting is on while it raises the throughput:
+    rate    Tokens per second of a length, over those of plain decoding. A length is used while its
+            rate is the highest, and above 1.
+    trial   Another length is tried for some steps if its rate may be higher: by its measured cost,
+            or else by that of the next shorter length for every further token, and by a yield that
+            grows no slower than the tokens. After each failed trial, the pause before the next one
+            doubles.
+    loss    Trials, and drafts with a rate below 1, may lose 1 % of the time of a batch size. If
+            they have lost more, no trial begins or goes on until other steps have made up for it.
 
-                e (a + b running) > a + b running (1 + d) + c
-
-            Batches of 1, 2 to 3, 4 to 7, ... requests have separate d and e. If drafting is off, it
-            is retried after 32 steps. Each failed retry doubles this pause, up to 1,024 steps.
+So whatever a step costs, the throughput stays close to that of plain decoding or above it (RhymeRL,
+arXiv:2508.18588, cuts drafts by the batch, too, by a fixed rule).
 
 Drafting does not change which tokens are sampled, only how many a forward yields."""
 
+import math
 from dataclasses import dataclass, field
 
-_WARM = 6
-"""Minimum number of steps with drafts before drafting may be switched off, also during a retry."""
-_FORGET = 0.1
-"""Minimum weight of a new step in the running means of draft statistics."""
-_WAIT = 32
-_LONGEST_WAIT = 1024
+_PLAIN_FIRST = 4
+"""Number of steps without drafts before the first trial."""
 _PLAIN_EVERY = 64
 """Number of steps with drafts after which one step without drafts is run, to time it."""
-_FIT_FORGET = 0.01
-_FIT_STEPS = 24
-"""Minimum number of steps for a fit, including `_WARM` with drafts and `_WARM` without drafts."""
-LARGEST_KNEE = 1 << 16
-
-
-class DraftCost:
-    """Cost model of a decode step: a + b * tokens seconds, plus c with drafts. The fit minimizes
-    the squares of relative errors."""
-
-    def __init__(self) -> None:
-        self._sums = [[0.0] * 3 for _ in range(3)]
-        self._right = [0.0] * 3
-        self._steps = [0, 0]  # numbers of steps without drafts and with drafts
-
-    def note(self, tokens: int, drafts: bool, seconds: float) -> None:
-        """Add one decode step to the fit. Errors are relative to the measured time, so a slow
-        outlier has little weight."""
-        self._steps[drafts] += 1
-        weight, x = 1 / max(seconds, 1e-9) ** 2, (1.0, float(tokens), float(drafts))
-        for i in range(3):
-            self._right[i] = (1 - _FIT_FORGET) * self._right[i] + weight * x[i] * seconds
-            for j in range(3):
-                self._sums[i][j] = (1 - _FIT_FORGET) * self._sums[i][j] + weight * x[i] * x[j]
-
-    def fit(self) -> tuple[float, float, float] | None:
-        """Return the fitted (a, b, c), each at least 0. While the steps are too few or too similar
-        for a fit, return None."""
-        if sum(self._steps) < _FIT_STEPS or min(self._steps) < _WARM:
-            return None
-        s, r = self._sums, self._right
-        mean, share = s[0][1] / s[0][0], s[0][2] / s[0][0]
-        variance = s[1][1] / s[0][0] - mean * mean
-        if variance < (0.2 * mean) ** 2:
-            return None
-        # If token counts hardly vary within each kind of step, b and c are ambiguous, so c is 0.
-        along = (s[1][2] / s[0][0] - mean * share) ** 2 / max(share * (1 - share), 1e-9)
-        is_told = variance - along > (0.05 * mean) ** 2
-        found = _solve(s, r, (0, 1, 2) if is_told else (0, 1))
-        if found[2] < 0:  # drafts have no measurable cost: c is 0
-            found = _solve(s, r, (0, 1))
-        if found[1] < 0:
-            found = _solve(s, r, (0,))
-        if found[0] < 0:
-            found = _solve(s, r, (1,))
-        a, b, c = (max(x, 0.0) for x in found)
-        return (a, b, c) if a + b > 0 else None
-
-
-def _solve(sums: list[list[float]], right: list[float], used: tuple[int, ...]) -> list[float]:
-    """Solve the normal equations by elimination for the coefficients `used`; the others are 0."""
-    rows = [[sums[i][j] for j in used] + [right[i]] for i in used]
-    for k in range(len(rows)):
-        pivot = max(range(k, len(rows)), key=lambda i: abs(rows[i][k]))
-        rows[k], rows[pivot] = rows[pivot], rows[k]
-        if abs(rows[k][k]) < 1e-300:
-            return [0.0] * len(right)
-        for i in range(len(rows)):
-            if i != k:
-                part = rows[i][k] / rows[k][k]
-                rows[i] = [x - part * y for x, y in zip(rows[i], rows[k], strict=True)]
-    out = [0.0] * len(right)
-    for k, column in enumerate(used):
-        out[column] = rows[k][-1] / rows[k][k]
-    return out
+_TRIAL_STEPS, _TRIAL_ROWS = 6, 24
+"""Minimum number of steps of a trial, and of requests in them, since few requests vary more."""
+_MEAN_STEPS, _MEAN_ROWS = 20, 96
+"""The same for the running means."""
+_OUTDATED = 256
+"""Number of steps after which a mean is outdated: as a share of it, the weight of the next step."""
+_MAY_GAIN = 1.03
+"""Minimum ratio of a length's highest possible rate and the current rate for a trial."""
+_PAUSE, _LONGEST_PAUSE = 64, 1024
+"""Number of steps between two trials of a length."""
+_LOSS = 0.01
+"""Share of the time that trials and losing drafts may cost; and one step more at the start."""
+_SURELY = 1.05
+"""Rate of the length in use above which a loss does not turn it off."""
 
 
 @dataclass(slots=True)
-class _BatchStats:
-    """Statistics of drafts in batches of similar size."""
+class _Length:
+    """Steps with drafts of at most one length, in batches of similar size. Means are running."""
 
     steps: int = 0
+    seconds: float = 0.0
+    """Mean time of a step; 0 before the first step."""
     gained: float = 1.0
-    """Mean number of tokens generated per request in a step with drafts."""
-    drafted: float = 0.0
-    """Mean number of drafted tokens per request in a step with drafts."""
-    is_on: bool = True
-    wait: int = _WAIT
-    """Number of steps without drafts before drafting is retried."""
+    """Mean number of tokens of a request in a step."""
+    pause: int = 0
+    """Number of steps before the next trial."""
     since: int = 0
-    """If drafting is on: number of steps since the last step without drafts. If drafting is off:
-    number of steps since the last retry."""
+    """Number of steps since the last trial."""
 
-    def note(self, drafted: float, gained: float) -> None:
+    def note(self, gained: float, seconds: float, running: int, since: int = 0) -> None:
+        """`since`: number of steps of other lengths before; contexts have grown in them."""
         self.steps += 1
-        weight = max(1 / self.steps, _FORGET)
-        self.drafted += weight * (drafted - self.drafted)
+        weight = 1 / min(self.steps, max(_MEAN_STEPS, _MEAN_ROWS // running))
+        weight = max(weight, min(since / _OUTDATED, 0.5))
+        self.seconds += weight * (seconds - self.seconds)
         self.gained += weight * (gained - self.gained)
 
-    def judge(self, drafts: bool, gain: float | None) -> bool:
-        """Decide after a step whether drafting is on; return whether the decision has changed.
-        `gain`: ratio of the throughputs with and without drafts; None while unknown."""
-        if gain is None:
-            self.since = 0 if self.since >= 2 * _WARM else self.since + (not drafts)
-            return False
-        was_tried, now = drafts and not self.is_on, gain > 1
-        if now != self.is_on:
-            if not now and self.steps < _WARM:
-                return False
-            self.is_on, self.wait, self.since = now, _WAIT, 0
-            return True
-        if was_tried and self.steps == _WARM:
-            self.wait, self.since = min(2 * self.wait, _LONGEST_WAIT), 0
-        elif self.is_on:
-            self.since = self.since + 1 if drafts else 0
-        else:
-            self.since += 1
-            if self.since >= self.wait:
-                self._try_again()
-        return False
+    def age(self) -> None:
+        """Count a step of any length."""
+        self.since += 1
 
-    def _try_again(self) -> None:
-        self.steps, self.gained, self.drafted, self.since = 0, 1.0, 0.0, 0
+    def begin_trial(self) -> None:
+        """Start the means anew with the next step."""
+        self.steps = 0
+
+    def wait(self, is_first: bool = False) -> None:
+        """Wait for the next trial, twice as long as before."""
+        self.since = 0
+        self.pause = _PAUSE if is_first or not self.pause else min(2 * self.pause, _LONGEST_PAUSE)
+
+
+@dataclass(slots=True)
+class _BatchSize:
+    """Measurements and decisions for batches of similar size."""
+
+    lengths: dict[int, _Length]
+    """By maximum draft length, in ascending order; 0: plain decoding."""
+    used: int = 0
+    """Maximum draft length with the highest rate."""
+    tried: int = 0
+    """Maximum draft length in trial; 0: no trial."""
+    plain_ago: int = 0
+    """Number of steps since the last plain one."""
+    seconds: float = 0.0
+    lost: float = 0.0
+    """Seconds that trials and losing drafts have cost."""
+
+    def choose(self) -> int:
+        """Return the maximum draft length of the next step. Begin a trial if one is due."""
+        plain = self.lengths[0]
+        if plain.steps < _PLAIN_FIRST:
+            return 0
+        if self.lost > _LOSS * self.seconds + plain.seconds:
+            return self.used if self.rate(self.used) > _SURELY else 0
+        if not self.tried:
+            self.tried = self._due()
+        if self.tried:
+            return self.tried
+        return 0 if self.plain_ago >= _PLAIN_EVERY else self.used
+
+    def note(self, length: int, gained: float, seconds: float, running: int) -> None:
+        """Record a step: `gained` tokens of a request."""
+        self.seconds += seconds
+        for found in self.lengths.values():
+            found.age()
+        now, plain, best = self.lengths[length], self.lengths[0], self.rate(self.used)
+        if length == 0:
+            now.note(gained, seconds, running, self.plain_ago)
+            self.plain_ago = 0
+            return
+        now.note(gained, seconds, running)
+        self.plain_ago += 1
+        instead = gained * plain.seconds / (best if length == self.tried else 1.0)
+        self.lost = max(self.lost + seconds - instead, -plain.seconds)
+        if length == self.tried:
+            self._judge_trial(now, running)
+        elif length == self.used and self.rate(length) < 1:
+            now.wait()
+            self.used = max(self.lengths, key=lambda n: self.rate(n) if n != length else 0.0)
+
+    def rate(self, length: int) -> float:
+        """Return tokens per second over those of plain decoding; 0 while unknown."""
+        found, plain = self.lengths[length], self.lengths[0]
+        if length == 0:
+            return 1.0
+        if not found.steps or (length == self.tried and length != self.used):
+            return 0.0
+        return self._rate(found, plain)
+
+    def _rate(self, found: _Length, plain: _Length) -> float:
+        return found.gained * plain.seconds / max(found.seconds, 1e-9)
+
+    def _judge_trial(self, now: _Length, running: int) -> None:
+        rate, best = self._rate(now, self.lengths[0]), self.rate(self.used)
+        if now.steps < max(_TRIAL_STEPS, _TRIAL_ROWS // running):
+            return
+        length, self.tried = self.tried, 0
+        now.wait(is_first=rate > best)
+        if rate > best:
+            self.used = length
+
+    def _due(self) -> int:
+        """Return the length to try next, or 0."""
+        least = _MAY_GAIN * self.rate(self.used)
+        for length, found in self.lengths.items():
+            is_other = length not in (0, self.used)
+            if is_other and found.since >= found.pause and self._highest(length) > least:
+                found.begin_trial()
+                return length
+        return 0
+
+    def _highest(self, length: int) -> float:
+        """Return the highest possible rate of a length, by what is known of it and of others."""
+        plain, gained, seconds = self.lengths[0], 1.0 + length, self.lengths[length].seconds
+        shorter = max(
+            (n for n in self.lengths if 0 < n < length and self.lengths[n].steps), default=0
+        )
+        if shorter:
+            known = self.lengths[shorter]
+            gained = 1 + (known.gained - 1) / shorter * length
+            more = max(known.seconds - plain.seconds, 0.0) / shorter
+            seconds = seconds or plain.seconds + more * length
+        if length < self.used:
+            gained = min(gained, self.lengths[self.used].gained)
+        return gained * plain.seconds / (seconds or plain.seconds)
 
 
 @dataclass(slots=True)
 class DraftGate:
-    """Switch and length limit of drafts for one engine. If `switches` is False, drafting is always
-    on and only the window limits drafts, so that nothing depends on timing."""
+    """Chooser of the maximum draft length of every step of one engine. If `switches` is False, it
+    is always the window, so that nothing depends on timing."""
 
     window: int
     """Maximum number of tokens in a draft."""
-    start: int
-    """Maximum number of tokens in a draft until the knee is known."""
     switches: bool = True
-    flips: int = 0
-    """Number of times that drafting was switched on or off, over all batch sizes."""
-    _cost: DraftCost = field(default_factory=DraftCost)
-    _fit: tuple[float, float, float] | None = None
-    _batches: dict[int, _BatchStats] = field(default_factory=dict)
-
-    def wants(self, running: int) -> bool:
-        """Return whether the next decode step of `running` requests should use drafts."""
-        if not self.switches:
-            return True
-        batch = self._batch(running)
-        if batch.steps < _WARM:
-            return True
-        if self._fit is None:
-            return batch.since >= _WARM  # the fit needs steps with and without drafts
-        return batch.is_on and batch.since < _PLAIN_EVERY
-
-    def cap(self, running: int) -> int:
-        """Return the maximum draft length in a batch of `running` requests."""
-        if not self.switches:
-            return self.window
-        knee = self.knee
-        if knee is None:
-            return self.start
-        return max(1, min(int(knee) // running - 1, self.window))
-
-    def note(self, running: int, *, drafts: bool, tokens: int, gained: int, seconds: float) -> None:
-        """Record a decode step of `running` requests. Its forward over `tokens` tokens took
-        `seconds` and yielded `gained` tokens."""
-        if not self.switches:
-            return
-        self._cost.note(tokens, drafts, seconds)
-        self._fit = self._cost.fit()
-        batch = self._batch(running)
-        if drafts:
-            batch.note(tokens / running - 1, gained / running)
-        self.flips += batch.judge(drafts, self.gain(running))
-
-    def renew(self) -> None:
-        """Reset the draft statistics, because drafts improve when histories become available."""
-        self._batches.clear()
+    _sizes: dict[int, _BatchSize] = field(default_factory=dict)
 
     @property
-    def knee(self) -> float | None:
-        """Tokens with which a step takes twice as long as an empty step; None while unknown."""
-        if self._fit is None:
-            return None
-        a, b, _ = self._fit
-        return min(max(a / b, 1.0), LARGEST_KNEE) if b > 0 else float(LARGEST_KNEE)
+    def choices(self) -> list[int]:
+        """Maximum draft lengths to choose from: 0, 1, 3, 7, ... up to half of the window, and the
+        window."""
+        short = (2**k - 1 for k in range(self.window.bit_length()))
+        return [*(n for n in short if n <= self.window // 2 and self.switches), self.window]
 
-    def gain(self, running: int) -> float | None:
-        """Return the ratio of tokens per second with and without drafts; None while unknown."""
-        batch = self._batch(running)
-        if self._fit is None or batch.steps < _WARM:
-            return None
-        a, b, c = self._fit
-        plain = a + b * running
-        return batch.gained * plain / (plain + b * running * batch.drafted + c)
+    def length(self, running: int) -> int:
+        """Return the maximum draft length of the next step of `running` requests; 0: no drafts."""
+        return self._size(running).choose() if self.switches else self.window
 
-    def _batch(self, running: int) -> _BatchStats:
-        return self._batches.setdefault(running.bit_length(), _BatchStats())
+    def note(self, running: int, *, length: int, gained: int, seconds: float) -> None:
+        """Record a step of `running` requests with drafts of at most `length` tokens, which yielded
+        `gained` tokens."""
+        if self.switches:
+            self._size(running).note(length, gained / running, seconds, running)
+
+    def rate(self, running: int) -> float:
+        """Return tokens per second at the length in use, over those of plain decoding."""
+        size = self._size(running)
+        return size.rate(size.used)
+
+    def renew(self) -> None:
+        """Forget everything, because drafts improve when histories become available."""
+        self._sizes.clear()
+
+    def _size(self, running: int) -> _BatchSize:
+        key = int(2 * math.log2(running))
+        if key not in self._sizes:
+            self._sizes[key] = _BatchSize({n: _Length() for n in self.choices})
+        return self._sizes[key]

@@ -156,12 +156,12 @@ def of_drafts(run: Run, totals: dict[str, float]) -> dict[str, float]:
         "spec/drafted_tokens": t["drafted_tokens"],
         "spec/draft_s": t["draft_s"],
         "spec/verify_s": t["verify_s"],
-        "spec/knee": run.rollout.worker.knee,
     }
     if t["drafted_tokens"]:
         out["spec/acceptance_rate"] = t["accepted_tokens"] / t["drafted_tokens"]
     if t["verify_rows"]:
         out["spec/mean_accept_len"] = t["verify_tokens"] / t["verify_rows"]
+        out["spec/verify_width"] = t["verify_inputs"] / t["verify_rows"]
     for name, rows in t.items():
         what, _, size = name.partition("/")
         if what == "rows" and rows:

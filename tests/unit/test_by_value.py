@@ -34,6 +34,7 @@ OTHERS = {
     },
     "mcore/value_head.py": {"self.weight": "torch: a parameter, marked for Megatron"},
     "mcore/wgrad.py": {"layers": "Megatron"},
+    "rollout/sglang_engine/widths.py": {"self._runner": "SGLang", "runner": "SGLang"},
     "rollout/process.py": {"late": "threading"},
     "rollout/sglang_engine/cpu/rlcore_hollow.py": {"module": "Python: a module of a package"},
     "rollout/sglang_engine/drafts.py": {"req.sampling_params": "SGLang"},

@@ -12,12 +12,13 @@ _COUNTS = (
     "decode_steps",
     "verify_steps",
     "verify_rows",
+    "verify_inputs",
     "verify_tokens",
     "drafted_tokens",
     "accepted_tokens",
 )
 _SECONDS = ("draft_s", "verify_s")
-_NAMES = (*_COUNTS, *_SECONDS, "knee")
+_NAMES = (*_COUNTS, *_SECONDS)
 _SIZES = 24
 """Number of batch-size classes: 1, 2 to 3, 4 to 7, ..."""
 
@@ -33,11 +34,9 @@ class Counters:
         self._taken: np.ndarray = self._numbers.copy()
 
     def add(self, **numbers: float) -> None:
-        """Add these numbers to the counters of the same names. For `knee`, set the value
-        instead."""
+        """Add these numbers to the counters of the same names."""
         for name, number in numbers.items():
-            at = _NAMES.index(name)
-            self._numbers[at] = number if name == "knee" else self._numbers[at] + number
+            self._numbers[_NAMES.index(name)] += number
 
     def step(self, running: int, gained: int, drafts: bool) -> None:
         """Count a decode step that added `gained` tokens to `running` requests. `drafts`: whether
@@ -55,4 +54,4 @@ class Counters:
         sizes = new[len(_NAMES) :].astype(int).reshape(_SIZES, 3)
         last = int(np.flatnonzero(sizes.any(1))[-1]) + 1 if sizes.any() else 0
         found["by_batch"] = tuple((int(a), int(b), int(c)) for a, b, c in sizes[:last])
-        return found | {"knee": float(now[_NAMES.index("knee")])}
+        return found

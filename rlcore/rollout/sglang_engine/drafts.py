@@ -53,7 +53,7 @@ class Drafts:
         self._free = list(range(num_seats - 1, -1, -1))
         self._tokens = np.zeros((num_seats, 64), np.int32)
         self._counts = np.zeros(num_seats, np.int64)
-        self._wanted = False
+        self._length = 0  # maximum draft length of this step
         self._seats = np.zeros(0, np.int64)
         self._sizes = np.zeros(0, np.int64)
         self._begin = self._end = 0.0
@@ -62,16 +62,19 @@ class Drafts:
         """Index `histories`. Remove earlier histories of prompts that are not in `wanted`."""
         self._drafter.remember(histories, set(wanted))
 
-    def propose(self, reqs: Sequence[Any], longest: int) -> np.ndarray:
-        """Return drafts [N, longest] int64 for these requests, padded with -1."""
+    def propose(self, reqs: Sequence[Any], longest: int) -> tuple[np.ndarray, int]:
+        """Return drafts [N, longest] int64 for these requests, padded with -1, and their maximum
+        length in this step."""
         self._begin = time.monotonic()
         out = np.full((len(reqs), longest), -1, np.int64)
-        self._wanted = self._drafter.gate.wants(len(reqs))
-        if not self._wanted:
-            return out
+        self._length = self._drafter.gate.length(len(reqs))
+        if not self._length:
+            return out, 0
         self._seat(reqs)
         rows = [self._rows[req.rid] for req in reqs]
-        drafts, sizes = self._drafter.propose(self._seats, rows, self._tokens, self._counts)
+        drafts, sizes = self._drafter.propose(
+            self._seats, rows, self._tokens, self._counts, self._length
+        )
         # The draft and one more token must fit into the response.
         room = [req.sampling_params.max_new_tokens - len(req.output_ids) - 1 for req in reqs]
         self._sizes = np.minimum(sizes, np.minimum(room, longest)).astype(np.int64)
@@ -79,7 +82,7 @@ class Drafts:
         kept = np.arange(width) < self._sizes[:, None]
         out[:, :width] = np.where(kept, drafts[:, :width], -1)
         self._counters.add(draft_s=time.monotonic() - self._begin)
-        return out
+        return out, self._length
 
     def verified(self, reqs: Sequence[Any], tokens: np.ndarray, taken: np.ndarray) -> None:
         """Record the result of the step after the last `propose`. `tokens` [N, W]: sampled tokens.
@@ -97,25 +100,24 @@ class Drafts:
         near = now - self._end < _NEAR * step_s
         self._drafter.gate.note(
             running,
-            drafts=self._wanted,
-            tokens=tokens.size,
+            length=self._length,
             gained=num,
             seconds=now - self._end if near else step_s,  # includes SGLang's work between steps
         )
         self._end = now
-        self._counters.step(running, num, self._wanted)
-        if not self._wanted:
+        self._counters.step(running, num, self._length > 0)
+        if not self._length:
             return
         accepted = taken - 1
         self._drafter.accepted(self._seats, accepted)
         self._counters.add(
             verify_steps=1,
             verify_rows=running,
+            verify_inputs=tokens.size,
             verify_tokens=num,
             drafted_tokens=int(self._sizes.sum()),
             accepted_tokens=int(np.minimum(gained, accepted).sum()),
             verify_s=step_s,
-            knee=self._drafter.gate.knee or 0.0,
         )
 
     def _stream(self, req: Any, gained: int) -> None:

@@ -255,7 +255,7 @@ class SGLangEngine(InProcess):
 
         drafts = None
         if self._drafts:
-            found = _draft_settings(draft_width, draft_settings, kind)
+            found = _draft_settings(draft_width, draft_settings)
             drafts = {"draft": draft, "settings": found, "stream_interval": stream_interval}
         if not dist_init_addr:
             self._store = open_store()
@@ -873,14 +873,12 @@ def build(config: Mapping[str, Any], **options: Any) -> SGLangEngine:
     return SGLangEngine(HFConfig.from_dict(dict(config)), **(options | {"tell_tokens": True}))
 
 
-def _draft_settings(width: int, settings: Mapping[str, Any] | None, device: str) -> dict[str, Any]:
+def _draft_settings(width: int, settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the fields of `DraftSettings` for forwards of at most `width` tokens per request."""
     s = DraftSettings(**(settings or {}))
     s = replace(
         s, max_length=min(s.max_length, width - 1), initial_length=min(s.initial_length, width - 1)
     )
-    if device != "cpu":  # CUDA graphs have a fixed width, so skipping drafts saves nothing
-        s = replace(s, adaptive=False)
     return asdict(s)
 
 

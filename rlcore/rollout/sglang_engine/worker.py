@@ -9,9 +9,9 @@ The first tensor-parallel rank makes the drafts and sends them to the other rank
 verify the same drafts. A draft is a chain, so its keys and values are written to their final cache
 positions, and accepted tokens need no copy.
 
-On a GPU, all steps have width `speculative_num_draft_tokens`, because CUDA graphs are captured for
-this width. On a CPU, the width of a step is that of its longest draft plus one; a step without
-drafts is plain decoding.
+On a GPU, a step is as wide as the gate's draft length plus one, for which `widths.py` has captured
+CUDA graphs. On a CPU, the width of a step is that of its longest draft plus one. A step without
+drafts has width one: plain decoding.
 
 Letters: N requests, W width of a step.
 """
@@ -35,7 +35,9 @@ from rlcore.rollout.sglang_engine.counters import Counters
 from rlcore.rollout.sglang_engine.drafts import Drafts
 from rlcore.rollout.sglang_engine.mask import chain_mask
 from rlcore.rollout.sglang_engine.names import DRAFTS
+from rlcore.rollout.sglang_engine.widths import Widths
 from rlcore.rollout.torch_engine.drafter import DraftSettings
+from rlcore.sched.histospec import DraftGate
 from rlcore.utils.net import decode
 
 
@@ -48,6 +50,7 @@ class DraftWorker(BaseSpecWorker):
         self._width: int = get_spec().speculative_num_draft_tokens
         self._group = get_parallel().tp_group
         self._is_cpu = server_args.device == "cpu"
+        self._widths: Widths | None = None
         told = json.loads(os.environ[DRAFTS])
         self._drafts: Drafts | None = None
         if self._group.rank_in_group == 0:
@@ -64,6 +67,13 @@ class DraftWorker(BaseSpecWorker):
         """Worker of the draft model; None, because there is no draft model."""
         return None
 
+    def init_cuda_graphs(self) -> None:
+        """Capture CUDA graphs for all widths that the gate may choose. Collective."""
+        if not self._is_cpu:
+            settings = DraftSettings(**json.loads(os.environ[DRAFTS])["settings"])
+            gate = DraftGate(window=settings.max_length, switches=settings.adaptive)
+            self._widths = Widths(self.target_worker.model_runner, [n + 1 for n in gate.choices])
+
     def remember(self, path: str) -> None:
         """Index the histories in a file, and remove the file."""
         if self._drafts is not None:
@@ -78,6 +88,8 @@ class DraftWorker(BaseSpecWorker):
         """Run a prefill, which samples one token per request, or a decode step with drafts."""
         if batch.forward_mode.is_decode():
             return self._verify(batch)
+        if self._widths is not None:
+            self._widths.use(self._width)
         result = self.target_worker.forward_batch_generation(batch)
         result.accept_lens = torch.ones_like(batch.seq_lens, dtype=torch.int32)
         result.new_seq_lens = batch.seq_lens.clone()
@@ -85,9 +97,11 @@ class DraftWorker(BaseSpecWorker):
         return result
 
     def _verify(self, batch: Any) -> GenerationBatchResult:
-        drafts = self._propose(batch)
+        drafts, longest = self._propose(batch)
         sizes = (drafts >= 0).sum(1)
-        width = int(sizes.max()) + 1 if self._is_cpu else self._width
+        width = int(sizes.max()) + 1 if self._is_cpu else longest + 1
+        if self._widths is not None:
+            self._widths.use(width)
         nodes = np.zeros((len(batch.reqs), width), np.int64)
         nodes[:, 0] = [req.output_ids[-1] for req in batch.reqs]
         nodes[:, 1:] = drafts[:, : width - 1].clip(0)  # padding after a draft is never accepted
@@ -126,18 +140,17 @@ class DraftWorker(BaseSpecWorker):
         result.speculative_num_draft_tokens = width
         return result
 
-    def _propose(self, batch: Any) -> np.ndarray:
-        """Return drafts [N, width - 1], the same on all ranks."""
-        longest = self._width - 1
+    def _propose(self, batch: Any) -> tuple[np.ndarray, int]:
+        """Return drafts [N, self._width - 1], padded with -1, and their maximum length in this
+        step, the same on all ranks."""
+        told = np.empty((len(batch.reqs) + 1, self._width - 1), np.int64)
         if self._drafts is not None:
-            drafts = self._drafts.propose(batch.reqs, longest)
-        else:
-            drafts = np.empty((len(batch.reqs), longest), np.int64)
+            told[:-1], told[-1] = self._drafts.propose(batch.reqs, self._width - 1)
         if self._group.world_size > 1:
             torch.distributed.broadcast(
-                torch.from_numpy(drafts), self._group.ranks[0], group=self._group.cpu_group
+                torch.from_numpy(told), self._group.ranks[0], group=self._group.cpu_group
             )
-        return drafts
+        return told[:-1], int(told[-1, 0])
 
 
 def remember(scheduler: Any, path: str) -> None:

@@ -22,7 +22,7 @@ from rlcore.sched.histospec import DraftGate
 
 _KNEE = 1 << 20
 """Constant `knee` of the forest, which limits drafts to knee // running - 1 tokens. `propose`
-chooses `running` so that this is the wanted limit."""
+chooses `running` so that this is the limit of the gate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +56,7 @@ class Drafter:
 
     def __init__(self, kind: Draft, settings: DraftSettings, num_seats: int) -> None:
         s = settings
-        self.gate = DraftGate(
-            window=s.max_length, start=min(s.initial_length, s.max_length), switches=s.adaptive
-        )
+        self.gate = DraftGate(window=s.max_length, switches=s.adaptive)
         self._forest = Forest(
             limit=s.max_match,
             min_match=s.min_match,
@@ -90,10 +88,12 @@ class Drafter:
         rows: Sequence[DraftRow],
         tokens: np.ndarray,
         counts: np.ndarray,
+        longest: int,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return drafts [N, W] int32, padded with -1, and their lengths [N] int32.
 
         Args:
+            longest: maximum draft length, from the gate.
             seats: [N] seats of the batch's requests.
             rows: the batch's requests, in the order of `seats`.
             tokens, counts: response tokens and response lengths, by seat.
@@ -117,7 +117,7 @@ class Drafter:
             self._accepted[seats],
             text,
             offsets,
-            running=_KNEE // (self.gate.cap(len(seats)) + 1),
+            running=_KNEE // (longest + 1),
         )
         self._fed[seats] = count
         self._accepted[seats] = 0

@@ -272,6 +272,7 @@ class _Totals:
     busy_s: float = 0.0
     verify_steps: int = 0
     verify_rows: int = 0
+    verify_inputs: int = 0
     verify_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -294,10 +295,10 @@ class _Totals:
         self.accepted_tokens += accepted
 
     def step(
-        self, running: int, gained: int, drafts: bool, *, busy_s: float, seconds: float
+        self, running: int, gained: int, verified: int, *, busy_s: float, seconds: float
     ) -> None:
         """Count a step that added `gained` tokens to `running` requests. The step took `busy_s`, of
-        which `seconds` were decoding."""
+        which `seconds` were decoding. `verified`: tokens of its forward; 0 without drafts."""
         self.busy_s += busy_s
         self.decode_steps += 1
         size = running.bit_length()
@@ -306,10 +307,11 @@ class _Totals:
         counts = self.by_batch[size - 1]
         counts[0] += running
         counts[1] += gained
-        counts[2] += running * drafts
-        if drafts:
+        counts[2] += running * bool(verified)
+        if verified:
             self.verify_steps += 1
             self.verify_rows += running
+            self.verify_inputs += verified
             self.verify_tokens += gained
             self.verify_s += seconds
 
@@ -639,18 +641,16 @@ class TorchEngine(InProcess):
         self._admit()
         self._make_room()
         begin, running = self._clock(), len(self._rows)
-        drafts = self._drafter is not None and self._drafter.gate.wants(running)
-        tokens, gained = self._verify() if drafts else self._decode()
+        longest = self._drafter.gate.length(running) if self._drafter is not None else 0
+        tokens, gained = self._verify(longest) if longest else self._decode()
         now = self._clock()
         took = max(now - start, self._floor_s)
         if took > now - start:
             time.sleep(took - (now - start))
         seconds = max(now - begin, self._floor_s)
         if self._drafter is not None:
-            self._drafter.gate.note(
-                running, drafts=drafts, tokens=tokens, gained=gained, seconds=seconds
-            )
-        self._totals.step(running, gained, drafts, busy_s=took, seconds=seconds)
+            self._drafter.gate.note(running, length=longest, gained=gained, seconds=seconds)
+        self._totals.step(running, gained, tokens if longest else 0, busy_s=took, seconds=seconds)
         self._report()
         return True
 
@@ -787,9 +787,10 @@ class TorchEngine(InProcess):
             batch.advance(tokens)
         return len(seats), len(seats)
 
-    def _verify(self) -> tuple[int, int]:
-        """Make drafts and run one forward over them. Append the accepted draft tokens and one more
-        token to every row. Return the numbers of forward tokens and of new response tokens."""
+    def _verify(self, longest: int) -> tuple[int, int]:
+        """Make drafts of at most `longest` tokens and run one forward over them. Append the
+        accepted draft tokens and one more token to every row. Return the numbers of forward tokens
+        and of new response tokens."""
         drafter, table, cache = self._drafter, self._seats, self._cache
         assert drafter is not None and cache is not None
         seats = self._row_seats()
@@ -798,7 +799,7 @@ class TorchEngine(InProcess):
             seats = self._row_seats()
             lengths = table.prompt[seats] + table.count[seats]
         begin = self._clock()
-        drafts, sizes = drafter.propose(seats, self._rows, table.tokens, table.count)
+        drafts, sizes = drafter.propose(seats, self._rows, table.tokens, table.count, longest)
         self._totals.draft(self._clock() - begin)
         # The draft and one more token must fit into the response and into the cache.
         sizes = np.minimum(sizes, table.limit[seats] - table.count[seats] - 1)
@@ -999,7 +1000,6 @@ class TorchEngine(InProcess):
         self._emit(
             Stats,
             **self._totals.take(),
-            knee=(self._drafter.gate.knee or 0.0) if self._drafter is not None else 0.0,
             running=len(self._rows),
             waiting=waiting,
             cache_used=self._used,
