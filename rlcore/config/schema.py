@@ -216,11 +216,12 @@ class DraftConfig:
     max_length: Annotated[int, at_least(1, at_most=4096)] = 32
     """Maximum number of tokens in a draft."""
     verify_tokens: Annotated[int, at_least(2, at_most=256)] = 8
-    """Number of tokens per request in one SGLang verification: the last token, then the draft,
-    which is cut to fit. On a GPU the number is fixed, since CUDA graphs are captured for it."""
+    """Maximum number of tokens per request in one SGLang verification: the last token, then the
+    draft, which is cut to fit. On a GPU, CUDA graphs are captured for this number and, with
+    draft.adaptive, for 1, 2, 4, ... up to half of it."""
     initial_length: Annotated[int, above(0)] = 2
-    """Maximum length of a request's first draft, and of the next draft after a rejected one. In
-    small batches draft.adaptive raises it to up to a quarter of draft.max_length."""
+    """Maximum length of a request's first draft, and of the next draft after a rejected one.
+    draft.adaptive raises it to a quarter of the length that it allows in a step."""
     length_growth: Annotated[int, at_least(0)] = 2
     """Number of tokens by which the maximum length grows after a fully accepted draft. For drafts
     of fixed length, set draft.initial_length to draft.max_length."""
@@ -236,8 +237,8 @@ class DraftConfig:
     """Minimum probability of a draft, its share of the continuations found. A draft is cut before
     its probability falls below this; 0: no limit."""
     adaptive: bool = True
-    """Whether to measure decode steps with and without drafts, draft only if that is faster, and
-    shorten drafts in large batches. Otherwise drafts are always on."""
+    """Whether to measure decode steps and allow drafts of the length that gives most tokens per
+    second, or none. Otherwise drafts are always on."""
     history_epochs: Annotated[int, above(0)] = 3
     """Number of past epochs used as draft source (paper: 1)."""
     max_history_tokens: Annotated[int, above(0)] = 64_000_000

@@ -195,7 +195,7 @@ class DraftGate:
         """Return the maximum draft length of the next step of `running` requests; 0: no drafts."""
         return self._size(running).choose() if self.switches else self.window
 
-    def note(self, running: int, *, length: int, gained: int, seconds: float) -> None:
+    def note(self, running: int, *, length: int, gained: float, seconds: float) -> None:
         """Record a step of `running` requests with drafts of at most `length` tokens, which yielded
         `gained` tokens."""
         if self.switches:

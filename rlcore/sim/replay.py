@@ -9,6 +9,7 @@ import numpy as np
 
 from rlcore.config.schema import DraftConfig
 from rlcore.ops.suffix import Forest
+from rlcore.sched.histospec import DraftGate
 from rlcore.sim.cost import EngineCost
 from rlcore.sim.drafts import DraftGain
 from rlcore.sim.job import SimJob
@@ -17,7 +18,8 @@ STARTS = (0, *(8 << k for k in range(12)))
 """First positions of the ranges for which a gain is measured: 0, 8, 16, ... 16,384."""
 LEAST_FORWARDS = 64
 """Forwards in a range of positions, below which it takes the gain of the range before it."""
-KNEE = 1 << 20
+_KNEE = 1 << 20
+"""As in `torch_engine/drafter.py`."""
 
 
 @dataclass(slots=True)
@@ -38,12 +40,13 @@ def gain(
     cost, engines = job.engine(job.cfg.rollout.tp), job.gpus // job.cfg.rollout.tp
     history: dict[int, list[list[np.ndarray]]] = {}
     counts = _Counts(*np.zeros((3, len(STARTS)), np.int64))
+    gate = DraftGate(window=draft.max_length, switches=draft.adaptive)
     for step, rows in groupby(responses, key=lambda row: row[0]):
         by_prompt: dict[int, list[np.ndarray]] = {}
         for _, prompt, tokens in rows:
             by_prompt.setdefault(prompt, []).append(tokens)
         if step >= first and all(prompt in history for prompt in by_prompt):
-            _replay(by_prompt, history, draft, cost, engines, counts)
+            _replay(by_prompt, history, draft, cost, engines, counts, gate)
         for prompt, group in by_prompt.items():
             history[prompt] = [*history.get(prompt, ()), group][-draft.history_epochs :]
     if not counts.forwards.sum():
@@ -69,10 +72,10 @@ def _replay(
     cost: EngineCost,
     engines: int,
     counts: _Counts,
+    gate: DraftGate,
 ) -> None:
-    """Decode the responses of one step with drafts, all at the same time, and add to `counts`.
-    Draft lengths are limited as in an engine whose batch is 1/`engines` of the unfinished
-    responses."""
+    """Decode the responses of one step with drafts, all at the same time, and add to `counts`. The
+    gate chooses as in an engine whose batch is 1/`engines` of the unfinished responses."""
     forest = _forest(draft)
     keys = list(by_prompt)
     old = [response for prompt in keys for group in history[prompt] for response in group]
@@ -92,25 +95,29 @@ def _replay(
     done, fed, forwards = np.zeros((3, len(texts)), np.int64)
     accepted = np.zeros(len(texts), np.int32)
     live = np.flatnonzero(ends > 0)
-    knee = _knee(cost)
     while len(live):
         running = max(1, len(live) // engines)
-        cap = max(1, min(knee // running - 1, draft.max_length))
-        new = [texts[i][fed[i] : done[i]] for i in live]
-        drafts, lengths = forest.step(
-            handles[live],
-            accepted[live],
-            np.concatenate([np.zeros(0, np.int32), *new]).astype(np.int32),
-            _offsets(map(len, new)),
-            running=KNEE // (cap + 1),
-        )
-        fed[live] = done[live]
-        right = [
-            _agree(row[:n], texts[i][done[i] : done[i] + n])
-            for i, row, n in zip(live, drafts, lengths.tolist(), strict=True)
-        ]
-        accepted[live] = right
-        step = np.minimum(np.array(right) + 1, ends[live] - done[live])
+        longest = gate.length(running)
+        right, lengths = np.zeros((2, len(live)), np.int32)
+        if longest:
+            new = [texts[i][fed[i] : done[i]] for i in live]
+            drafts, lengths = forest.step(
+                handles[live],
+                accepted[live],
+                np.concatenate([np.zeros(0, np.int32), *new]).astype(np.int32),
+                _offsets(map(len, new)),
+                running=_KNEE // (longest + 1),
+            )
+            fed[live] = done[live]
+            right[:] = [
+                _agree(row[:n], texts[i][done[i] : done[i] + n])
+                for i, row, n in zip(live, drafts, lengths.tolist(), strict=True)
+            ]
+            accepted[live] = right
+        step = np.minimum(right + 1, ends[live] - done[live])
+        width = 1 + float(lengths.mean())
+        seconds = cost.decode_s(running, running * float(done[live].mean()), 1, width)
+        gate.note(running, length=longest, gained=running * float(step.mean()), seconds=seconds)
         ranges = np.searchsorted(STARTS, done[live], "right") - 1
         for to, numbers in (
             (counts.forwards, np.ones_like(step)),
@@ -137,15 +144,9 @@ def _forest(draft: DraftConfig) -> Forest:
         max_window=draft.max_length,
         start_window=min(draft.initial_length, draft.max_length),
         growth=draft.length_growth,
-        knee=KNEE if draft.adaptive else 0,
+        knee=_KNEE if draft.adaptive else 0,
         threads=1,
     )
-
-
-def _knee(cost: EngineCost) -> int:
-    """Return the tokens with which a step takes twice as long as an empty one."""
-    each = max(cost.product_s + cost.sequence_s, 1e-12)
-    return int(min((cost.step_s + cost.weights_s) / each, KNEE))
 
 
 def _agree(draft: np.ndarray, truth: np.ndarray) -> int:

@@ -35,6 +35,7 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.names import layer_shapes, num_parameters
 from rlcore.mcore.layout import ParallelLayout, layout_of
 from rlcore.protocols import PARTS, Learner, Part
+from rlcore.rollout.torch_engine.sampler import MOST_LOGITS
 from rlcore.utils.log import log
 
 GB = 1e9
@@ -267,12 +268,17 @@ def cache_bytes(cfg: Config, hf: HFConfig, gpu_bytes: float) -> int:
 
 
 def engine_work_bytes(cfg: Config, hf: HFConfig) -> int:
-    """Estimate an engine's temporary bytes: a prefill and the logits of a decode step."""
+    """Estimate an engine's temporary bytes: a prefill, and a decode step's logits and sampling."""
     r, size = cfg.rollout, ITEMSIZE[rules.engine_dtype(cfg)]
     inner = hf.experts_per_token * hf.moe_intermediate_size or hf.intermediate_size
     per_token = 4 * hf.hidden_size + 3 * inner // r.tp + 2 * hf.num_heads * hf.head_dim // r.tp
     rows = min(PREFILL_TOKENS[r.engine], r.max_running_requests * longest(cfg, hf))
-    return size * rows * per_token + 2 * 4 * r.max_running_requests * hf.vocab_size
+    logits = r.max_running_requests * hf.vocab_size
+    others = logits
+    if r.draft != "none" and r.engine == "sglang":  # each request has several rows of logits
+        logits *= cfg.draft.verify_tokens
+        others = 3 * min(logits, MOST_LOGITS)
+    return size * rows * per_token + 4 * (logits + others)
 
 
 def bucket_bytes(cfg: Config, hf: HFConfig) -> int:

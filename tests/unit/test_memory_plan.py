@@ -216,6 +216,16 @@ def test_the_copy_of_a_save_takes_no_more_pinned_memory_than_is_planned(
     assert 0.9 * memory.STAGED < pinned / sum(sizes) <= memory.STAGED
 
 
+def test_the_check_of_drafts_has_logits_of_each_of_their_tokens() -> None:
+    size = {}
+    for draft in ("none", "ngram"):
+        keys = "--rollout.engine", "sglang", "--rollout.draft", draft
+        items = plan(*keys, "--rollout.max_running_requests", "100").phases["gen"]
+        size[draft] = {item.part: item.num_bytes for item in items}["engine's work"]
+    vocab = HFConfig.from_dict(kit.tiny_config("qwen3")).vocab_size
+    assert size["ngram"] - size["none"] == 4 * (8 + 3 * 8 - 2) * 100 * vocab
+
+
 def test_a_layer_of_experts_on_a_gpu_holds_a_copy_of_its_weights() -> None:
     hf, cfg = HFConfig.from_dict(kit.tiny_config("qwen3_moe")), config("--model.dtype", "bfloat16")
     layout = layout_of(cfg.train, 1, 0)

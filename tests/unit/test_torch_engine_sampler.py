@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlcore.rollout.torch_engine import sampler
 from rlcore.rollout.torch_engine.sampler import (
     GOLDEN,
     SamplingTensors,
@@ -95,3 +96,28 @@ def test_logits_that_are_not_finite_show_in_the_log_prob():
         logits = torch.tensor([[0.0, bad, 1.0]])
         _, logps = sample(logits, torch.tensor([1]), plain(1))
         assert not torch.isfinite(logps).any()
+
+
+@pytest.mark.parametrize("is_filtered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_many_rows_are_sampled_in_parts_with_the_same_tokens(monkeypatch, is_filtered, dtype):
+    gen = torch.Generator().manual_seed(0)
+    logits = torch.randn(23, 5000, generator=gen).mul(3).to(dtype)
+    filtered = torch.tensor([1, 4, 5, 6, 22])
+    settings = SamplingTensors(
+        scale=torch.rand(23, generator=gen) + 0.5,
+        greedy=torch.rand(23, generator=gen) < 0.3,
+        filtered=filtered if is_filtered else None,
+        top_k=torch.tensor([0, 3, 50, 0, 7]),
+        top_p=torch.tensor([0.5, 1.0, 0.9, 1.0, 0.3]).double(),
+        min_p=torch.tensor([0.0, 0.0, 0.1, 0.2, 0.0]).double(),
+    )
+    counter = torch.arange(23) * GOLDEN
+    want = sample(logits, counter, settings)
+    seen = []
+    inner = sampler.inverse_cdf
+    monkeypatch.setattr(sampler, "MOST_LOGITS", 5 * 5000 + 10)
+    monkeypatch.setattr(sampler, "inverse_cdf", lambda w, u: seen.append(len(w)) or inner(w, u))
+    found = sample(logits, counter, settings)
+    assert seen == [5, 5, 5, 5, 3]
+    assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])

@@ -37,7 +37,7 @@ class Sampler(sampler.Sampler):
             raise RuntimeError("a request has no seed, so rlcore's plug-in is not loaded")
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
         counter = sampling_info.sampling_seed + positions.to(torch.int64) * GOLDEN
-        tokens, logps = sample(logits.float(), counter, _settings(sampling_info))
+        tokens, logps = sample(logits, counter, _settings(sampling_info))
         logits_output.next_token_logprobs = logps.float()
         self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens
@@ -53,8 +53,8 @@ def verify(logits_output, info, positions: Tensor) -> tuple[Tensor, Tensor]:
     [N * W, V]. A token equals that of plain decoding if all earlier tokens do."""
     count, width = positions.shape
     counter = info.sampling_seed[:, None] + positions.to(torch.int64) * GOLDEN
-    logits = logits_output.next_token_logits.float()
-    tokens, logps = sample(logits, counter.flatten(), _settings(info, width))
+    logits, settings = logits_output.next_token_logits, _settings(info, width)
+    tokens, logps = sample(logits, counter.flatten(), settings)
     return tokens.view(count, width), logps.float().view(count, width)
 
 

@@ -13,7 +13,7 @@ Letters: N rows, V vocabulary.
 `torch.multinomial` is not used, because its draws depend on the rest of the batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX2 = 0x94D049BB133111EB - 2**64
 _BITS = 48
 _BLOCK = 512  # tokens per block of the search in a large vocabulary
+MOST_LOGITS = 1 << 26
+"""Maximum number of logits that are sampled from at a time. The step that checks drafts of many
+requests has more, and sampling needs about three further tensors of their size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,20 @@ class SamplingTensors:
     plain: bool = False
     """Whether `scale` is 1 in every row."""
 
+    def of_rows(self, begin: int, end: int) -> "SamplingTensors":
+        """Return the settings of rows `begin` to `end` - 1."""
+        found = replace(
+            self,
+            scale=self.scale[begin:end],
+            greedy=None if self.greedy is None else self.greedy[begin:end],
+        )
+        if self.filtered is None:
+            return found
+        inside = (self.filtered >= begin) & (self.filtered < end)
+        names = ("top_k", "top_p", "min_p")
+        filters = {name: getattr(self, name)[inside] for name in names}
+        return replace(found, filtered=self.filtered[inside] - begin, **filters)
+
 
 def uniform(counter: Tensor) -> Tensor:
     """Map counters [N] int64 to uniform numbers in (0, 1), [N] float64, as splitmix64 does."""
@@ -53,6 +70,15 @@ def uniform(counter: Tensor) -> Tensor:
 def sample(logits: Tensor, counter: Tensor, settings: SamplingTensors) -> tuple[Tensor, Tensor]:
     """Sample a token per row. Return tokens [N] int64 and their log-probs [N] float64. The caller
     must check that log-probs are finite: they are not if the logits are not."""
+    rows = max(1, MOST_LOGITS // logits.size(-1))
+    if len(logits) > rows:
+        parts = [
+            sample(logits[i : i + rows], counter[i : i + rows], settings.of_rows(i, i + rows))
+            for i in range(0, len(logits), rows)
+        ]
+        return torch.cat([tokens for tokens, _ in parts]), torch.cat([logps for _, logps in parts])
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
     best = logits.amax(-1, keepdim=True)
     shifted = logits - best
     if not settings.plain:
