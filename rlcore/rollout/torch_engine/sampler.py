@@ -70,11 +70,11 @@ def uniform(counter: Tensor) -> Tensor:
 def sample(logits: Tensor, counter: Tensor, settings: SamplingTensors) -> tuple[Tensor, Tensor]:
     """Sample a token per row. Return tokens [N] int64 and their log-probs [N] float64. The caller
     must check that log-probs are finite: they are not if the logits are not."""
-    rows = max(1, MOST_LOGITS // logits.size(-1))
-    if len(logits) > rows:
+    most = max(1, MOST_LOGITS // logits.size(-1))
+    if len(logits) > most:
         parts = [
-            sample(logits[i : i + rows], counter[i : i + rows], settings.of_rows(i, i + rows))
-            for i in range(0, len(logits), rows)
+            sample(logits[i : i + most], counter[i : i + most], settings.of_rows(i, i + most))
+            for i in range(0, len(logits), most)
         ]
         return torch.cat([tokens for tokens, _ in parts]), torch.cat([logps for _, logps in parts])
     if logits.dtype in (torch.bfloat16, torch.float16):
