@@ -14,13 +14,15 @@ and for maximum draft lengths of 0 (plain decoding), 1, 3, 7, ... tokens up to t
     loss    Trials, and drafts with a rate below 1, may lose 1 % of the time of a batch size. If
             they have lost more, no trial begins or goes on until other steps have made up for it.
 
+The first measurements of a batch size are those of the next larger one.
+
 So whatever a step costs, the throughput stays close to that of plain decoding or above it (RhymeRL,
 arXiv:2508.18588, cuts drafts by the batch, too, by a fixed rule).
 
 Drafting does not change which tokens are sampled, only how many a forward yields."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _PLAIN_FIRST = 4
 """Number of steps without drafts before the first trial."""
@@ -32,6 +34,8 @@ _MEAN_STEPS, _MEAN_ROWS = 20, 96
 """The same for the running means."""
 _OUTDATED = 256
 """Number of steps after which a mean is outdated: as a share of it, the weight of the next step."""
+_KEPT = 2
+"""Weight of the means of a larger batch size, in steps."""
 _MAY_GAIN = 1.03
 """Minimum ratio of a length's highest possible rate and the current rate for a trial."""
 _PAUSE, _LONGEST_PAUSE = 64, 1024
@@ -93,6 +97,15 @@ class _BatchSize:
     seconds: float = 0.0
     lost: float = 0.0
     """Seconds that trials and losing drafts have cost."""
+
+    def for_fewer(self) -> "_BatchSize":
+        """Return a start for smaller batches, in which drafts that pay here pay as well, and longer
+        ones may. The next step is plain, to time it."""
+        lengths = {
+            n: replace(x, steps=min(x.steps, _KEPT), pause=x.pause if n < self.used else 0)
+            for n, x in self.lengths.items()
+        }
+        return _BatchSize(lengths, used=self.used, plain_ago=_PLAIN_EVERY)
 
     def choose(self) -> int:
         """Return the maximum draft length of the next step. Begin a trial if one is due."""
@@ -213,5 +226,10 @@ class DraftGate:
     def _size(self, running: int) -> _BatchSize:
         key = int(2 * math.log2(running))
         if key not in self._sizes:
-            self._sizes[key] = _BatchSize({n: _Length() for n in self.choices})
+            larger = min((k for k in self._sizes if k > key), default=None)
+            self._sizes[key] = (
+                _BatchSize({n: _Length() for n in self.choices})
+                if larger is None
+                else self._sizes[larger].for_fewer()
+            )
         return self._sizes[key]

@@ -311,6 +311,15 @@ def test_useless_drafts_are_tried_ever_more_rarely_and_seen_when_they_improve():
     assert found[4] > 1.2
 
 
+def test_what_pays_in_a_batch_is_used_in_smaller_ones_at_once():
+    gate, cost = DraftGate(WINDOW), COSTS["roofline"]
+    decode(gate, cost, 40, 400, right=0.8, matched=0.8)
+    assert gate.length(8) == 0  # one plain step, to time it
+    gate.note(8, length=0, gained=8, seconds=8.0)
+    assert gate.length(8) >= 3
+    assert gate.length(60) == 0 and gate.rate(60) == 1  # nothing is known of larger ones
+
+
 def test_a_gate_that_does_not_switch_always_allows_the_window():
     gate = DraftGate(WINDOW, switches=False)
     gate.note(4, length=WINDOW, gained=4, seconds=1.0)

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from rlcore.rollout.torch_engine.sampler import GOLDEN, SamplingTensors, sample
 
-NO_TOP_K = 1 << 30
-"""Value of SGLang's top_k that keeps all tokens. A top_k of 1 means greedy."""
-
 
 class Sampler(sampler.Sampler):
     """Replacement for SGLang's sampler; samples as the torch engine does."""
@@ -59,7 +56,8 @@ def verify(logits_output, info, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _settings(info, width: int = 1) -> SamplingTensors:
-    """Convert SGLang's sampling settings. `width`: number of rows of logits per request."""
+    """Convert SGLang's sampling settings, in which a top_k of 1 means greedy, and 1 << 30 keeps all
+    tokens. `width`: number of rows of logits per request."""
 
     def rows_of(values: Tensor) -> Tensor:
         return values.repeat_interleave(width) if width > 1 else values
@@ -75,14 +73,11 @@ def _settings(info, width: int = 1) -> SamplingTensors:
     filters = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
     if info.is_all_greedy or not filters:
         return plain
-    wanted = (top_k < NO_TOP_K) | (top_p < 1) | (min_p > 0)
-    rows = torch.nonzero(wanted & (top_k > 1))[:, 0]
-    if not len(rows):
-        return plain
+    # All rows, since to find those with filters would wait for the GPU.
     return replace(
         plain,
-        filtered=rows,
-        top_k=top_k[rows],
-        top_p=top_p[rows].double(),
-        min_p=min_p[rows].double(),
+        filtered=torch.arange(len(top_k), device=top_k.device),
+        top_k=top_k,
+        top_p=top_p.double(),
+        min_p=min_p.double(),
     )

@@ -125,7 +125,8 @@ def _search(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 def filters(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Return which tokens may be sampled, [N, V] bool. `top_k` 0 keeps all tokens. `weights` are
     not normalised; the largest weight of each row is 1."""
-    ordered, index = weights.double().sort(dim=-1, descending=True, stable=True)
+    ordered, index = weights.sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.double()  # later than the sort, which takes half as long in float32
     rank = torch.arange(weights.shape[-1], device=weights.device)
     keep = (rank < top_k[:, None]) | (top_k[:, None] == 0)
     ordered = torch.where(keep, ordered, 0)
