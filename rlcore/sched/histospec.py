@@ -100,7 +100,7 @@ class _BatchSize:
 
     def for_fewer(self) -> "_BatchSize":
         """Return a start for smaller batches, in which drafts that pay here pay as well, and longer
-        ones may. The next step is plain, to time it."""
+        ones may. The next steps are plain, to time them."""
         lengths = {
             n: replace(x, steps=min(x.steps, _KEPT), pause=x.pause if n < self.used else 0)
             for n, x in self.lengths.items()
