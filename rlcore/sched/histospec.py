@@ -9,12 +9,11 @@ and for maximum draft lengths of 0 (plain decoding), 1, 3, 7, ... tokens up to t
             rate is the highest, and above 1.
     trial   Another length is tried for some steps if its rate may be higher: by its measured cost,
             or else by that of the next shorter length for every further token, and by a yield that
-            grows no slower than the tokens. After each failed trial, the pause before the next one
-            doubles.
+            grows no slower than the tokens. The more a trial has lost, the later the next one.
     loss    Trials, and drafts with a rate below 1, may lose 1 % of the time of a batch size. If
             they have lost more, no trial begins or goes on until other steps have made up for it.
 
-The first measurements of a batch size are those of the next larger one.
+The first trial of a batch size is that of the length that the next larger one uses.
 
 So whatever a step costs, the throughput stays close to that of plain decoding or above it (RhymeRL,
 arXiv:2508.18588, cuts drafts by the batch, too, by a fixed rule).
@@ -22,7 +21,7 @@ arXiv:2508.18588, cuts drafts by the batch, too, by a fixed rule).
 Drafting does not change which tokens are sampled, only how many a forward yields."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 _PLAIN_FIRST = 4
 """Number of steps without drafts before the first trial."""
@@ -34,12 +33,10 @@ _MEAN_STEPS, _MEAN_ROWS = 20, 96
 """The same for the running means."""
 _OUTDATED = 256
 """Number of steps after which a mean is outdated: as a share of it, the weight of the next step."""
-_KEPT = 2
-"""Weight of the means of a larger batch size, in steps."""
 _MAY_GAIN = 1.03
 """Minimum ratio of a length's highest possible rate and the current rate for a trial."""
-_PAUSE, _LONGEST_PAUSE = 64, 1024
-"""Number of steps between two trials of a length."""
+_SHARE = 0.003
+"""Share of the time that trials of one length may cost."""
 _LOSS = 0.01
 """Share of the time that trials and losing drafts may cost; and one step more at the start."""
 _SURELY = 1.05
@@ -55,10 +52,10 @@ class _Length:
     """Mean time of a step; 0 before the first step."""
     gained: float = 1.0
     """Mean number of tokens of a request in a step."""
-    pause: int = 0
-    """Number of steps before the next trial."""
-    since: int = 0
-    """Number of steps since the last trial."""
+    loss: float = 0.0
+    """Seconds lost in the last trial."""
+    since: float = 0.0
+    """Seconds of all steps since the last trial."""
 
     def note(self, gained: float, seconds: float, running: int, since: int = 0) -> None:
         """`since`: number of steps of other lengths before; contexts have grown in them."""
@@ -68,18 +65,17 @@ class _Length:
         self.seconds += weight * (seconds - self.seconds)
         self.gained += weight * (gained - self.gained)
 
-    def age(self) -> None:
+    def age(self, seconds: float) -> None:
         """Count a step of any length."""
-        self.since += 1
+        self.since += seconds
 
     def begin_trial(self) -> None:
         """Start the means anew with the next step."""
         self.steps = 0
 
-    def wait(self, is_first: bool = False) -> None:
-        """Wait for the next trial, twice as long as before."""
-        self.since = 0
-        self.pause = _PAUSE if is_first or not self.pause else min(2 * self.pause, _LONGEST_PAUSE)
+    def end_trial(self, loss: float) -> None:
+        """Wait for the next trial the longer, the more seconds this one has lost."""
+        self.since, self.loss = 0.0, loss
 
 
 @dataclass(slots=True)
@@ -98,24 +94,16 @@ class _BatchSize:
     lost: float = 0.0
     """Seconds that trials and losing drafts have cost."""
 
-    def for_fewer(self) -> "_BatchSize":
-        """Return a start for smaller batches, in which drafts that pay here pay as well, and longer
-        ones may. The next steps are plain, to time them."""
-        lengths = {
-            n: replace(x, steps=min(x.steps, _KEPT), pause=x.pause if n < self.used else 0)
-            for n, x in self.lengths.items()
-        }
-        return _BatchSize(lengths, used=self.used, plain_ago=_PLAIN_EVERY)
-
-    def choose(self) -> int:
-        """Return the maximum draft length of the next step. Begin a trial if one is due."""
+    def choose(self, first: int) -> int:
+        """Return the maximum draft length of the next step. Begin a trial if one is due. `first`:
+        length to try first; 0: the shortest."""
         plain = self.lengths[0]
         if plain.steps < _PLAIN_FIRST:
             return 0
         if self.lost > _LOSS * self.seconds + plain.seconds:
             return self.used if self.rate(self.used) > _SURELY else 0
         if not self.tried:
-            self.tried = self._due()
+            self.tried = self._due(first)
         if self.tried:
             return self.tried
         return 0 if self.plain_ago >= _PLAIN_EVERY else self.used
@@ -124,7 +112,7 @@ class _BatchSize:
         """Record a step: `gained` tokens of a request."""
         self.seconds += seconds
         for found in self.lengths.values():
-            found.age()
+            found.age(seconds)
         now, plain, best = self.lengths[length], self.lengths[0], self.rate(self.used)
         if length == 0:
             now.note(gained, seconds, running, self.plain_ago)
@@ -137,7 +125,7 @@ class _BatchSize:
         if length == self.tried:
             self._judge_trial(now, running)
         elif length == self.used and self.rate(length) < 1:
-            now.wait()
+            now.end_trial(_MEAN_STEPS * (now.seconds - now.gained * plain.seconds))
             self.used = max(self.lengths, key=lambda n: self.rate(n) if n != length else 0.0)
 
     def rate(self, length: int) -> float:
@@ -157,16 +145,18 @@ class _BatchSize:
         if now.steps < max(_TRIAL_STEPS, _TRIAL_ROWS // running):
             return
         length, self.tried = self.tried, 0
-        now.wait(is_first=rate > best)
+        now.end_trial(now.steps * (now.seconds - now.seconds * rate / best))
         if rate > best:
             self.used = length
 
-    def _due(self) -> int:
+    def _due(self, first: int) -> int:
         """Return the length to try next, or 0."""
+        if first and not any(found.steps for n, found in self.lengths.items() if n):
+            return first
         least = _MAY_GAIN * self.rate(self.used)
         for length, found in self.lengths.items():
             is_other = length not in (0, self.used)
-            if is_other and found.since >= found.pause and self._highest(length) > least:
+            if is_other and _SHARE * found.since >= found.loss and self._highest(length) > least:
                 found.begin_trial()
                 return length
         return 0
@@ -206,7 +196,11 @@ class DraftGate:
 
     def length(self, running: int) -> int:
         """Return the maximum draft length of the next step of `running` requests; 0: no drafts."""
-        return self._size(running).choose() if self.switches else self.window
+        if not self.switches:
+            return self.window
+        size, key = self._size(running), _key(running)
+        larger = min((k for k in self._sizes if k > key), default=key)
+        return size.choose(first=self._sizes[larger].used)
 
     def note(self, running: int, *, length: int, gained: float, seconds: float) -> None:
         """Record a step of `running` requests with drafts of at most `length` tokens, which yielded
@@ -220,16 +214,18 @@ class DraftGate:
         return size.rate(size.used)
 
     def renew(self) -> None:
-        """Forget everything, because drafts improve when histories become available."""
-        self._sizes.clear()
+        """Forget what drafts gain, because they improve when histories become available."""
+        for key, size in self._sizes.items():
+            lengths = {n: _Length() for n in self.choices} | {0: size.lengths[0]}
+            self._sizes[key] = _BatchSize(lengths, seconds=size.seconds)
 
     def _size(self, running: int) -> _BatchSize:
-        key = int(2 * math.log2(running))
+        key = _key(running)
         if key not in self._sizes:
-            larger = min((k for k in self._sizes if k > key), default=None)
-            self._sizes[key] = (
-                _BatchSize({n: _Length() for n in self.choices})
-                if larger is None
-                else self._sizes[larger].for_fewer()
-            )
+            self._sizes[key] = _BatchSize({n: _Length() for n in self.choices})
         return self._sizes[key]
+
+
+def _key(running: int) -> int:
+    """Return the number of a batch size's class: two for each doubling."""
+    return int(2 * math.log2(running))

@@ -311,13 +311,13 @@ def test_useless_drafts_are_tried_ever_more_rarely_and_seen_when_they_improve():
     assert found[4] > 1.2
 
 
-def test_what_pays_in_a_batch_is_used_in_smaller_ones_at_once():
-    gate, cost = DraftGate(WINDOW), COSTS["roofline"]
+def test_what_pays_in_a_batch_is_tried_first_in_smaller_ones():
+    gate, cost, chosen = DraftGate(WINDOW), COSTS["roofline"], []
     decode(gate, cost, 40, 400, right=0.8, matched=0.8)
-    for _ in range(2):  # two plain steps, to time them
-        assert gate.length(8) == 0
-        gate.note(8, length=0, gained=8, seconds=8.0)
-    assert gate.length(8) >= 3
+    for _ in range(12):
+        chosen.append(gate.length(8))
+        gate.note(8, length=chosen[-1], gained=8 * (1 + 0.4 * chosen[-1]), seconds=8.0)
+    assert chosen[:4] == [0] * 4 and min(chosen[4:]) >= 3  # timed without drafts at first
     assert gate.length(60) == 0 and gate.rate(60) == 1  # nothing is known of larger ones
 
 
@@ -329,10 +329,11 @@ def test_a_gate_that_does_not_switch_always_allows_the_window():
 
 
 def test_drafts_are_tried_anew_when_histories_become_available():
-    gate = DraftGate(WINDOW)
-    decode(gate, COSTS["roofline"], 150, 1500, right=0.02, matched=0.9)
+    gate, cost = DraftGate(WINDOW), COSTS["roofline"]
+    decode(gate, cost, 150, 1500, right=0.02, matched=0.9)
+    assert decode(gate, cost, 150, 60, right=0.9, matched=0.9) < 1.15
     gate.renew()
-    assert decode(gate, COSTS["roofline"], 150, 100, right=0.9, matched=0.9) > 1.1
+    assert decode(gate, cost, 150, 60, right=0.9, matched=0.9) > 1.2
 
 
 # ---- the library
