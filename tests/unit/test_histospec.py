@@ -329,11 +329,14 @@ def test_a_gate_that_does_not_switch_always_allows_the_window():
 
 
 def test_drafts_are_tried_anew_when_histories_become_available():
-    gate, cost = DraftGate(WINDOW), COSTS["roofline"]
-    decode(gate, cost, 150, 1500, right=0.02, matched=0.9)
-    assert decode(gate, cost, 150, 60, right=0.9, matched=0.9) < 1.15
-    gate.renew()
-    assert decode(gate, cost, 150, 60, right=0.9, matched=0.9) > 1.2
+    cost, found = COSTS["roofline"], {}
+    for renews in (False, True):
+        gate = DraftGate(WINDOW)
+        decode(gate, cost, 150, 1500, right=0.02, matched=0.9)
+        if renews:
+            gate.renew()
+        found[renews] = decode(gate, cost, 150, 40, right=0.9, matched=0.9)
+    assert found[False] < 1.05 and found[True] > 1.15, found
 
 
 # ---- the library
