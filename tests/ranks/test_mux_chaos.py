@@ -18,7 +18,7 @@ from tests.mux_cluster import Up, learned, needs_redis, overlaps, turns
 
 pytestmark = [pytest.mark.ranks(2), needs_redis, pytest.mark.slow, pytest.mark.timeout(900)]
 
-JOBS, STEPS = "abc", 4
+JOBS, STEPS = "abc", 6
 LEASE_S = 15.0
 END_S = 800.0
 
@@ -132,7 +132,7 @@ def test_whoever_is_killed_every_step_counts_once(
                     up.kill(victim)
                     time.sleep(2 * dice.random())
                     up.up()
-                turn = len(turns(found)) + dice.randint(1, 5)
+                turn = len(turns(found)) + dice.randint(1, 3)
         assert not victims, "jobs were done before all had been killed"
         while arbiter.status(up.url)["groups"]:
             assert time.monotonic() < end, arbiter.status(up.url)
