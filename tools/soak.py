@@ -4,8 +4,8 @@
     python tools/soak.py --steps 20 --modes sync
 
 Each mode is a run of two processes with checkpoints and evaluations. Every second the whole tree of
-processes is looked at; the first two fifths of the steps are the warm-up, in which allocators grow:
-in 1,600 asynchronous steps to 1,150 MB until step 200, and to no more after. Of the rest:
+processes is looked at; the first two fifths of the steps are the warm-up, in which allocators grow
+(`--steps 1600 --modes async`: until step 200). Of the rest:
 
     memory     slope in MB per 100 steps of what all processes hold for themselves (USS) and of
                /dev/shm, by least squares

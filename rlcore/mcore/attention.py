@@ -150,8 +150,8 @@ def plan(
     padded: bool = True,
 ) -> AttentionPlan:
     """Make the attention plan of packed sequences. If cp > 1, lengths must be multiples of 2 cp.
-    `flash`: kernel of flash.py; otherwise, attention runs on padded buckets, whose masks take
-    query * key bytes. `padded`: false if neither runs, but Transformer Engine's attention."""
+    `flash`: kernel of flash.py; without one, attention runs on padded buckets, whose masks take
+    query * key bytes. `padded`: false with Transformer Engine, whose attention needs no buckets."""
     units = _units(lengths, cp, cp_rank)
     gathered = prefix = None
     if cp > 1:

@@ -83,8 +83,8 @@ class Profiler:
         colocated: bool = False,
         copy_gb: float = 0.0,
     ) -> None:
-        """`max_tokens`: maximum number of tokens of a response. `copy_gb`: memory of a train node
-        for the copy of an asynchronous save, which it has from the first one on."""
+        """`max_tokens`: maximum number of tokens of a response. `copy_gb`: memory
+        that the first asynchronous save will allocate on a train node."""
         self._path, self._max_tokens = folder / FILE, max_tokens
         self._nodes = {"rollout_nodes": rollout_nodes, "train_nodes": train_nodes}
         self._colocated, self._copy_gb = colocated, copy_gb

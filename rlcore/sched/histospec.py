@@ -7,11 +7,12 @@ and for maximum draft lengths of 0 (plain decoding), 1, 3, 7, ... tokens up to t
 
     rate    Tokens per second of a length, over those of plain decoding. A length is used while its
             rate is the highest, and above 1.
-    trial   Another length is tried for some steps if its rate may be higher: by its measured cost,
-            or else by that of the next shorter length for every further token, and by a yield that
-            grows no slower than the tokens. The more a trial has lost, the later the next one.
-    loss    Trials, and drafts with a rate below 1, may lose 1 % of the time of a batch size. If
-            they have lost more, no trial begins or goes on until other steps have made up for it.
+    trial   Another length is tried for some steps if its highest possible rate is better. The
+            estimate takes the length's measured step time. If it has none, the time and the yield
+            of the next shorter length are extrapolated linearly. The more time a trial has lost,
+            the later is the next one.
+    loss    Trials, and drafts with a rate below 1, may lose 1 % of the time of a batch size. While
+            they have lost more, no trial runs.
 
 The first trial of a batch size is that of the length that the next larger one uses.
 
@@ -32,15 +33,15 @@ _TRIAL_STEPS, _TRIAL_ROWS = 6, 24
 _MEAN_STEPS, _MEAN_ROWS = 20, 96
 """The same for the running means."""
 _OUTDATED = 256
-"""Number of steps after which a mean is outdated: as a share of it, the weight of the next step."""
+"""A step that comes n steps after the last one of its length has at least weight n / 256."""
 _MAY_GAIN = 1.03
 """Minimum ratio of a length's highest possible rate and the current rate for a trial."""
 _SHARE = 0.003
-"""Share of the time that trials of one length may cost."""
+"""Maximum share of the time that the trials of one length may cost."""
 _LOSS = 0.01
-"""Share of the time that trials and losing drafts may cost; and one step more at the start."""
+"""Maximum share of the time that trials and losing drafts may cost, besides one plain step."""
 _SURELY = 1.05
-"""Rate of the length in use above which a loss does not turn it off."""
+"""Minimum rate with which drafts stay on although more than `_LOSS` has been lost."""
 
 
 @dataclass(slots=True)
@@ -55,10 +56,11 @@ class _Length:
     loss: float = 0.0
     """Seconds lost in the last trial."""
     since: float = 0.0
-    """Seconds of all steps since the last trial."""
+    """Seconds of all steps in this batch size since the last trial."""
 
     def note(self, gained: float, seconds: float, running: int, since: int = 0) -> None:
-        """`since`: number of steps of other lengths before; contexts have grown in them."""
+        """Add a step to the means. `since`: number of steps of other lengths since the last one, in
+        which contexts have grown; a large number raises the weight of this step."""
         self.steps += 1
         weight = 1 / min(self.steps, max(_MEAN_STEPS, _MEAN_ROWS // running))
         weight = max(weight, min(since / _OUTDATED, 0.5))
@@ -66,7 +68,7 @@ class _Length:
         self.gained += weight * (gained - self.gained)
 
     def age(self, seconds: float) -> None:
-        """Count a step of any length."""
+        """Add the seconds of a step of any length."""
         self.since += seconds
 
     def begin_trial(self) -> None:
@@ -74,7 +76,7 @@ class _Length:
         self.steps = 0
 
     def end_trial(self, loss: float) -> None:
-        """Wait for the next trial the longer, the more seconds this one has lost."""
+        """End a trial. The next one waits until `loss` is at most `_SHARE` of the time."""
         self.since, self.loss = 0.0, loss
 
 
@@ -141,11 +143,11 @@ class _BatchSize:
         return found.gained * plain.seconds / max(found.seconds, 1e-9)
 
     def _judge_trial(self, now: _Length, running: int) -> None:
-        rate, best = self._rate(now, self.lengths[0]), self.rate(self.used)
         if now.steps < max(_TRIAL_STEPS, _TRIAL_ROWS // running):
             return
+        rate, best = self._rate(now, self.lengths[0]), self.rate(self.used)
         length, self.tried = self.tried, 0
-        now.end_trial(now.steps * (now.seconds - now.seconds * rate / best))
+        now.end_trial(now.steps * now.seconds * (1 - rate / best))
         if rate > best:
             self.used = length
 

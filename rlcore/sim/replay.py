@@ -9,6 +9,7 @@ import numpy as np
 
 from rlcore.config.schema import DraftConfig
 from rlcore.ops.suffix import Forest
+from rlcore.rollout.torch_engine.drafter import KNEE
 from rlcore.sched.histospec import DraftGate
 from rlcore.sim.cost import EngineCost
 from rlcore.sim.drafts import DraftGain
@@ -18,8 +19,6 @@ STARTS = (0, *(8 << k for k in range(12)))
 """First positions of the ranges for which a gain is measured: 0, 8, 16, ... 16,384."""
 LEAST_FORWARDS = 64
 """Forwards in a range of positions, below which it takes the gain of the range before it."""
-_KNEE = 1 << 20
-"""As in `torch_engine/drafter.py`."""
 
 
 @dataclass(slots=True)
@@ -106,7 +105,7 @@ def _replay(
                 accepted[live],
                 np.concatenate([np.zeros(0, np.int32), *new]).astype(np.int32),
                 _offsets(map(len, new)),
-                running=_KNEE // (longest + 1),
+                running=KNEE // (longest + 1),
             )
             fed[live] = done[live]
             right[:] = [
@@ -144,7 +143,7 @@ def _forest(draft: DraftConfig) -> Forest:
         max_window=draft.max_length,
         start_window=min(draft.initial_length, draft.max_length),
         growth=draft.length_growth,
-        knee=_KNEE if draft.adaptive else 0,
+        knee=KNEE if draft.adaptive else 0,
         threads=1,
     )
 

@@ -52,7 +52,7 @@ CHECKPOINT_BYTES = 2 * 2**30
 CHECKPOINT_FILES = "checkpoint files"
 STAGED = 1.4
 """Host memory of an asynchronous save, over the checkpoint's size (estimate): torch allocates
-pinned memory in powers of two, and files are not full. 1.34 to 1.36 for models of 8B and 14B."""
+pinned memory in powers of two, and files are not full (`tests/unit/test_memory_plan.py`)."""
 BUNDLE_BYTES = 256 * 2**20
 """Bytes that `Learner.export` gathers at a time, unless one tensor is larger."""
 SLACK_BYTES = 16 * 2**20

@@ -2,7 +2,8 @@
 
 A new checkpoint is written to a temporary folder and renamed, so a kill leaves the previous intact.
 With `--checkpoint.async_save`, `save` returns when the state is in host memory. When all ranks have
-written their files, a thread of rank 0 seals and renames the folder; `finalize` tells the others.
+written their files, a thread of rank 0 seals and renames the folder. `finalize` then reports the
+result on all ranks.
 
     <run>/checkpoints/step_000040/{learner/, critic/, buffer/, histories.npz, state.json,
                                    manifest.json}
@@ -166,7 +167,7 @@ class _Pending:
 
     step: int
     parts: Mapping[str, Future[WrittenFiles]]
-    """Files that this rank is writing, by subfolder. Done when the rank has left its list."""
+    """Files that this rank is writing, by subfolder; done when their list is written, too."""
     sealed: Future[None] | None
     """On rank 0: the sealing and renaming of the folder."""
     cancelled: Event
@@ -236,8 +237,8 @@ class Checkpoints:
     ) -> Path | None:
         """Write a checkpoint of the finished step. Collective over all ranks. If writing fails,
         earlier checkpoints stay, and --checkpoint.on_error decides whether the run ends. With
-        `async_save`, call `finalize` with `wait` first; the last step is saved synchronously, since
-        nothing is left to do meanwhile.
+        `async_save`, call `finalize` with `wait` first. The last step is always saved
+        synchronously, because no training follows.
 
         Returns:
             The checkpoint's folder; None if it could not be written or is still being written.
@@ -257,7 +258,7 @@ class Checkpoints:
             error, parts = self._write(progress, writer, accuracy)
             num_lists = int(collective.reduce_floats([float(len(parts))], group=everyone)[0])
             if num_lists and not error:
-                self._pending = self._begin(step, parts, num_lists)
+                self._pending = self._seal_when_written(step, parts, num_lists)
                 return None
             aside = _folder_at(self.folder, step).with_suffix(PARTIAL)
             wait_for(parts.values())  # Rank 0 deletes the folder after an error.
@@ -304,8 +305,8 @@ class Checkpoints:
             return self._end(pending.step, error, progress)
 
     def close(self) -> None:
-        """If the run has failed, give a checkpoint that is still being written `CLOSE_S` seconds to
-        become complete; then stop writing."""
+        """If a checkpoint is still being written, because the run has failed, wait up to `CLOSE_S`
+        seconds for it, then stop writing."""
         pending = self._pending
         if pending is not None:
             futures: list[Future[Any]] = list(pending.parts.values())
@@ -315,10 +316,11 @@ class Checkpoints:
                 log.error("checkpoint of step %d: not written in %g s", pending.step, CLOSE_S)
             pending.cancelled.set()
 
-    def _begin(
+    def _seal_when_written(
         self, step: int, parts: Mapping[str, Future[WrittenFiles]], num_lists: int
     ) -> _Pending:
-        """Let rank 0 seal and rename the folder when all ranks have left their lists."""
+        """Start a thread on rank 0 that waits for all ranks' lists of files, then seals and renames
+        the folder."""
         cancelled, sealed = Event(), Future[None]()
         aside = _folder_at(self.folder, step).with_suffix(PARTIAL)
 
@@ -381,7 +383,11 @@ class Checkpoints:
             for name, learner in (("learner", self.learner), ("critic", self.critic)):
                 if learner is None:
                     continue
-                if self.async_save and not is_last and (part := self._start(name, learner, aside)):
+                if (
+                    self.async_save
+                    and not is_last
+                    and (part := self._save_async(name, learner, aside))
+                ):
                     parts[name] = part
                 else:
                     learner.save(aside / name)
@@ -397,9 +403,10 @@ class Checkpoints:
             error = reason(e)
         return self._any(error), parts
 
-    def _start(self, name: str, learner: Learner, aside: Path) -> Future[WrittenFiles] | None:
-        """Begin to write a learner. The future is done when this rank has left its list of files.
-        Return None if a rank has no memory for the copy, on all of them. Collective."""
+    def _save_async(self, name: str, learner: Learner, aside: Path) -> Future[WrittenFiles] | None:
+        """Start the asynchronous save of a learner. The future is done when this rank has written
+        its files and their list. Return None on all ranks if one has no memory for the copy.
+        Collective."""
 
         def leave_list(written: WrittenFiles) -> None:
             seal.leave_list(aside, name, self.ranks.rank, written.checksums)
@@ -408,7 +415,7 @@ class Checkpoints:
             return learner.save_async(aside / name, leave_list)
         except MemoryError as e:
             self.async_save = False
-            log.warning("from now on, training waits for each checkpoint: %s", e)
+            log.warning("checkpoints are saved synchronously from now on: %s", e)
             return None
 
     def _any(self, error: str) -> str:

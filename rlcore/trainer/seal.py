@@ -2,8 +2,8 @@
 is incomplete; a file that does not match its seal is damaged. Ranks share the reading of files.
 
 With asynchronous saving, each rank leaves a list of its files (`<part>.rank00003.part`) when they
-are written, and rank 0 seals the folder when all lists are there. No collective is needed, so the
-checkpoint is complete at once, whatever the ranks are doing."""
+are written, and rank 0 seals the folder when all lists exist. This needs no collective, so a
+checkpoint becomes complete even in the middle of a step."""
 
 import errno
 import json

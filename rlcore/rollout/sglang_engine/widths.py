@@ -1,9 +1,9 @@
-"""Decode steps of several widths on a GPU: attention backend and CUDA graphs of each width.
+"""Attention backends and CUDA graphs for decode steps of several widths on a GPU.
 
-SGLang captures its graphs for one number of tokens per request, `speculative_num_draft_tokens`. Its
-own adaptive EAGLE makes further ones and swaps them between steps (`build_adaptive_runtime_state`);
-this is the same for drafts without a draft model. Eager steps need the attention backend, too,
-since it keeps the width."""
+The width of a step is its number of tokens per request. SGLang captures graphs for one width,
+`speculative_num_draft_tokens`. Its adaptive EAGLE captures more and swaps them between steps
+(`build_adaptive_runtime_state`). `Widths` does so for drafts that need no draft model. An attention
+backend is made for one width, also if a step runs without graphs."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,10 +12,10 @@ from sglang.srt.runtime_context import get_context, get_spec
 
 
 class Widths:
-    """All widths of a model runner, one of which is in use."""
+    """The widths that a model runner supports, and the switch between them."""
 
     def __init__(self, model_runner: Any, widths: Iterable[int]) -> None:
-        """Capture graphs for `widths`, beside those that the model runner has."""
+        """Make a backend and capture graphs for every width for which `model_runner` has none."""
         self._runner = model_runner
         largest = get_spec().speculative_num_draft_tokens
         self._states = {largest: (model_runner.attn_backend, model_runner.decode_cuda_graph_runner)}
@@ -23,7 +23,7 @@ class Widths:
             self._states[width] = self._capture(width)
 
     def use(self, width: int) -> None:
-        """Let the next forward verify `width` tokens per request."""
+        """Switch the model runner to `width` for the next forward."""
         self._runner.attn_backend, self._runner.decode_cuda_graph_runner = self._states[width]
 
     def _capture(self, width: int) -> tuple[Any, Any]:

@@ -52,11 +52,12 @@ class DraftWorker(BaseSpecWorker):
         self._is_cpu = server_args.device == "cpu"
         self._widths: Widths | None = None
         told = json.loads(os.environ[DRAFTS])
+        self._settings = DraftSettings(**told["settings"])
         self._drafts: Drafts | None = None
         if self._group.rank_in_group == 0:
             self._drafts = Drafts(
                 told["draft"],
-                DraftSettings(**told["settings"]),
+                self._settings,
                 num_seats=get_schedule().max_running_requests,
                 stream_interval=told["stream_interval"],
                 counters=Counters(server_args.model_path, new=True),
@@ -70,8 +71,7 @@ class DraftWorker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         """Capture CUDA graphs for all widths that the gate may choose. Collective."""
         if not self._is_cpu:
-            settings = DraftSettings(**json.loads(os.environ[DRAFTS])["settings"])
-            gate = DraftGate(window=settings.max_length, switches=settings.adaptive)
+            gate = DraftGate(self._settings.max_length, self._settings.adaptive)
             self._widths = Widths(self.target_worker.model_runner, [n + 1 for n in gate.choices])
 
     def remember(self, path: str) -> None:

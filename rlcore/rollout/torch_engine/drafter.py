@@ -20,9 +20,9 @@ from rlcore.records import History
 from rlcore.rollout.histospec import Draft, Index
 from rlcore.sched.histospec import DraftGate
 
-_KNEE = 1 << 20
-"""Constant `knee` of the forest, which limits drafts to knee // running - 1 tokens. `propose`
-chooses `running` so that this is the limit of the gate."""
+KNEE = 1 << 20
+"""Constant `knee` of the forest, which limits drafts to knee // running - 1 tokens. Callers choose
+`running` so that this is the limit of the gate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class Drafter:
             max_window=s.max_length,
             start_window=min(s.initial_length, s.max_length),
             growth=s.length_growth,
-            knee=_KNEE if s.adaptive else 0,
+            knee=KNEE if s.adaptive else 0,
             threads=s.threads,
         )
         self._index: Index | None = None
@@ -117,7 +117,7 @@ class Drafter:
             self._accepted[seats],
             text,
             offsets,
-            running=_KNEE // (longest + 1),
+            running=KNEE // (longest + 1),
         )
         self._fed[seats] = count
         self._accepted[seats] = 0

@@ -25,8 +25,8 @@ _MIX2 = 0x94D049BB133111EB - 2**64
 _BITS = 48
 _BLOCK = 512  # tokens per block of the search in a large vocabulary
 MOST_LOGITS = 1 << 26
-"""Maximum number of logits that are sampled from at a time. The step that checks drafts of many
-requests has more, and sampling needs about three further tensors of their size."""
+"""Maximum number of logits that one call samples from at a time, because sampling allocates about
+three more tensors of that size. A step that verifies the drafts of many requests has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def filters(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     """Return which tokens may be sampled, [N, V] bool. `top_k` 0 keeps all tokens. `weights` are
     not normalised; the largest weight of each row is 1."""
     ordered, index = weights.sort(dim=-1, descending=True, stable=True)
-    ordered = ordered.double()  # later than the sort, which takes half as long in float32
+    ordered = ordered.double()  # after the sort, whose keys then have half the bytes
     rank = torch.arange(weights.shape[-1], device=weights.device)
     keep = (rank < top_k[:, None]) | (top_k[:, None] == 0)
     ordered = torch.where(keep, ordered, 0)
