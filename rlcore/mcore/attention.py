@@ -15,7 +15,7 @@ Own code instead of Transformer Engine's attention, because plain torch also run
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -145,7 +145,6 @@ def plan(
     *,
     cp: int = 1,
     cp_rank: int = 0,
-    device: torch.device | None = None,
     flash: Kernel | None = None,
     padded: bool = True,
 ) -> AttentionPlan:
@@ -159,7 +158,7 @@ def plan(
         gathered = torch.empty_like(order)
         gathered[order] = torch.arange(order.numel())
         prefix = torch.cat([torch.arange(unit.start, unit.start + unit.key) for unit in units])
-    made = AttentionPlan(
+    return AttentionPlan(
         padded=_padded(units, cp) if padded and flash is None else None,
         gathered=gathered,
         cu_query=_cumulative([unit.query for unit in units]),
@@ -169,7 +168,6 @@ def plan(
         max_key=max(unit.key for unit in units),
         flash=flash,
     )
-    return made if device is None or device.type == "cpu" else _to(made, device)
 
 
 def _padded(units: Sequence[_Unit], cp: int) -> PaddedPlan:
@@ -209,19 +207,6 @@ def _padded(units: Sequence[_Unit], cp: int) -> PaddedPlan:
 
 def _cumulative(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    """Move all tensors of a plan."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, tuple):
-        return tuple(_to(part, device) for part in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(
-            value, **{f.name: _to(getattr(value, f.name), device) for f in fields(value)}
-        )
-    return value
 
 
 class CoreAttention(MegatronModule):

@@ -84,6 +84,8 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
         # The loss is a sum over tokens; the learner divides it once, by the global normaliser.
         "calculate_per_token_loss": True,
         "variable_seq_lengths": train.pp > 1,
+        # Otherwise the host waits for the GPU after every send, a workaround for old torch.
+        "batch_p2p_sync": False,
         "moe_token_dispatcher_type": "alltoall",
         # Megatron's init must run: it marks tensor-parallel weights for the gradient norm.
         "init_method": _leave,

@@ -28,7 +28,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -45,6 +44,7 @@ from rlcore.mcore.memory import Parked, identity
 from rlcore.mcore.microbatch import Cut, Cutter, MicroBatch, rounded_count
 from rlcore.mcore.reference import ReferenceModel
 from rlcore.mcore.schedule import learning_rate
+from rlcore.mcore.shim import patch_norm
 from rlcore.ops import head as chunked
 from rlcore.ops import native
 from rlcore.ops.logprob import log_probs, statistics_dtype
@@ -197,6 +197,8 @@ class MegatronLearner:
             use_distributed_optimizer=train.distributed_optimizer,
         )
         made = get_megatron_optimizer(settings, self._models)
+        if self.device.type == "cuda":
+            patch_norm()
         for part in made.chained_optimizers if self.device.type == "cuda" else ():
             if isinstance(part.optimizer, torch.optim.AdamW):  # neither TE's nor Apex'
                 for group in part.optimizer.param_groups:
@@ -755,15 +757,8 @@ class _GatherRows(torch.autograd.Function):
 
 def _clip(parameters: Sequence[Tensor], most: float, norm: float) -> None:
     """Scale the gradients from norm `norm` to norm `most`."""
-    if not parameters:
-        return
-    if parameters[0].dtype is not torch.float64:
-        clip_grad_by_total_norm_fp32(parameters, most, norm)
-        return
-    # Megatron's clipping function does not support float64.
-    for p in parameters:
-        if p.grad is not None:
-            p.grad.mul_(most / (norm + 1e-6))
+    if grads := [p.grad for p in parameters if p.grad is not None]:
+        torch._foreach_mul_(grads, most / (norm + 1e-6))
 
 
 def _output(loss: Loss | ValueLoss, x: LossInputs | ValueInputs) -> LossOutput:

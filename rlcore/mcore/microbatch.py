@@ -5,8 +5,10 @@ restores the batch's order. Context parallelism pads every sequence to a multipl
 parallelism adds a dummy sequence, so that the number of tokens is a multiple of tp.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,9 +101,27 @@ class Cutter:
         pieces = [torch.arange(starts[r], starts[r] + lengths[r]) for r in flat]
         order = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
         whole = batch.select(flat)
-        return Cut(
-            self._lay_out_all(whole, [[lengths[r] for r in g] for g in rows], count), count, order
-        )
+        laid_out = self._lay_out_all(whole, [[lengths[r] for r in g] for g in rows], count)
+        return Cut(self._moved(laid_out), count, order)
+
+    def _moved(self, laid_out: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Move micro-batches to the device. On a GPU a thread lays out the next micro-batch in
+        pinned memory meanwhile, so that copies do not wait for the GPU."""
+        if self._device.type == "cpu":
+            yield from map(self._with_rope, laid_out)
+            return
+
+        def pinned() -> MicroBatch | None:
+            micro = next(laid_out, None)
+            return None if micro is None else _each_tensor(micro, Tensor.pin_memory)
+
+        # A new thread would use GPU 0.
+        with ThreadPoolExecutor(1, "layout", torch.cuda.set_device, (self._device,)) as thread:
+            following = thread.submit(pinned)
+            while (micro := following.result()) is not None:
+                following = thread.submit(pinned)
+                there = _each_tensor(micro, lambda x: x.to(self._device, non_blocking=True))
+                yield self._with_rope(there)
 
     def _lay_out_all(
         self, whole: Batch, sizes: list[list[int]], count: int
@@ -141,45 +161,43 @@ class Cutter:
         index, positions = attention.local_positions(full, layout.cp, layout.cp_rank)
         if layout.cp > 1:
             inputs, targets = inputs[index], targets[index]
-        plan = attention.plan(
-            full,
-            cp=layout.cp,
-            cp_rank=layout.cp_rank,
-            device=self._device,
-            flash=self._flash,
-            padded=self._padded,
-        )
-        cos, sin = self._rope(positions, max(full))
-        device = self._device
-        cu = cumulative(full).to(device)
+        cu = cumulative(full)
         packed = Packed(
             qkv_format="thd",
             cu_seqlens_q=cu,
             cu_seqlens_kv=cu,
             max_seqlen_q=max(full),
             max_seqlen_kv=max(full),
-            plan=plan,
-            cos=cos,
-            sin=sin,
+            plan=attention.plan(
+                full,
+                cp=layout.cp,
+                cp_rank=layout.cp_rank,
+                flash=self._flash,
+                padded=self._padded,
+            ),
         )
         return MicroBatch(
-            batch=_moved(batch, device),
-            tokens=inputs.to(device).unsqueeze(0),
-            positions=positions.to(device).unsqueeze(0),
-            targets=targets.to(device),
+            batch=batch,
+            tokens=inputs.unsqueeze(0),
+            positions=positions.unsqueeze(0),
+            targets=targets,
             packed=packed,
-            take=take.to(device),
-            predicted=predicted.to(device),
-            sequence=sequence.to(device),
+            take=take,
+            predicted=predicted,
+            sequence=sequence,
         )
 
-    def _rope(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    def _with_rope(self, micro: MicroBatch) -> MicroBatch:
+        """Add the RoPE tables of the micro-batch's positions."""
+        longest = micro.packed.max_seqlen_q
         if self._cos.size(0) < longest:
             every = torch.arange(max(longest, 2 * self._cos.size(0)))
             cos, sin = rope.tables(self._inverse, every, self._dtype)
             self._cos, self._sin = cos.to(self._device), sin.to(self._device)
-        where = positions.to(self._device)
-        return self._cos.index_select(0, where), self._sin.index_select(0, where)
+        where = micro.positions.squeeze(0)
+        micro.packed.cos = self._cos.index_select(0, where)
+        micro.packed.sin = self._sin.index_select(0, where)
+        return micro
 
 
 def _fields(batch: Batch) -> dict[str, Tensor]:
@@ -194,8 +212,16 @@ def _slice(batch: Batch, start: int, stop: int, lengths: Sequence[int], row: int
     return batch.with_(**cut, cu_seqlens=cumulative(lengths), ids=ids)
 
 
-def _moved(batch: Batch, device: torch.device) -> Batch:
-    if device.type == "cpu":
-        return batch
-    moved = {name: value.to(device, non_blocking=True) for name, value in _fields(batch).items()}
-    return batch.with_(**moved)
+def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change all tensors of a micro-batch, except the boundaries of the batch's sequences, which
+    stay on the host."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Batch):
+        return value.with_(**{name: change(part) for name, part in _fields(value).items()})
+    if isinstance(value, tuple):
+        return tuple(_each_tensor(part, change) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: _each_tensor(getattr(value, f.name), change) for f in fields(value)}
+        return replace(value, **parts)
+    return value

@@ -252,3 +252,16 @@ def patch_moe_utils() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def patch_norm() -> None:
+    """Compute the gradient norm without waiting for each tensor's norm, as Megatron 0.16.1 does
+    without TE and Apex."""
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    def norm(chunk_size: int, flag: Any, tensors: list, per_tensor: bool) -> tuple:
+        return torch.nn.utils.get_total_norm(tensors[0]).view(1), None
+
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = norm
