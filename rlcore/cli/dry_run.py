@@ -171,12 +171,13 @@ def expected(cfg: Config, hf: HFConfig, world: int) -> str:
     try:
         if gpu is None:
             raise ValueError(f"the data sheet of {name} is not known")
-        found, said = expect.step(cfg, hf, world, gpu, earlier)
+        found, mfu, said = expect.step(cfg, hf, world, gpu, earlier)
     except ValueError as error:
         return f"expected     no estimate of the step time: {error}"
     phases = ", ".join(f"{p} {s:.1f}" for p, s in found.phases.items() if s >= 0.05)
     return (
         f"expected     {found.seconds:.1f} s per step on {world} x {gpu.name} ({phases}), "
+        f"MFU of the update {mfu:.2f}, "
         f"simulated without {'turns and rewards' if cfg.select.env else 'rewards'}; lengths {said}"
     )
 

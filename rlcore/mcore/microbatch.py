@@ -115,8 +115,8 @@ class Cutter:
             micro = next(laid_out, None)
             return None if micro is None else _each_tensor(micro, Tensor.pin_memory)
 
-        # A new thread would use GPU 0.
-        with ThreadPoolExecutor(1, "layout", torch.cuda.set_device, (self._device,)) as thread:
+        gpu = torch.cuda.current_device()  # a new thread would use GPU 0
+        with ThreadPoolExecutor(1, "layout", torch.cuda.set_device, (gpu,)) as thread:
             following = thread.submit(pinned)
             while (micro := following.result()) is not None:
                 following = thread.submit(pinned)

@@ -247,6 +247,10 @@ class Summary:
     preemptions: float
     tokens: float
     """Mean number of response tokens that are trained in a step."""
+    samples: float = 0.0
+    """Mean number of responses that are trained in a step."""
+    squares: float = 0.0
+    """Mean sum of their squared lengths."""
     streamed: float = 0.0
     """Share of the kept groups that are trained while other requests are still decoded."""
     by_kind: dict[str, float] = field(default_factory=dict)
@@ -270,6 +274,8 @@ def summarize(steps: Sequence[SimStep]) -> Summary:
         idle=sum(o.idle * o.seconds for o in outcomes) / max(rollout, 1e-30),
         preemptions=mean(o.preemptions for o in outcomes),
         tokens=mean(sum(o.lengths) for o in outcomes),
+        samples=mean(len(o.lengths) for o in outcomes),
+        squares=mean(sum(n * n for n in o.lengths) for o in outcomes),
         streamed=sum(len(o.streamed) for o in outcomes)
         / max(sum(len(o.kept) for o in outcomes), 1),
         by_kind={k: mean(s.seconds for s in steps if s.kind == k) for k in kinds},

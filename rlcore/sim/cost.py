@@ -33,7 +33,8 @@ class Constants:
     """Seconds of a step that ROLL spends besides its phases, such as to move data between
     processes; not counted for rlcore and veRL."""
     arithmetic: float = 0.6
-    """Share of the peak FLOP/s that large matrix products and attention reach; assumed."""
+    """Share of the peak FLOP/s that large matrix products and attention reach. The operations of
+    dense models' updates, counted in `tests/pretend/costs.py`, give .57 to .60."""
     link: float = 0.6
     """Share of the peak bandwidth of links between GPUs, nodes and host memory; assumed."""
     request_s: float = 10e-6

@@ -19,16 +19,29 @@ LEAST_RESPONSES = 64
 """Minimum number of recorded responses. If there are fewer, a generator draws the lengths."""
 
 
-def step(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[Summary, str]:
-    """Return the mean of `STEPS` simulated steps, and a note on the source of the response lengths.
-    Lengths are those in `earlier`, the rollouts.jsonl of a run, or drawn from a generator capped at
-    rollout.max_tokens. Rewards take no time.
+def step(
+    cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path
+) -> tuple[Summary, float, str]:
+    """Return the mean of `STEPS` simulated steps, the learner's model FLOPs utilisation in their
+    updates, and a note on the source of the response lengths. Lengths are those in `earlier`, the
+    rollouts.jsonl of a run, or drawn from a generator capped at rollout.max_tokens. Rewards take no
+    time.
 
     Raises:
         ValueError: no estimate is possible for such a run; the error gives the reason.
     """
     made, said = job(cfg, hf, gpus, gpu, earlier)
-    return simulate(made, STEPS), said
+    found = simulate(made, STEPS)
+    return found, utilisation(made, found), said
+
+
+def utilisation(job: SimJob, found: Summary) -> float:
+    """Return what `perf/mfu/actor` would be."""
+    prompt = job.workload.prompt_tokens
+    tokens = found.tokens + prompt * found.samples
+    squares = found.squares + 2 * prompt * found.tokens + prompt * prompt * found.samples
+    work = job.cfg.train.epochs * job.model.train_flops(tokens, squares)
+    return work / found.phases["update_actor"] / job.train_gpus / (job.gpu.tflops * 1e12)
 
 
 def job(cfg: Config, hf: HFConfig, gpus: int, gpu: Gpu, earlier: Path) -> tuple[SimJob, str]:

@@ -30,16 +30,22 @@ NAMES = ("peak", "allocated", "launches", "syncs", "bytes_to_device", "bytes_to_
 
 
 def measure(
-    recipe: str, *keys: str, rank: int = 0, computed: int = 300_000, timeout_s: float = 800.0
+    recipe: str,
+    *keys: str,
+    rank: int = 0,
+    computed: int = 300_000,
+    timeout_s: float = 800.0,
+    module: str = "tests.pretend.profile",
 ) -> dict[str, Any]:
     """Return the figures of each phase of the rank, and what its memory plan expects. Tensors of
     more than `computed` elements are not computed; routes to experts must be. Rank -1 is the last.
+    `module` calls `main`.
     """
     args = _arguments(recipe, *keys)
     env = pretend.environment("sizes", os.environ | args["env"])
     env |= {"RLCORE_PRETEND_CUDA_DEVICES": "1", "RLCORE_PRETEND_CUDA_BYTES": "200000000000"}
     env["RLCORE_PRETEND_CUDA_ELEMENTS"] = str(computed)
-    command = [sys.executable, "-m", "tests.pretend.profile", "--rank", str(rank), *args["argv"]]
+    command = [sys.executable, "-m", module, "--rank", str(rank), *args["argv"]]
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s
     )
@@ -85,8 +91,11 @@ def main(argv: list[str]) -> None:
 class Phases:
     """Figures of each phase, from the pretend device's counters."""
 
+    counter: Any = None
+    """Counter of `costs.py` that counts operations, too."""
+
     def __init__(self) -> None:
-        self.found: dict[str, dict[str, int]] = {}
+        self.found: dict[str, dict[str, Any]] = {}
         self._last = pretend.stats()
 
     def mark(self, phase: str) -> None:
@@ -95,6 +104,8 @@ class Phases:
         self.found[phase] = {
             n: now[n] - (0 if n in ("peak", "allocated") else self._last[n]) for n in NAMES
         }
+        if self.counter is not None:
+            self.found[phase]["work"] = self.counter.taken()
         self._last = now
         pretend.reset_peak()
 
@@ -123,9 +134,7 @@ def _train(cfg: Any, hf: Any, rank: int) -> dict[str, Any]:
 
     c10d._new_process_group_helper = fake
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    bridge.init_random = lambda chunks, *a, **k: [
-        p.data.zero_() for c in chunks for p in c.parameters()
-    ]
+    bridge.init_random = zeroed
     _balance_experts()
     learner.isfinite = lambda x: True  # nothing is computed, so a norm may be anything
     phases = Phases()
@@ -183,12 +192,21 @@ def _train(cfg: Any, hf: Any, rank: int) -> dict[str, Any]:
     return {
         "phases": phases.found,
         "micro_batches": layout.pp,
+        "tokens": total,
+        "longest": longest,
         "resident": resident,
         "plan": {
             name: {item.part: item.num_bytes for item in items}
             for name, items in plan.phases.items()
         },
     }
+
+
+def zeroed(chunks: Any, *_: Any, **__: Any) -> None:
+    """Initialise a model without random numbers, in place of `bridge.init_random`."""
+    for chunk in chunks:
+        for p in chunk.parameters():
+            p.data.zero_()
 
 
 def _judge(cfg: Any, hf: Any) -> dict[str, Any]:
