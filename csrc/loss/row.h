@@ -164,7 +164,7 @@ struct Moments {
   Sum sum, dot;
 };
 
-// Sums that belong to `from` as they stand with the shift of a larger maximum.
+// Moves the sums to a maximum that is as large or larger. NaN stays NaN.
 template <class Sum, class Real>
 RL_HD void raise(Moments<Sum, Real>& m, Real top, Real rate) {
   const bool empty = m.top == minus_infinity<Real>();  // the sum is 0, or NaN and stays so
@@ -177,20 +177,9 @@ RL_HD void raise(Moments<Sum, Real>& m, Real top, Real rate) {
   m.top = top;
 }
 
-// Moments of a row in double, joined over a block's threads.
+// Moments of a row in double.
 template <class Real>
 using RowMoments = Moments<double, Real>;
-
-template <class Real>
-struct Merge {
-  Real rate;
-  RL_HD RowMoments<Real> operator()(RowMoments<Real> a, RowMoments<Real> b) const {
-    const Real top = larger(a.top, b.top);
-    if (a.top < top) raise(a, top, rate);
-    if (b.top < top) raise(b, top, rate);
-    return {top, a.sum + b.sum, a.dot + b.dot};
-  }
-};
 
 // Two 16-bit elements in a word, the first one low.
 template <class T>
@@ -448,14 +437,33 @@ RL_HD T* row_at(const Logits& x, int64_t row) {
   return static_cast<T*>(x.data) + row * x.stride;
 }
 
+struct Sums {
+  double sum, dot;
+};
+
 // Shared memory of a block.
 template <class Real>
 struct RowShared {
-  RowMoments<Real> scratch[kMaxWarps];
+  Real tops[kMaxWarps];
+  Sums sums[kMaxWarps];
   Line<Real> line;
   double token_gradient;
   bool zero;
 };
+
+// The moments of a row, the same in every thread. The maximum is reduced first, so a thread calls
+// exp2 in double once, and not in every merge.
+template <class T, class Block>
+RL_DEVICE RowMoments<Statistic<T>> row_moments(Block& block, const Span<T>& span, Statistic<T> rate,
+                                               RowShared<Statistic<T>>& shared) {
+  using Real = Statistic<T>;
+  RowMoments<Real> m = share<T>(block, span, rate);
+  const Real top = reduce(block, m.top, shared.tops, [](Real a, Real b) { return larger(a, b); });
+  raise(m, top, rate);
+  const Sums all = reduce(block, Sums{m.sum, m.dot}, shared.sums,
+                          [](Sums a, Sums b) { return Sums{a.sum + b.sum, a.dot + b.dot}; });
+  return {top, all.sum, all.dot};
+}
 
 // row_stats of one row.
 template <class T, class Block>
@@ -465,8 +473,7 @@ RL_DEVICE void stats_body(Block& block, const StatsParams& p, int64_t row,
   const Logits& x = p.logits;
   const Real rate = rate_of<Real>(x.temperature);
   const T* at = row_at<T>(x, row);
-  const auto m =
-      reduce(block, share<T>(block, Span<T>(at, x.valid), rate), shared.scratch, Merge<Real>{rate});
+  const auto m = row_moments(block, Span<T>(at, x.valid), rate, shared);
   if (block.thread() != 0) return;
   const RowFacts facts = finish(m, rate, x.temperature);
   Real* out = static_cast<Real*>(p.out) + row;
@@ -552,7 +559,7 @@ RL_DEVICE void rows_body(Block& block, const PolicyRowsParams& p, int64_t row,
   }
   const Real rate = rate_of<Real>(x.temperature);
   const Span<T> span(at, x.valid);
-  const auto m = reduce(block, share<T>(block, span, rate), shared.scratch, Merge<Real>{rate});
+  const auto m = row_moments(block, span, rate, shared);
   const int64_t token = column(x, row);
   const double logit = token < 0 ? 0.0 : static_cast<double>(widen(at[token]));
   if (block.thread() == 0) {
