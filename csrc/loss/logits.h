@@ -12,6 +12,10 @@ namespace rlcore::loss {
 
 enum class Dtype : int { kBf16, kFp16, kFp32, kFp64 };
 
+constexpr int64_t size_of(Dtype dtype) {
+  return dtype == Dtype::kFp64 ? 8 : dtype == Dtype::kFp32 ? 4 : 2;
+}
+
 struct Logits {
   void* data;  // [rows, width], the last dimension is contiguous
   Dtype dtype;

@@ -243,10 +243,11 @@ RL_HD Vector<T> load(const Vector<T>* at) {
 #endif
 }
 
+// What is written leaves L2 before what is to be read again.
 template <class T>
 RL_HD void store(Vector<T>* at, const Vector<T>& v) {
 #ifdef __CUDA_ARCH__
-  *reinterpret_cast<uint4*>(at) = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
+  __stcs(reinterpret_cast<uint4*>(at), make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]));
 #else
   *at = v;
 #endif
@@ -540,10 +541,11 @@ RL_DEVICE void tokens_body(const TokensParams& p, int64_t token) {
   put_token(p.out, p.count, token, policy_token(x, p.settings));
 }
 
-// policy_rows of one row.
+// policy_rows of one row. Calls may follow each other without a barrier: between a row's last use
+// of a part of `shared` and the next row's first lies a barrier of row_moments.
 template <class T, class Block>
-RL_DEVICE void rows_body(Block& block, const PolicyRowsParams& p, int64_t row,
-                         RowShared<Statistic<T>>& shared) {
+RL_DEVICE void policy_row(Block& block, const PolicyRowsParams& p, int64_t row,
+                          RowShared<Statistic<T>>& shared) {
   using Real = Statistic<T>;
   const Logits& x = p.logits;
   T* at = row_at<T>(x, row);
@@ -587,6 +589,15 @@ RL_DEVICE void rows_body(Block& block, const PolicyRowsParams& p, int64_t row,
   block.sync();
   if (block.thread() == 0 && token >= 0) {
     at[token] = narrow<T>(static_cast<Real>(shared.token_gradient));
+  }
+}
+
+// policy_rows of every `step`-th row from `first` on.
+template <class T, class Block>
+RL_DEVICE void rows_body(Block& block, const PolicyRowsParams& p, int64_t first, int64_t step,
+                         RowShared<Statistic<T>>& shared) {
+  for (int64_t row = first; row < p.logits.rows; row += step) {
+    policy_row<T>(block, p, row, shared);
   }
 }
 

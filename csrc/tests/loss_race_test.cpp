@@ -75,19 +75,20 @@ class ThreadBlock {
   int thread_, skipped_, barriers_ = 0;
 };
 
-// Runs body(block, row, shared) with a block of threads per row, all rows at once. Returns the
-// number of barriers that a block passes.
+// Runs body(block, i, shared) on all blocks at once. Returns the number of barriers that a block
+// passes.
 template <class Real, class Body>
-int run(int skipped, const Body& body) {
-  std::vector<BlockState> states(kRows);
-  std::vector<RowShared<Real>> shared(kRows);
-  std::memset(static_cast<void*>(shared.data()), 0xff, kRows * sizeof(RowShared<Real>));
+int run(int64_t blocks, int skipped, const Body& body) {
+  const auto count = static_cast<size_t>(blocks);
+  std::vector<BlockState> states(count);
+  std::vector<RowShared<Real>> shared(count);
+  std::memset(static_cast<void*>(shared.data()), 0xff, count * sizeof(RowShared<Real>));
   std::vector<std::thread> threads;
-  for (int64_t row = 0; row < kRows; ++row) {
+  for (size_t i = 0; i < count; ++i) {
     for (int thread = 0; thread < kThreads; ++thread) {
-      threads.emplace_back([&, row, thread] {
-        ThreadBlock block(states[static_cast<size_t>(row)], thread, skipped);
-        body(block, row, shared[static_cast<size_t>(row)]);
+      threads.emplace_back([&, i, thread] {
+        ThreadBlock block(states[i], thread, skipped);
+        body(block, static_cast<int64_t>(i), shared[i]);
       });
     }
   }
@@ -115,7 +116,7 @@ struct Case {
 
   int stats(int skipped) {
     StatsParams p{logits, out};
-    return run<Real>(skipped, [&](auto& block, int64_t row, auto& shared) {
+    return run<Real>(kRows, skipped, [&](auto& block, int64_t row, auto& shared) {
       stats_body<T>(block, p, row, shared);
     });
   }
@@ -123,17 +124,18 @@ struct Case {
   // In place, so that the token's logit is overwritten.
   int grad(int skipped) {
     GradParams p{logits, lse, entropy, advantage, advantage, logits.data, logits.stride};
-    return run<Real>(skipped,
+    return run<Real>(kRows, skipped,
                      [&](auto& block, int64_t row, auto&) { grad_body<T>(block, p, row); });
   }
 
+  // One block takes all rows, so that races between a row and the next show.
   int rows(int skipped) {
     PolicyRowsParams p{logits, {lse, lse, nullptr, advantage, advantage}, {}, stat, out};
     p.settings.value[kClipHigh] = p.settings.value[kClipLow] = 0.2;
     p.settings.value[kLogLimit] = 20;
     p.settings.value[kEntropyCoef] = 0.01;
-    return run<Real>(skipped, [&](auto& block, int64_t row, auto& shared) {
-      rows_body<T>(block, p, row, shared);
+    return run<Real>(1, skipped, [&](auto& block, int64_t first, auto& shared) {
+      rows_body<T>(block, p, first, 1, shared);
     });
   }
 

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "loss/launch.h"
 #include "loss/row.h"
 #include "loss/row_host.h"
 
@@ -147,6 +148,8 @@ const ParallelFor kThreaded = [](int64_t count, const Range& f) {
   for (auto& t : threads) t.join();
 };
 
+constexpr int64_t kBlocks = 3;  // of policy_rows; some cases have fewer rows, some more
+
 // One block takes the rows one after the other.
 template <class F>
 void on_fibers(const Way& way, size_t shared_bytes, int64_t rows, const F& f) {
@@ -178,8 +181,8 @@ template <class T>
 void run_rows(const Way& way, const PolicyRowsParams& p) {
   if (!way.threads) return policy_rows(p, kThreaded);
   using Shared = RowShared<Statistic<T>>;
-  on_fibers(way, sizeof(Shared), p.logits.rows, [&](HostBlock& block, void* shared, int64_t row) {
-    rows_body<T>(block, p, row, *static_cast<Shared*>(shared));
+  on_fibers(way, sizeof(Shared), kBlocks, [&](HostBlock& block, void* shared, int64_t first) {
+    rows_body<T>(block, p, first, kBlocks, *static_cast<Shared*>(shared));
   });
 }
 
@@ -442,6 +445,29 @@ void check_conversions() {
   CHECK(narrow<Bf16>(1.00390625f).bits == 0x3f80 && narrow<Bf16>(1.01171875f).bits == 0x3f82);
 }
 
+// Rows in flight of policy_rows, with the threads of each.
+void check_grids() {
+  struct Device {
+    int64_t processors, l2_bytes;
+  };
+  constexpr Device kH100{132, 50 << 20}, kA100{108, 40 << 20}, kB200{148, 126 << 20};
+  const auto is = [](Device on, int64_t width, int64_t bytes, int64_t blocks, int threads) {
+    const RowsGrid grid = rows_grid(100000, width, width * bytes, on.processors, on.l2_bytes);
+    return grid.blocks == blocks && grid.threads == threads;
+  };
+  CHECK(is(kH100, 152064, 2, 132, 768));
+  CHECK(is(kA100, 152064, 2, 108, 768));
+  CHECK(is(kB200, 152064, 2, 296, 384));
+  CHECK(is(kH100, 152064, 4, 68, 768));
+  CHECK(is(kH100, 65536, 2, 264, 384));
+  CHECK(is(kH100, 32000, 2, 396, 256));
+  CHECK(is(kH100, 8192, 2, 1584, 64));
+  CHECK(is(kH100, 8192, 4, 396, 256));
+  CHECK(is(kH100, 4 << 20, 4, 132, 768));  // 2 rows would fit
+  CHECK(is(kH100, 0, 2, 1584, 64));
+  CHECK(rows_grid(7, 152064, 304128, 132, 50 << 20).blocks == 7);
+}
+
 // The CPU's code does not depend on the number of threads.
 template <class T>
 void check_threads() {
@@ -468,6 +494,7 @@ void check_host() {
 
 int main() {
   check_conversions();
+  check_grids();
   for (const char* name : {"baseline", "avx2", "avx512"}) {
     const bool here = use_instruction_set(name);
     if (here) check_host();

@@ -594,8 +594,8 @@ def test_the_host_test_of_the_kernels_bodies_passes(flags, tmp_path):
     assert "run: baseline" in said.splitlines()
 
 
-BARRIERS = {"stats": 2, "grad": 2, "rows": 4}
-"""Barriers of the block that each kernel's body passes."""
+BARRIERS = {"stats": 2, "grad": 2, "rows": 2 * 4}
+"""Barriers of the block that each kernel's body passes; one block takes both rows of "rows"."""
 
 
 @pytest.fixture(scope="module")
