@@ -22,14 +22,17 @@ struct RowsGrid {
 
 // policy_rows reads a row twice. The second read is from L2 if the rows in flight fit there, else
 // from memory: 3 passes instead of 2. Wide rows therefore get more threads in fewer blocks.
+//
 // Counted for an H100 (132 multiprocessors, 50 MiB of L2) and rows of 304 KB (152,064 in bf16):
 //
 //   3 blocks of 256 threads    396 rows   120 MB    second read from memory
 //   1 block of 768 threads     132 rows    40 MB    from L2
 //
-// Both have 24 warps and 48 KB of loads in flight per multiprocessor. Two thirds of the
-// multiprocessors suffice to saturate memory: 88 x 48 KB at a latency of 1.2 us are 3.5 TB/s. So a
-// block may sum, wait or write from L2 for a third of its time.
+// Both have 24 warps and 48 KB of loads in flight per multiprocessor. Besides loading, a block sums
+// and writes from L2, at most 10 of the 24 us that memory takes for its row. The others hide that:
+// loads of 14/24 of the multiprocessors, 3.8 MB, saturate 3.35 TB/s up to a latency of 1.1 us.
+// Written lines leave L2 first (`store`): half of a row is needed on average, so 25 MiB would do,
+// as where each half of L2 has its own copy of a line. tools/kernel_report.py counts all this.
 inline RowsGrid rows_grid(int64_t rows, int64_t width, int64_t row_bytes, int64_t processors,
                           int64_t l2_bytes) {
   const int64_t fit = l2_bytes / 5 * 4 / std::max<int64_t>(row_bytes, 1);

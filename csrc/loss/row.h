@@ -427,9 +427,8 @@ RL_DEVICE void write_zeros(Block& block, T* out, int64_t count) {
   }
 }
 
-// The column of a row's token in this shard, or -1.
-RL_HD int64_t column(const Logits& x, int64_t row) {
-  const int64_t id = x.tokens[row];
+// The column of a token in this shard, or -1.
+RL_HD int64_t column(const Logits& x, int64_t id) {
   return id >= x.first && id - x.first < x.valid ? id - x.first : -1;
 }
 
@@ -452,13 +451,11 @@ struct RowShared {
   bool zero;
 };
 
-// The moments of a row, the same in every thread. The maximum is reduced first, so a thread calls
-// exp2 in double once, and not in every merge.
-template <class T, class Block>
-RL_DEVICE RowMoments<Statistic<T>> row_moments(Block& block, const Span<T>& span, Statistic<T> rate,
-                                               RowShared<Statistic<T>>& shared) {
-  using Real = Statistic<T>;
-  RowMoments<Real> m = share<T>(block, span, rate);
+// The moments of a row from the threads' shares, the same in every thread. The maximum is reduced
+// first, so a thread calls exp2 in double once, and not in every merge.
+template <class Real, class Block>
+RL_DEVICE RowMoments<Real> join(Block& block, RowMoments<Real> m, Real rate,
+                                RowShared<Real>& shared) {
   const Real top = reduce(block, m.top, shared.tops, [](Real a, Real b) { return larger(a, b); });
   raise(m, top, rate);
   const Sums all = reduce(block, Sums{m.sum, m.dot}, shared.sums,
@@ -474,7 +471,11 @@ RL_DEVICE void stats_body(Block& block, const StatsParams& p, int64_t row,
   const Logits& x = p.logits;
   const Real rate = rate_of<Real>(x.temperature);
   const T* at = row_at<T>(x, row);
-  const auto m = row_moments(block, Span<T>(at, x.valid), rate, shared);
+  const int64_t id = x.tokens[row];
+  const auto part = share<T>(block, Span<T>(at, x.valid), rate);
+  const int64_t token = column(x, id);
+  const T element = token < 0 ? T{} : at[token];  // used after `join`, which hides the latency
+  const auto m = join(block, part, rate, shared);
   if (block.thread() != 0) return;
   const RowFacts facts = finish(m, rate, x.temperature);
   Real* out = static_cast<Real*>(p.out) + row;
@@ -483,8 +484,7 @@ RL_DEVICE void stats_body(Block& block, const StatsParams& p, int64_t row,
   const bool finite = facts.x_top > minus_infinity<double>();
   const double offset = finite ? facts.x_top - static_cast<double>(top) : 0.0;
   const double scale = exp(offset);
-  const int64_t token = column(x, row);
-  const double logit = token < 0 ? minus_infinity<double>() : static_cast<double>(widen(at[token]));
+  const double logit = token < 0 ? minus_infinity<double>() : static_cast<double>(widen(element));
   out[0] = top;
   out[x.rows] = static_cast<Real>(facts.sum * scale);
   out[2 * x.rows] = static_cast<Real>((facts.dot + offset * facts.sum) * scale);
@@ -507,7 +507,7 @@ RL_DEVICE void grad_body(Block& block, const GradParams& p, int64_t row) {
   const double top = value(p.lse), entropy = value(p.entropy);
   const double log_sum = static_cast<double>(static_cast<const Real*>(p.lse)[x.rows + row]);
   const Real rate = rate_of<Real>(x.temperature);
-  const int64_t token = column(x, row);
+  const int64_t token = column(x, x.tokens[row]);
   const T* at = row_at<T>(x, row);
   const double logit = token < 0 ? 0.0 : static_cast<double>(widen(at[token]));
   block.sync();  // thread 0 has read what another one may overwrite
@@ -542,7 +542,7 @@ RL_DEVICE void tokens_body(const TokensParams& p, int64_t token) {
 }
 
 // policy_rows of one row. Calls may follow each other without a barrier: between a row's last use
-// of a part of `shared` and the next row's first lies a barrier of row_moments.
+// of a part of `shared` and the next row's first lies a barrier of `join`.
 template <class T, class Block>
 RL_DEVICE void policy_row(Block& block, const PolicyRowsParams& p, int64_t row,
                           RowShared<Statistic<T>>& shared) {
@@ -561,14 +561,17 @@ RL_DEVICE void policy_row(Block& block, const PolicyRowsParams& p, int64_t row,
   }
   const Real rate = rate_of<Real>(x.temperature);
   const Span<T> span(at, x.valid);
-  const auto m = row_moments(block, span, rate, shared);
-  const int64_t token = column(x, row);
-  const double logit = token < 0 ? 0.0 : static_cast<double>(widen(at[token]));
+  const int64_t id = x.tokens[row];
+  const auto part = share<T>(block, span, rate);
+  const int64_t token = column(x, id);
+  const T element = token < 0 ? T{} : at[token];
+  const auto m = join(block, part, rate, shared);
   if (block.thread() == 0) {
     const RowFacts facts = finish(m, rate, x.temperature);
     const double log_sum = log(facts.sum), entropy = log_sum - facts.dot / facts.sum;
-    const double logp = token < 0 ? std::numeric_limits<double>::quiet_NaN()
-                                  : logit / x.temperature - facts.x_top - log_sum;
+    const double logp =
+        token < 0 ? std::numeric_limits<double>::quiet_NaN()
+                  : static_cast<double>(widen(element)) / x.temperature - facts.x_top - log_sum;
     inputs.logp = static_cast<Real>(logp);
     inputs.entropy = static_cast<Real>(entropy);
     const auto result = policy_token(inputs, p.settings);
