@@ -29,8 +29,8 @@ struct RowsGrid {
 //   1 block of 768 threads     132 rows    40 MB    from L2
 //
 // Both have 24 warps and 48 KB of loads in flight per multiprocessor. Besides loading, a block sums
-// and writes from L2, at most 10 of the 24 us that memory takes for its row. The others hide that:
-// loads of 14/24 of the multiprocessors, 3.8 MB, saturate 3.35 TB/s up to a latency of 1.1 us.
+// and writes from L2, at most 11 of the 24 us that memory takes for its row. The others hide that:
+// loads of 13/24 of the multiprocessors, 3.5 MB, saturate 3.35 TB/s up to a latency of 1 us.
 // Written lines leave L2 first (`store`): half of a row is needed on average, so 25 MiB would do,
 // as where each half of L2 has its own copy of a line. tools/kernel_report.py counts all this.
 inline RowsGrid rows_grid(int64_t rows, int64_t width, int64_t row_bytes, int64_t processors,

@@ -2,7 +2,6 @@
 registers. What it computes is checked elsewhere: on the host in csrc/tests, on a GPU in tests/gpu.
 """
 
-import os
 import re
 import shutil
 import subprocess
@@ -10,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.native import host
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cu"))
@@ -26,15 +27,7 @@ pytestmark = pytest.mark.native
 
 @pytest.fixture(scope="module")
 def nvcc() -> str:
-    """nvcc of this machine. Without one these tests are skipped, but in `.ci/run`, where nothing
-    else looks at CUDA, they fail."""
-    found = shutil.which("nvcc")
-    if found is None:
-        reason = "no nvcc on PATH: the CUDA sources are not compiled"
-        if os.environ.get("RLCORE_REQUIRE_NVCC") == "1":
-            pytest.fail(f"{reason}; RLCORE_REQUIRE_NVCC=1 insists")
-        pytest.skip(reason)
-    return found
+    return host.cuda_tool("nvcc on PATH", shutil.which("nvcc"))
 
 
 def kernels(report: str) -> dict[str, tuple[int, int]]:
