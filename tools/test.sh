@@ -15,7 +15,7 @@ usage: bash tools/test.sh [--fast | --long] [arguments of pytest]
 environment
   RLCORE_DATA          folder of the real data; default ../shared/data; without it those tests are skipped
   RLCORE_TEST_WORKERS  tests at a time; default: one more than cores, at most 4
-  RLCORE_REQUIRE_NVCC  1: without nvcc the tests that compile the CUDA sources fail (CI sets it)
+  RLCORE_REQUIRE_NVCC  1: without nvcc or cuobjdump the tests of the CUDA sources fail (CI sets it)
 TEXT
 }
 
