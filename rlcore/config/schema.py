@@ -251,7 +251,7 @@ class TrainConfig:
     """Parallelism, optimizer and memory of the learner."""
 
     tp: ParallelSize = 1
-    """Tensor parallel size."""
+    """Tensor parallel size; above the model's key-value heads, several ranks share a head."""
     sp: bool = True
     """Whether to use sequence parallelism, which shards activations over the tensor-parallel ranks;
     only with train.tp above 1."""
@@ -259,6 +259,9 @@ class TrainConfig:
     """Pipeline parallel size."""
     vpp: ParallelSize = 1
     """Number of model chunks per pipeline stage; above 1: the interleaved schedule."""
+    pp_layers: Annotated[tuple[int, ...], at_least(1)] = ()
+    """Number of layers of each pipeline stage, first to last, such as `15 13`; with train.vpp, of
+    each model chunk in the order of the model. Empty: equal numbers."""
     cp: ParallelSize = 1
     """Context parallel size."""
     ep: ParallelSize = 1

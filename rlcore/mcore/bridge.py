@@ -126,7 +126,7 @@ def shards(
         local = params[piece.name].detach().to(dtype)
         parts = _own_parts(piece, local, hf, layout)
         for name, (dim, start, size, tensor) in zip(piece.tensors, parts, strict=True):
-            if size:  # size 0: this rank's part of the vocabulary is only padding
+            if size:  # size 0: only padding of the vocabulary, or no row of q, k or v
                 yield (
                     Shard(
                         name=name,
@@ -268,12 +268,29 @@ def _nth(rank: int, size: int) -> slice:
 def _read_qkv(
     names: Sequence[str], source: TensorSource, hf: HFConfig, layout: ParallelLayout
 ) -> Tensor:
-    heads = (hf.num_heads // layout.tp, *[hf.num_kv_heads // layout.tp] * 2)
+    groups, held = _held_rows(hf, layout)
     parts = [
-        source.get(name, (_nth(layout.tp_rank, count * hf.head_dim),))
-        for name, count in zip(names, heads, strict=True)
+        source.get(name, (slice(start, start + groups * rows),))
+        for name, (start, rows) in zip(names, held, strict=True)
     ]
-    return _fuse_qkv(parts, heads[1])
+    return _fuse_qkv(parts, groups)
+
+
+def _held_rows(hf: HFConfig, layout: ParallelLayout) -> tuple[int, list[tuple[int, int]]]:
+    """Return the number of query groups of which this rank holds rows and, for each of q, k and v,
+    the index of the first held row and the number of held rows per group. With more tensor-parallel
+    ranks than groups, the rows of one group are cut into equal parts, as Megatron cuts them."""
+    groups = max(1, hf.num_kv_heads // layout.tp)
+    ranks = max(1, layout.tp // hf.num_kv_heads)  # that share one group
+    group = layout.tp_rank // ranks * groups
+    size = sum(_group_rows(hf)) // ranks
+    start = layout.tp_rank % ranks * size  # of this rank's part of each group
+    held, before = [], 0
+    for rows in _group_rows(hf):
+        first, last = (min(max(i - before, 0), rows) for i in (start, start + size))
+        held.append((group * rows + first, last - first))
+        before += rows
+    return groups, held
 
 
 def _fuse_qkv(parts: Sequence[Tensor], groups: int) -> Tensor:
@@ -319,10 +336,12 @@ def _own_parts(
             first = 0 if piece.expert >= 0 else rank
             return [(0, first * len(half), len(half), half) for half in local.chunk(2)]
         case "qkv":
-            groups = hf.num_kv_heads // layout.tp
-            grouped = local.unflatten(0, (groups, -1)).split(_group_rows(hf), 1)
-            rows = [groups * part.shape[1] for part in grouped]
-            return [(0, rank * n, n, part) for n, part in zip(rows, grouped, strict=True)]
+            groups, held = _held_rows(hf, layout)
+            grouped = local.unflatten(0, (groups, -1)).split([rows for _, rows in held], 1)
+            return [
+                (0, start, groups * rows, part)
+                for (start, rows), part in zip(held, grouped, strict=True)
+            ]
 
 
 # ---- exporting
@@ -351,7 +370,7 @@ def _owner(piece: ParamPiece, hf: HFConfig, layout: ParallelLayout) -> tuple[int
         return 0, -1
     if piece.layer == hf.num_layers:
         return layout.pp - 1, -1
-    stage = piece.layer // (hf.num_layers // (layout.pp * layout.vpp)) % layout.pp
+    stage = layout.stage_of(piece.layer, hf.num_layers)
     if piece.expert < 0:
         return stage, -1
     return stage, piece.expert // (hf.num_experts // layout.ep)

@@ -111,6 +111,11 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
             "overlap_p2p_comm": True,
             "batch_p2p_comm": False,
         }
+    if train.pp_layers:
+        stages = [["decoder"] * count for count in train.pp_layers]
+        stages[0].insert(0, "embedding")
+        stages[-1].append("loss")
+        settings["pipeline_model_parallel_layout"] = stages
     if train.recompute != "none":
         settings["recompute_granularity"] = train.recompute
         if train.recompute == "full":

@@ -5,6 +5,8 @@ parallel. Expert-parallel ranks are adjacent inside one pipeline stage (expert t
 is 1), so an expert group may span data-parallel ranks.
 """
 
+import bisect
+import itertools
 from dataclasses import dataclass
 
 from rlcore.config.schema import TrainConfig
@@ -29,6 +31,8 @@ class ParallelLayout:
     cp_rank: int
     ep_rank: int
     dp_rank: int
+    pp_layers: tuple[int, ...] = ()
+    """Number of layers in each model chunk, in the order of the model; empty: equal numbers."""
 
     @property
     def edp(self) -> int:
@@ -81,11 +85,26 @@ class ParallelLayout:
     def _global(self, tp_rank: int, cp_rank: int, dp_rank: int, pp_rank: int) -> int:
         return tp_rank + self.tp * (cp_rank + self.cp * (dp_rank + self.dp * pp_rank))
 
+    def chunks(self, num_layers: int) -> tuple[int, ...]:
+        """Return the number of layers in each model chunk, in the order of the model. Stage s has
+        the chunks s, s + pp, and so on."""
+        count = self.pp * self.vpp
+        return self.pp_layers or (num_layers // count,) * count
+
     def layers(self, num_layers: int, vpp_rank: int = 0) -> range:
         """Return the global indices of the layers in this rank's model chunk `vpp_rank`."""
-        count = num_layers // (self.pp * self.vpp)
-        first = (vpp_rank * self.pp + self.pp_rank) * count
-        return range(first, first + count)
+        chunks, chunk = self.chunks(num_layers), vpp_rank * self.pp + self.pp_rank
+        first = sum(chunks[:chunk])
+        return range(first, first + chunks[chunk])
+
+    def num_stage_layers(self, num_layers: int) -> int:
+        """Return the number of layers on this rank, over all its model chunks."""
+        return sum(self.chunks(num_layers)[self.pp_rank :: self.pp])
+
+    def stage_of(self, layer: int, num_layers: int) -> int:
+        """Return the pipeline stage of a layer."""
+        ends = list(itertools.accumulate(self.chunks(num_layers)))
+        return bisect.bisect_right(ends, layer) % self.pp
 
     def experts(self, num_experts: int) -> range:
         """Return the global indices of the experts on this rank."""
@@ -117,6 +136,12 @@ def layout_of(train: TrainConfig, world_size: int, rank: int) -> ParallelLayout:
             f"--train.vpp {train.vpp}: interleaving needs pipeline stages; set --train.pp above 1 "
             "or --train.vpp 1"
         )
+    if train.pp_layers and len(train.pp_layers) != train.pp * train.vpp:
+        raise ConfigError(
+            f"--train.pp_layers {_words(train.pp_layers)}: has {len(train.pp_layers)} numbers; give "
+            f"one for each of the {train.pp * train.vpp} chunks of --train.pp {train.pp} "
+            f"--train.vpp {train.vpp}"
+        )
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank}: must be in 0..{world_size - 1}; check RANK and WORLD_SIZE")
     rest, tp_rank = divmod(rank, train.tp)
@@ -137,6 +162,7 @@ def layout_of(train: TrainConfig, world_size: int, rank: int) -> ParallelLayout:
         cp_rank=cp_rank,
         ep_rank=rank % stage % train.ep,
         dp_rank=dp_rank,
+        pp_layers=train.pp_layers,
     )
 
 
@@ -158,10 +184,15 @@ def check_model(hf: HFConfig, train: TrainConfig) -> None:
             f"--train.tp {train.tp}: must divide the model's {hf.num_heads} attention heads; "
             f"take a divisor of {hf.num_heads}"
         )
-    if hf.num_kv_heads % train.tp:
+    if hf.num_kv_heads % train.tp and train.tp % hf.num_kv_heads:
         raise ConfigError(
-            f"--train.tp {train.tp}: must divide the model's {hf.num_kv_heads} key-value heads; "
-            f"take a divisor of {hf.num_kv_heads} and use --train.pp or --train.cp for the rest"
+            f"--train.tp {train.tp}: must be a divisor or a multiple of the model's "
+            f"{hf.num_kv_heads} key-value heads; use --train.pp or --train.cp for the rest"
+        )
+    if 2 * hf.num_kv_heads * hf.head_dim % train.tp:
+        raise ConfigError(
+            f"--train.tp {train.tp}: must divide the {2 * hf.num_kv_heads * hf.head_dim} rows of the "
+            f"model's key and value projections; lower it"
         )
     width = hf.moe_intermediate_size if hf.num_experts else hf.intermediate_size
     if not hf.num_experts and width % train.tp:
@@ -170,10 +201,16 @@ def check_model(hf: HFConfig, train: TrainConfig) -> None:
             f"take a divisor of {width}"
         )
     stages = train.pp * train.vpp
-    if hf.num_layers % stages:
+    if train.pp_layers and sum(train.pp_layers) != hf.num_layers:
+        raise ConfigError(
+            f"--train.pp_layers {_words(train.pp_layers)}: the sum {sum(train.pp_layers)} must be "
+            f"the model's {hf.num_layers} layers; change a number"
+        )
+    if not train.pp_layers and hf.num_layers % stages:
         raise ConfigError(
             f"--train.pp {train.pp} --train.vpp {train.vpp}: their product {stages} must divide "
-            f"the model's {hf.num_layers} layers; lower one of them"
+            f"the model's {hf.num_layers} layers; lower one of them, or set --train.pp_layers to "
+            f"{stages} numbers of layers"
         )
     if train.ep > 1 and not hf.num_experts:
         raise ConfigError(
@@ -195,3 +232,7 @@ def check_model(hf: HFConfig, train: TrainConfig) -> None:
             f"--train.sp False: a model with experts under --train.tp {train.tp} needs sequence "
             "parallelism; leave --train.sp on"
         )
+
+
+def _words(numbers: tuple[int, ...]) -> str:
+    return " ".join(map(str, numbers))

@@ -107,7 +107,7 @@ def initialise(
 
 
 def _check_same(wanted: ParallelLayout, found: ParallelLayout) -> None:
-    for name in ("tp", "pp", "vpp", "cp", "ep"):
+    for name in ("tp", "pp", "vpp", "cp", "ep", "pp_layers"):
         ours, theirs = getattr(wanted, name), getattr(found, name)
         if ours != theirs:
             raise ValueError(
