@@ -25,13 +25,14 @@ from megatron.core.transformer.transformer_block import (
 
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
-from rlcore.mcore import wgrad
+from rlcore.mcore import parallel, wgrad
 from rlcore.mcore.activation import SwiGLU
 from rlcore.mcore.attention import CoreAttention
 from rlcore.mcore.check import check
 from rlcore.mcore.experts import experts_of
 from rlcore.mcore.layout import ParallelLayout
 from rlcore.mcore.norm import RMSNorm
+from rlcore.mcore.shared_heads import SharedHeadsAttention
 from rlcore.mcore.shim import patch_moe_utils
 from rlcore.mcore.value_head import ValueHead
 from rlcore.utils.log import announce
@@ -154,11 +155,13 @@ def _block_spec(
     experts: type[SequentialMLP] | None,
 ) -> TransformerBlockSubmodules | ModuleSpec:
     if train.transformer_impl == "te":
-        return get_gpt_layer_with_transformer_engine_spec(
+        layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
+        _share_heads(config, layer.submodules.self_attention)
+        return layer
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -167,6 +170,7 @@ def _block_spec(
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    _share_heads(config, parts.self_attention)
     attention = parts.self_attention.submodules
     attention.core_attention = CoreAttention
     if config.qk_layernorm:
@@ -182,6 +186,14 @@ def _block_spec(
     # The final norm belongs to the block, so only a block spec can replace it.
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+
+
+def _share_heads(config: TransformerConfig, attention: ModuleSpec) -> None:
+    """With more tensor-parallel ranks than key-value heads, let neighbouring ranks share a head."""
+    tp, heads = config.tensor_model_parallel_size, config.num_query_groups
+    if tp > heads:
+        attention.module = SharedHeadsAttention
+        attention.params["neighbours"] = parallel.neighbours(tp // heads)
 
 
 def build(

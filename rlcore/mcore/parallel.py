@@ -5,7 +5,7 @@ the set: the first learner creates the groups, and the last learner to close rel
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -30,8 +30,11 @@ class Groups:
 class _Shared:
     layout: ParallelLayout
     groups: Groups
+    timeout_s: float
     own_world: bool
     """Whether `initialise` created the default process group."""
+    neighbours: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+    """Groups of adjacent ranks, by size."""
     users: int = 1
 
     def join(self) -> None:
@@ -102,8 +105,18 @@ def initialise(
         model_parallel_cuda_manual_seed(seed + 1)
         _check(layout)
         undo.pop_all()
-    _shared = _Shared(layout=layout, groups=groups, own_world=own_world)
+    _shared = _Shared(layout=layout, groups=groups, timeout_s=timeout_s, own_world=own_world)
     return layout, groups
+
+
+def neighbours(size: int) -> dist.ProcessGroup:
+    """Return the group of `size` adjacent ranks with this rank. If `size` divides the
+    tensor-parallel size, they are ranks of one tensor-parallel group. Collective."""
+    assert _shared is not None, "call initialise first"
+    if size not in _shared.neighbours:
+        timeout = timedelta(seconds=_shared.timeout_s)
+        _shared.neighbours[size], _ = dist.new_subgroups(size, timeout=timeout)
+    return _shared.neighbours[size]
 
 
 def _check_same(wanted: ParallelLayout, found: ParallelLayout) -> None:
@@ -166,6 +179,7 @@ def destroy() -> None:
         return
     # Let the next `initialise` destroy the groups: a rank may still be in its last collective.
     made = [*(parallel_state._global_process_group_list or ()), _shared.groups.lockstep]
+    made += _shared.neighbours.values()
     _left.extend(g for g in made if isinstance(g, dist.ProcessGroup) and g is not dist.group.WORLD)
     parallel_state.destroy_model_parallel()
     if _shared.own_world:
