@@ -83,6 +83,7 @@ def show(cfg: Config, every: bool = False) -> int:
         print(
             f"world        {_count(world, 'rank')}: tp {layout.tp} x cp {layout.cp} x "
             f"pp {layout.pp} x dp {layout.dp}, ep {layout.ep}, vpp {layout.vpp}"
+            + (f", layers {' + '.join(map(str, layout.pp_layers))}" if layout.pp_layers else "")
             + (f" on the first {train_ranks}" if apart else "")
             + f"; {_count((apart or world) // tp, 'engine')} ({cfg.rollout.engine}) of "
             + _count(tp, "rank")

@@ -23,6 +23,8 @@ class ModelSize:
     embeddings: float
     """Parameters that are looked up and not multiplied: the input embeddings, unless the head uses
     them too."""
+    head: float
+    """Parameters of the output layer, tied or not."""
     experts: float = 0.0
     """Parameters of all experts, over all layers; 0: a dense model."""
     expert_share: float = 1.0
@@ -58,6 +60,7 @@ def size_of(hf: HFConfig, name: str = "") -> ModelSize:
         kv_heads=hf.num_kv_heads,
         kv_bytes=4.0 * hf.num_layers * hf.num_kv_heads * hf.head_dim,
         embeddings=0.0 if hf.tie_word_embeddings else float(hf.vocab_size * hf.hidden_size),
+        head=float(hf.vocab_size * hf.hidden_size),
         experts=experts,
         expert_share=hf.experts_per_token / hf.num_experts if hf.num_experts else 1.0,
         experts_per_token=hf.experts_per_token,

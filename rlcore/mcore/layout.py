@@ -138,9 +138,9 @@ def layout_of(train: TrainConfig, world_size: int, rank: int) -> ParallelLayout:
         )
     if train.pp_layers and len(train.pp_layers) != train.pp * train.vpp:
         raise ConfigError(
-            f"--train.pp_layers {_words(train.pp_layers)}: has {len(train.pp_layers)} numbers; give "
-            f"one for each of the {train.pp * train.vpp} chunks of --train.pp {train.pp} "
-            f"--train.vpp {train.vpp}"
+            f"--train.pp_layers {_words(train.pp_layers)}: has {len(train.pp_layers)} numbers; "
+            f"give one for each of {train.pp * train.vpp} model chunks (--train.pp {train.pp} x "
+            f"--train.vpp {train.vpp})"
         )
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank}: must be in 0..{world_size - 1}; check RANK and WORLD_SIZE")
@@ -191,8 +191,8 @@ def check_model(hf: HFConfig, train: TrainConfig) -> None:
         )
     if 2 * hf.num_kv_heads * hf.head_dim % train.tp:
         raise ConfigError(
-            f"--train.tp {train.tp}: must divide the {2 * hf.num_kv_heads * hf.head_dim} rows of the "
-            f"model's key and value projections; lower it"
+            f"--train.tp {train.tp}: must divide the {2 * hf.num_kv_heads * hf.head_dim} rows of "
+            "the model's key and value projections; lower it"
         )
     width = hf.moe_intermediate_size if hf.num_experts else hf.intermediate_size
     if not hf.num_experts and width % train.tp:

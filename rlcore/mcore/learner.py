@@ -209,6 +209,7 @@ class MegatronLearner:
         sizes = {name: getattr(self.layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "dp")}
         text = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
         train, lm = self._train, self.head == "lm"
+        text += f", layers {' + '.join(map(str, train.pp_layers))}" if train.pp_layers else ""
         text += ", distributed optimizer" if train.distributed_optimizer else ""
         text += ", fused policy loss" if lm and train.fused_loss else ""
         chunk = train.head_chunk_tokens if lm else 0

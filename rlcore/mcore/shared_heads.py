@@ -39,7 +39,9 @@ class SharedHeadsAttention(SelfAttention):
         num_own = (heads.size(-2) - 2) // self._neighbours.size()
         own = heads.narrow(-2, self._neighbours.rank() * num_own, num_own)
         # Views would keep the heads of the other ranks in memory.
-        query, key, value = (x.contiguous() for x in (own, heads[..., -2:-1, :], heads[..., -1:, :]))
+        query, key, value = (
+            x.contiguous() for x in (own, heads[..., -2:-1, :], heads[..., -1:, :])
+        )
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:

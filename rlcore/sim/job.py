@@ -153,6 +153,7 @@ class SimJob:
             tp=t.tp,
             pp=t.pp,
             vpp=t.vpp,
+            pp_layers=t.pp_layers,
             cp=t.cp,
             ep=t.ep,
             recompute=t.recompute,

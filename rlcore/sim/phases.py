@@ -24,6 +24,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     vpp: int = 1
+    pp_layers: tuple[int, ...] = ()
     cp: int = 1
     ep: int = 1
     recompute: str = "none"
@@ -109,8 +110,10 @@ def training_cost(
     if experts_s:
         experts_s *= (c.imbalance if layout.ep > 1 else 1.0) / c.expert_arithmetic
     traffic_s = _traffic_s(model, gpu, layout, c)
-    forward_s = dense_s + experts_s + traffic_s
-    square_s = 2 * model.layers * model.attention / arithmetic / group  # causal: half of all pairs
+    pace = _pace(model, layout)
+    forward_s = pace * (dense_s + experts_s + traffic_s)
+    squares = 2 * model.layers * model.attention  # causal: half of all pairs
+    square_s = pace * squares / arithmetic / group
     rounds = passes * layout.epochs
     bubble_s = (layout.pp - 1) / layout.vpp * layout.micro_batch * forward_s * passes
     return TrainingCost(
@@ -126,6 +129,17 @@ def training_cost(
     )
 
 
+def _pace(model: ModelSize, layout: Layout) -> float:
+    """Return the time of the slowest pipeline stage relative to that with equal numbers of layers,
+    for which the constants are fitted. The last stage has the output layer, too. Attention, which
+    grows with the length, is left out."""
+    if not layout.pp_layers:
+        return 1.0
+    head = model.head / ((model.products - model.head) / model.layers)  # in layers
+    stages = [sum(layout.pp_layers[i :: layout.pp]) for i in range(layout.pp)]
+    return max(*stages, stages[-1] + head) / (model.layers / layout.pp + head)
+
+
 def _traffic_s(model: ModelSize, gpu: Gpu, layout: Layout, c: Constants) -> float:
     """Return the seconds of traffic between the GPUs of a group, per token of a forward pass.
 
@@ -137,6 +151,10 @@ def _traffic_s(model: ModelSize, gpu: Gpu, layout: Layout, c: Constants) -> floa
     spans = layout.tp * layout.cp > gpu.per_node
     near, far = (c.link * gbs * 1e9 for gbs in (gpu.link_gbs, gpu.network_gbs))
     seconds = 2 * layers * own * 2 * (layout.tp - 1) / layout.tp * 2 * model.hidden / near
+    if layout.tp > model.kv_heads:  # these ranks gather the heads of their query group
+        dim = model.kv_bytes / 4 / model.layers / model.kv_heads
+        shared = model.attention / model.kv_heads + 2 * dim
+        seconds += layers * own * 2 * shared * (1 - model.kv_heads / layout.tp) / near
     gathered = model.kv_bytes / model.layers / min(layout.tp, model.kv_heads)
     seconds += layers * gathered * (layout.cp - 1) / layout.cp / (far if spans else near)
     if model.experts and layout.ep > 1:

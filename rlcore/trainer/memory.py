@@ -136,7 +136,7 @@ def parameters(hf: HFConfig, layout: ParallelLayout, head: str = "lm") -> tuple[
             dense += count // layout.tp
         else:  # Each tensor-parallel rank holds all norms and the router.
             dense += count
-    layers = hf.num_layers // layout.pp
+    layers = layout.num_stage_layers(hf.num_layers)
     dense *= layers
     vocabulary = -(-hf.vocab_size // layout.tp) * hf.hidden_size
     if layout.is_first_stage:
@@ -182,7 +182,7 @@ def layer_activations(hf: HFConfig, train: TrainConfig, tokens: int) -> tuple[in
     backward, that it holds while it runs backward, and that it holds while it runs forward only."""
     tp = train.tp
     whole = 1 / tp if train.sp and tp > 1 else 1.0
-    queries, keys = hf.num_heads * hf.head_dim / tp, hf.num_kv_heads * hf.head_dim / tp
+    queries, keys = hf.num_heads * hf.head_dim / tp, max(1, hf.num_kv_heads / tp) * hf.head_dim
     # A layer keeps inputs and outputs of 2 norms, q, k, v before and after RoPE, attention output.
     kept = 4 * hf.hidden_size * whole + 2 * (queries + 2 * keys) + queries
     if hf.num_experts:
@@ -195,6 +195,9 @@ def layer_activations(hf: HFConfig, train: TrainConfig, tokens: int) -> tuple[in
     else:
         kept += 3 * hf.intermediate_size / tp
         forward, backward = kept, 2 * kept  # backward also holds the gradients
+    if tp > hf.num_kv_heads:  # A group's heads, as gathered and as joined (mcore/shared_heads.py).
+        group = (hf.num_heads // hf.num_kv_heads + 2) * hf.head_dim
+        forward, backward = forward + 2 * group, backward + 2 * group
     return int(tokens * kept), int(tokens * backward), int(tokens * forward)
 
 
@@ -217,7 +220,7 @@ def kept_bytes(
     under_way: float = layout.pp - layout.pp_rank
     if train.vpp > 1:
         under_way = layout.pp * (1 + (layout.pp - 1) / (layout.pp * train.vpp))
-    return int(ITEMSIZE[model.dtype] * kept * (hf.num_layers // layout.pp) * under_way)
+    return int(ITEMSIZE[model.dtype] * kept * layout.num_stage_layers(hf.num_layers) * under_way)
 
 
 def logits_bytes(

@@ -21,6 +21,8 @@ DENSE = {
     "pp2": {"pp": 2},
     "tp2 pp2": {"tp": 2, "pp": 2},
     "pp2 vpp2": {"pp": 2, "vpp": 2},
+    "tp4 of two key-value heads": {"tp": 4},
+    "pp2 of 3 and 1 layers": {"pp": 2, "pp_layers": (3, 1)},
 }
 EXPERTS = {
     "dp4": {},
@@ -28,9 +30,12 @@ EXPERTS = {
     "ep4": {"ep": 4},
     "tp2 ep2": {"tp": 2, "ep": 2},
     "pp2 ep2": {"pp": 2, "ep": 2},
+    "tp4 ep2": {"tp": 4, "ep": 2},
 }
 LAYOUTS = {"qwen2": DENSE, "qwen3": DENSE, "llama": DENSE, "qwen3_moe": EXPERTS}
 CASES = tuple(LAYOUTS)
+HEADS = ("dp4", "tp4 of two key-value heads")
+"""Layouts whose queries, keys and values are returned."""
 
 
 def digest(tensors: Iterator[tuple[str, torch.Tensor]], dtype: str = "") -> str:
@@ -53,7 +58,7 @@ def bridge(rank: int, folder: str) -> dict[str, Any]:
     root = Path(folder)
     found: dict[str, Any] = {}
 
-    def built(hf: HFConfig, dtype: str = "float32", **layout: int) -> tuple:
+    def built(hf: HFConfig, dtype: str = "float32", **layout: Any) -> tuple:
         parallel.destroy()
         train = TrainConfig(**layout, distributed_optimizer=False)
         made, _ = parallel.initialise(train)
@@ -71,6 +76,8 @@ def bridge(rank: int, folder: str) -> dict[str, Any]:
             found[f"{case} {name}"] = digest(bridge.export_hf(*models))
             if name == "dp4":
                 found[f"{case} logits"] = forward(models[0][0], hf, root / "tokens.json")
+            if name in HEADS:
+                found[f"{case} {name} heads"] = heads(models[0][0], rank)
             bridge.init_random(*models, seed=7)
             found[f"{case} {name} random"] = digest(bridge.export_hf(*models))
 
@@ -88,6 +95,17 @@ def bridge(rank: int, folder: str) -> dict[str, Any]:
     found["saved"] = digest(read_folder(saved, HFConfig.from_folder(saved)))
     parallel.destroy()
     return found
+
+
+def heads(model: torch.nn.Module, rank: int) -> list[torch.Tensor]:
+    """Queries, key and value of the last layer for the same 8 rows, and their whole storages."""
+    attention = model.decoder.layers[-1].self_attention
+    rows = torch.randn(8, 1, 32, generator=torch.Generator().manual_seed(5))
+    if attention.config.sequence_parallel:
+        rows = rows.chunk(4)[rank]
+    with torch.no_grad():
+        found = attention.get_query_key_value_tensors(rows)
+    return [tensor.new_empty(0).set_(tensor.untyped_storage()) for tensor in found] + [*found]
 
 
 def forward(model: torch.nn.Module, hf: HFConfig, file: Path) -> torch.Tensor:

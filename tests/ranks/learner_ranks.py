@@ -76,12 +76,17 @@ def make(
     arch: str = "qwen3",
     dtype: str = "float32",
     temperature: float = 0.8,
+    sizes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> MegatronLearner:
     """A learner of the tiny model: of a folder, or with random weights."""
     train = TrainConfig(**(TRAIN | {"distributed_optimizer": False} | dict(layout)))
     model = ModelConfig(path=folder, dtype=dtype, random_init=not folder)
-    hf = HFConfig.from_folder(folder) if folder else HFConfig.from_dict(kit.tiny_config(arch))
+    hf = (
+        HFConfig.from_folder(folder)
+        if folder
+        else HFConfig.from_dict(kit.tiny_config(arch, **(sizes or {})))
+    )
     return MegatronLearner(hf, model, train, temperature=temperature, seed=3, **options)
 
 

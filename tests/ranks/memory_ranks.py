@@ -21,12 +21,16 @@ SIZES = {
 
 
 def held_and_planned(
-    rank: int, arch: str, layouts: Sequence[Mapping[str, Any]], dtype: str
+    rank: int,
+    arch: str,
+    layouts: Sequence[Mapping[str, Any]],
+    dtype: str,
+    sizes: Mapping[str, int] | None = None,
 ) -> list[tuple[dict[str, int], dict[str, int]]]:
     """Bytes of every part after a step, and what the plan says, for each layout."""
     found = []
     hf, model = (
-        HFConfig.from_dict(kit.tiny_config(arch, **SIZES)),
+        HFConfig.from_dict(kit.tiny_config(arch, **SIZES | dict(sizes or {}))),
         ModelConfig(dtype=dtype, random_init=True),
     )
     for layout in layouts:

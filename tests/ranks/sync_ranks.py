@@ -22,13 +22,15 @@ from rlcore.utils.buckets import as_tensor, open_payload, unpack
 from tests import kit
 
 MAX_BYTES = 8192
-LAYOUTS: dict[str, dict[str, dict[str, int]]] = {
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2": {
         "dp4": {},
         "tp2": {"tp": 2},
         "tp2 pp2": {"tp": 2, "pp": 2},
         "pp2 vpp2": {"pp": 2, "vpp": 2},
         "tp2 cp2": {"tp": 2, "cp": 2},
+        "tp4 of two key-value heads": {"tp": 4},
+        "pp2 of 3 and 1 layers": {"pp": 2, "pp_layers": (3, 1)},
     },
     "qwen3": {"tp2 pp2": {"tp": 2, "pp": 2}},  # tied: the last stage has a copy of the embedding
     "qwen3_moe": {
@@ -166,8 +168,9 @@ def colocated(rank: int) -> dict[str, Any]:
 
 
 def of_two_ranks(rank: int) -> dict[str, Any]:
-    """Trainer TP2 x PP2, over which stand two engines of tensor-parallel size 2; each route."""
-    learner = learner_of("qwen2", TRAINER, "bfloat16")
+    """Trainer TP4 over two key-value heads, over which stand two engines of tensor-parallel size 2;
+    each route."""
+    learner = learner_of("qwen2", {"tp": 4}, "bfloat16")
     routes = {"gather": ("gather", [])} | {n: ("intranode", sites) for n, sites in SITES.items()}
     found: dict[str, Any] = {}
     for name, (route, sites) in routes.items():

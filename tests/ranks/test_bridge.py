@@ -55,6 +55,26 @@ def test_export_equals_the_loaded_file_bitwise_on_every_rank(
         assert rank[f"{case} {layout}"] == rank[case]
 
 
+@pytest.mark.parametrize("case", ["qwen2", "qwen3"])
+def test_ranks_that_share_a_key_value_head_have_it_and_their_own_queries(
+    found: list[dict[str, Any]], case: str
+) -> None:
+    """And nothing else: a view of the group's heads would keep them all in memory."""
+    query, key, value = found[0][f"{case} dp4 heads"][3:]
+    assert query.shape[2] == 4 and key.shape[2] == value.shape[2] == 2
+    for number, rank in enumerate(found):
+        *stored, own, shared, its_value = rank[f"{case} tp4 of two key-value heads heads"]
+        group = number // 2
+        ours = {"q": own, "k": shared, "v": its_value}
+        theirs = {
+            "q": query[:, :, number : number + 1],
+            "k": key[:, :, group : group + 1],
+            "v": value[:, :, group : group + 1],
+        }
+        kit.assert_close_named(ours, theirs, atol=1e-6)
+        assert [tensor.numel() for tensor in stored] == [t.numel() for t in ours.values()]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_random_weights_are_the_same_under_every_layout(
     found: list[dict[str, Any]], case: str

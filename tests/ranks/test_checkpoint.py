@@ -18,6 +18,7 @@ from tests import kit
 pytestmark = pytest.mark.ranks(2)
 
 DIST = {"distributed_optimizer": True}
+ONE_HEAD = {"arch": "qwen2", "sizes": {"num_key_value_heads": 1}}
 SAVED: dict[str, dict[str, Any]] = {
     "tp2": {"layout": {"tp": 2} | DIST},
     "dp2": {"layout": DIST},
@@ -27,6 +28,8 @@ SAVED: dict[str, dict[str, Any]] = {
     "ep2": {"layout": {"ep": 2} | DIST, "arch": "qwen3_moe"},
     "cp2": {"layout": {"cp": 2} | DIST},
     "pp2 untied": {"layout": {"pp": 2} | DIST, "arch": "qwen2"},
+    "tp2 of one key-value head": {"layout": {"tp": 2} | DIST} | ONE_HEAD,
+    "pp2 of 3 and 1 layers": {"layout": {"pp": 2, "pp_layers": (3, 1)} | DIST},
 }
 RESHARDED: dict[str, dict[str, Any]] = {
     "tp2 to dp2": {"of": "tp2", "layout": DIST},
@@ -36,11 +39,18 @@ RESHARDED: dict[str, dict[str, Any]] = {
     "plain to dp2": {"of": "plain", "layout": DIST},
     "tp2 to plain": {"of": "tp2", "layout": {}},
     "pp2 untied to tp2": {"of": "pp2 untied", "layout": {"tp": 2} | DIST, "arch": "qwen2"},
+    "tp2 of one head to pp2": {"of": "tp2 of one key-value head", "layout": {"pp": 2}} | ONE_HEAD,
+    "pp2 of 3 and 1 to 1 and 3": {
+        "of": "pp2 of 3 and 1 layers",
+        "layout": {"pp": 2, "pp_layers": (1, 3)} | DIST,
+    },
+    "dp2 to pp2 of 3 and 1": {"of": "dp2", "layout": {"pp": 2, "pp_layers": (3, 1)} | DIST},
 }
 ALONE: dict[str, dict[str, Any]] = {
     "tp2 to one": {"of": "tp2", "layout": DIST},
     "plain to one": {"of": "plain", "layout": {}},
     "ep2 to one": {"of": "ep2", "layout": DIST, "arch": "qwen3_moe"},
+    "tp2 of one head to one": {"of": "tp2 of one key-value head", "layout": DIST} | ONE_HEAD,
 }
 
 

@@ -20,8 +20,15 @@ ALL: dict[str, dict[str, Any]] = {
     "cp2": {"cp": 2},
     "cp2 tp2": {"cp": 2, "tp": 2},
     "cp2 pp2": {"cp": 2, "pp": 2},
+    "tp4 of two key-value heads": {
+        "tp": 4,
+        "recompute": "selective",
+        "distributed_optimizer": True,
+    },
+    "tp4 without sequence parallel": {"tp": 4, "sp": False},
+    "pp2 of 3 and 1 layers": {"pp": 2, "pp_layers": (3, 1)},
 }
-DENSE = kit.cases(ALL, "tp2", "pp2", "cp2")
+DENSE = kit.cases(ALL, "tp2", "pp2", "cp2", "tp4 without sequence parallel")
 EXPERTS: dict[str, dict[str, Any]] = kit.cases(
     {
         "ep2": {"ep": 2},
@@ -33,7 +40,16 @@ EXPERTS: dict[str, dict[str, Any]] = kit.cases(
 CASES = {name: {"layout": layout} for name, layout in DENSE.items()} | {
     name: {"layout": layout, "arch": "qwen3_moe"} for name, layout in EXPERTS.items()
 }
-ALONE = {"qwen3": {"layout": {}}, "qwen3_moe": {"layout": {}, "arch": "qwen3_moe"}}
+SIX = {"sizes": {"num_hidden_layers": 6}}
+CASES["pp2 vpp2 of 1, 2, 2 and 1 layers"] = {
+    "layout": {"pp": 2, "vpp": 2, "pp_layers": (1, 2, 2, 1)},
+    "arch": "qwen2",
+} | SIX
+ALONE = {
+    "qwen3": {"layout": {}},
+    "qwen3_moe": {"layout": {}, "arch": "qwen3_moe"},
+    "qwen2": {"layout": {}, "arch": "qwen2"} | SIX,
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """Megatron holds what the memory plan says, under every way to share a model over two ranks."""
 
+from typing import Any
+
 import pytest
 
 from tests import kit
@@ -12,13 +14,20 @@ DENSE = [
     {"tp": 2},
     {"pp": 2},
     {"cp": 2},
+    {"pp": 2, "pp_layers": (3, 1)},
 ]
+ONE_HEAD = [{"tp": 2}]
 EXPERTS = [{"ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2}]
 
 
-@pytest.mark.parametrize("arch, layouts", [("qwen2", DENSE), ("qwen3_moe", EXPERTS)])
-def test_megatron_holds_what_is_planned(arch: str, layouts: list[dict[str, int]]) -> None:
-    args = {"arch": arch, "layouts": layouts, "dtype": "bfloat16"}
+@pytest.mark.parametrize(
+    "arch, layouts, heads", [("qwen2", DENSE, 2), ("qwen3_moe", EXPERTS, 2), ("qwen3", ONE_HEAD, 1)]
+)
+def test_megatron_holds_what_is_planned(
+    arch: str, layouts: list[dict[str, Any]], heads: int
+) -> None:
+    sizes = {"num_key_value_heads": heads}
+    args = {"arch": arch, "layouts": layouts, "dtype": "bfloat16", "sizes": sizes}
     for rank in kit.run_ranks(2, "tests.ranks.memory_ranks:held_and_planned", args):
         for layout, (held, planned) in zip(layouts, rank, strict=True):
             for part, count in planned.items():

@@ -88,7 +88,7 @@ def test_engines_beside_a_tp2_pp2_trainer_get_the_export_of_one_rank_bit_by_bit(
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("route", ("gather", *SITES))
-def test_engines_of_two_ranks_beside_a_tp2_pp2_trainer_get_the_same_bits(
+def test_engines_of_two_ranks_beside_a_tp4_trainer_get_the_same_bits(
     alone: dict[str, str], colocated: list[dict[str, Any]], route: str
 ) -> None:
     """The leader takes them, a payload for each of its ranks; the engine slices for itself."""

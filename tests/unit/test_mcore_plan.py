@@ -18,6 +18,8 @@ from tests import kit
 
 HF = HFConfig.from_dict(kit.tiny_config("qwen3"))
 MOE = HFConfig.from_dict(kit.tiny_config("qwen3_moe"))
+HEADS = HF.with_(num_heads=12, num_kv_heads=6)
+ODD = replace(HF, num_kv_heads=1, head_dim=1)
 
 
 # ---- layouts
@@ -61,12 +63,37 @@ def test_layers_of_interleaved_stages_alternate() -> None:
     assert stages == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
+def test_stages_have_the_layers_that_are_set() -> None:
+    train = TrainConfig(pp=3, pp_layers=(2, 4, 1))
+    at = [layout_of(train, 3, rank) for rank in range(3)]
+    assert [x.layers(7) for x in at] == [range(0, 2), range(2, 6), range(6, 7)]
+    assert [x.num_stage_layers(7) for x in at] == [2, 4, 1]
+    assert [at[0].stage_of(layer, 7) for layer in range(7)] == [0, 0, 1, 1, 1, 1, 2]
+
+
+def test_numbers_of_layers_are_those_of_chunks_in_the_order_of_the_model() -> None:
+    train = TrainConfig(pp=2, vpp=2, pp_layers=(1, 3, 2, 1))
+    at = [layout_of(train, 2, rank) for rank in range(2)]
+    assert [[x.layers(7, v) for v in (0, 1)] for x in at] == [
+        [range(0, 1), range(4, 6)],
+        [range(1, 4), range(6, 7)],
+    ]
+    assert [x.num_stage_layers(7) for x in at] == [3, 4]
+    assert [at[1].stage_of(layer, 7) for layer in range(7)] == [0, 1, 1, 1, 0, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("changes", "world", "message"),
     [
         ({"tp": 2}, 3, "must divide the 3 train ranks"),
         ({"ep": 3}, 4, "--train.ep 3: must divide the 4 ranks"),
         ({"vpp": 2}, 2, "--train.vpp 2: interleaving needs pipeline stages"),
+        ({"pp_layers": (3, 1)}, 2, "--train.pp_layers 3 1: has 2 numbers; give one for each of 1"),
+        (
+            {"pp": 2, "vpp": 2, "pp_layers": (3, 1)},
+            2,
+            "give one for each of 4 model chunks .--train.pp 2 x --train.vpp 2.",
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_the_world_is_refused(
@@ -80,8 +107,10 @@ def test_a_layout_that_does_not_fit_the_world_is_refused(
     ("hf", "changes", "message"),
     [
         (HF, {"tp": 3}, "--train.tp 3: must divide the model's 4 attention heads"),
-        (HF, {"tp": 4}, "--train.tp 4: must divide the model's 2 key-value heads"),
-        (HF, {"pp": 3}, "must divide the model's 4 layers"),
+        (HEADS, {"tp": 4}, "--train.tp 4: must be a divisor or a multiple of the model's 6 key-"),
+        (ODD, {"tp": 4}, "--train.tp 4: must divide the 2 rows"),
+        (HF, {"pp": 3}, "must divide the model's 4 layers; lower one of them, or set --train.pp_l"),
+        (HF, {"pp": 2, "pp_layers": (3, 2)}, "pp_layers 3 2: the sum 5 must be the model's 4 lay"),
         (HF, {"pp": 2, "vpp": 4}, "their product 8 must divide"),
         (HF, {"ep": 2}, "--train.ep 2: the model has no experts"),
         (MOE, {"tp": 2}, "--train.ep 1: under --train.tp 2"),
@@ -95,6 +124,11 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_model(hf, TrainConfig(**changes))
+
+
+def test_ranks_may_share_heads_and_stages_may_differ() -> None:
+    check_model(HF, TrainConfig(tp=4))
+    check_model(HF, TrainConfig(pp=3, pp_layers=(1, 2, 1)))
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def test_the_rate_of_training_counts_the_tokens_that_were_trained_as_often_as_th
         kv_heads=2,
         kv_bytes=1.0,
         embeddings=100.0,
+        head=100.0,
     )
     monkeypatch.setattr(report, "size_of", lambda hf: size)
     monkeypatch.setattr(report.torch.cuda, "is_available", lambda: True)
