@@ -188,12 +188,12 @@ def _block_spec(
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
 
 
-def _share_heads(config: TransformerConfig, attention: ModuleSpec) -> None:
+def _share_heads(config: TransformerConfig, spec: ModuleSpec) -> None:
     """With more tensor-parallel ranks than key-value heads, let neighbouring ranks share a head."""
     tp, heads = config.tensor_model_parallel_size, config.num_query_groups
     if tp > heads:
-        attention.module = SharedHeadsAttention
-        attention.params["neighbours"] = parallel.neighbours(tp // heads)
+        spec.module = SharedHeadsAttention
+        spec.params["neighbours"] = parallel.neighbours(tp // heads)
 
 
 def build(

@@ -244,13 +244,15 @@ def test_the_table_has_nothing_that_its_file_does_not_use(file: str) -> None:
 @pytest.mark.parametrize("experts", [0, 4], ids=["dense", "moe"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(
-    "sizes", [{}, {"tp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}], ids=["one", "tp", "vpp", "cp"]
+    "sizes",
+    [{}, {"tp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}, {"pp": 2, "pp_layers": (1, 1)}],
+    ids=["one", "tp", "vpp", "cp", "pp_layers"],
 )
 @pytest.mark.parametrize("implementation", ["local", "te"])
 def test_megatron_accepts_the_settings_of_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
     implementation: Any,
-    sizes: dict[str, int],
+    sizes: dict[str, Any],
     recompute: Any,
     experts: int,
 ) -> None:

@@ -63,6 +63,26 @@ def test_stages_and_shards_hold_their_part() -> None:
     assert found == 4 * ((LAYER + 64 - norms) // 2 + norms) + 2 * 40 + 8
 
 
+def test_stages_hold_the_layers_that_are_set() -> None:
+    hf, model = small(tie_word_embeddings=False), ModelConfig(dtype="float32")
+    even, uneven = TrainConfig(pp=2), TrainConfig(pp=2, pp_layers=(3, 1))
+    first, last = (memory.parameters(hf, layout_of(uneven, 2, r))[0] for r in (0, 1))
+    assert (first, last) == (3 * LAYER + 80, LAYER + 80 + 8)
+    kept = [
+        [memory.kept_bytes(hf, model, train, layout_of(train, 2, r), 10) for r in (0, 1)]
+        for train in (even, uneven)
+    ]
+    assert [2 * bytes_ for bytes_ in kept[1]] == [3 * kept[0][0], kept[0][1]]
+
+
+def test_ranks_that_share_a_key_value_head_each_keep_it() -> None:
+    """Of 2 query heads each has one; of a group's 4 heads, 2 copies are held while a layer runs."""
+    norms, heads, mlp = 4 * 8 // 2, 2 * (4 + 2 * 4) + 4, 3 * 16 // 2
+    kept, gathered = norms + heads + mlp, 2 * (2 + 2) * 4
+    found = memory.layer_activations(small(), TrainConfig(tp=2), 10)
+    assert found == (10 * kept, 10 * (2 * kept + gathered), 10 * (kept + gathered))
+
+
 def test_a_tied_model_has_its_embedding_twice_only_over_stages() -> None:
     hf = small(tie_word_embeddings=True)
     alone, _ = memory.parameters(hf, layout_of(TrainConfig(), 1, 0))

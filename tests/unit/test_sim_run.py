@@ -66,6 +66,32 @@ def test_a_layout_pays_for_its_traffic_its_bubbles_and_its_recomputation():
     assert cost(epochs=2, updates=4).step_s == pytest.approx(8 * plain.step_s)
 
 
+def test_ranks_that_share_key_value_heads_pay_for_gathering_them():
+    """40 query heads of 128 in 8 groups: each rank gathers the half of its group that it lacks."""
+    plain, shared = (
+        training_cost(model_named("14B"), GPUS["H800"], Layout(gpus=16, tp=tp)) for tp in (1, 16)
+    )
+    reduced = 3 * 2 * 48 * 2 * (15 / 16) * 2 * 5120 / (LINK * 200e9)
+    gathered = 3 * 48 * 2 * (5 + 2) * 128 / 2 / (LINK * 200e9)
+    assert shared.token_s == pytest.approx(plain.token_s + reduced + gathered)
+
+
+def test_the_slowest_stage_sets_the_pace_and_the_last_has_the_head():
+    model = model_named("7B")
+
+    def cost(*layers: int) -> float:
+        layout = Layout(gpus=8, pp=2, pp_layers=layers)
+        return training_cost(model, GPUS["H100"], layout).token_s
+
+    layer = (model.products - model.head) / 28
+    assert 2.3 < model.head / layer < 2.4
+    head = model.head / layer
+    assert cost(14, 14) == cost()
+    assert cost(15, 13) == pytest.approx(cost() * (13 + head) / (14 + head))
+    assert cost(17, 11) == pytest.approx(cost() * 17 / (14 + head))
+    assert cost(15, 13) < cost() < cost(17, 11)
+
+
 def test_experts_pay_for_their_balance_and_their_tokens_way():
     model = model_named("30B-A3B")
     near, far = (training_cost(model, GPUS["H100"], Layout(gpus=32, ep=n)) for n in (8, 16))
