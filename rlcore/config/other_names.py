@@ -150,6 +150,8 @@ SLIME = {
     "advantage_estimator": "algo.adv_estimator",
     "clip_grad": "train.clip_grad",
     "context_parallel_size": "train.cp",
+    "decoder_first_pipeline_num_layers": "train.pp_layers, of all stages",
+    "decoder_last_pipeline_num_layers": "train.pp_layers, of all stages",
     "entropy_coef": "algo.entropy_coef",
     "dynamic_sampling_filter_path": "algo.equal_reward_groups: replace, for equal rewards",
     "eps_clip": "algo.clip_low",

@@ -138,9 +138,9 @@ def layout_of(train: TrainConfig, world_size: int, rank: int) -> ParallelLayout:
         )
     if train.pp_layers and len(train.pp_layers) != train.pp * train.vpp:
         raise ConfigError(
-            f"--train.pp_layers {_words(train.pp_layers)}: has {len(train.pp_layers)} numbers; "
-            f"give one for each of {train.pp * train.vpp} model chunks (--train.pp {train.pp} x "
-            f"--train.vpp {train.vpp})"
+            f"--train.pp_layers {_words(train.pp_layers)}: must have one number for each model "
+            f"chunk, {train.pp * train.vpp} (--train.pp {train.pp} x --train.vpp {train.vpp}), not "
+            f"{len(train.pp_layers)}; change it or leave it unset"
         )
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank}: must be in 0..{world_size - 1}; check RANK and WORLD_SIZE")

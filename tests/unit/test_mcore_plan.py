@@ -88,11 +88,15 @@ def test_numbers_of_layers_are_those_of_chunks_in_the_order_of_the_model() -> No
         ({"tp": 2}, 3, "must divide the 3 train ranks"),
         ({"ep": 3}, 4, "--train.ep 3: must divide the 4 ranks"),
         ({"vpp": 2}, 2, "--train.vpp 2: interleaving needs pipeline stages"),
-        ({"pp_layers": (3, 1)}, 2, "--train.pp_layers 3 1: has 2 numbers; give one for each of 1"),
+        (
+            {"pp_layers": (3, 1)},
+            2,
+            "--train.pp_layers 3 1: must have one number for each .*, 1 .*, not 2",
+        ),
         (
             {"pp": 2, "vpp": 2, "pp_layers": (3, 1)},
             2,
-            "give one for each of 4 model chunks .--train.pp 2 x --train.vpp 2.",
+            "each model chunk, 4 .--train.pp 2 x --train.vpp 2., not 2",
         ),
     ],
 )
