@@ -60,6 +60,13 @@ class Engine(Protocol):
     def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
         """Load one bucket of weights, given one payload per tensor-parallel rank of the engine."""
 
+    def send_bucket(
+        self, bucket: Bucket, payloads: Sequence[bytes | memoryview]
+    ) -> Callable[[], None] | None:
+        """Begin `load_bucket` and return a function that waits for its end and raises its error, or
+        None if the bucket is loaded. Buckets are loaded in order; payloads stay readable meanwhile.
+        """
+
     def end_load(self) -> None:
         """Finish the weight update: tokens generated from now on have the new version. If tensors
         are missing, raise RuntimeError with the names of the tensors."""
@@ -100,7 +107,9 @@ class WeightReceiver(Protocol):
 
     def begin_load(self, version: int) -> None: ...
 
-    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None: ...
+    def send_bucket(
+        self, bucket: Bucket, payloads: Sequence[bytes | memoryview]
+    ) -> Callable[[], None] | None: ...
 
     def end_load(self) -> None: ...
 
@@ -108,10 +117,24 @@ class WeightReceiver(Protocol):
     def failure(self) -> str: ...
 
 
+class _Loader(Protocol):
+    """Engine that loads a bucket at once."""
+
+    def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None: ...
+
+
 class InProcess:
-    """Health methods of an engine in the caller's process, which fails only with that process."""
+    """Methods of an engine in the caller's process: health, as it fails only with that process, and
+    `send_bucket`, which loads at once."""
 
     failure = ""
+
+    def send_bucket(
+        self: _Loader, bucket: Bucket, payloads: Sequence[bytes | memoryview]
+    ) -> Callable[[], None] | None:
+        """Load the bucket before the call returns."""
+        self.load_bucket(bucket, payloads)
+        return None
 
     def fail(self, reason: str) -> None:
         """Raise RuntimeError: the engine cannot end without its process."""

@@ -3,6 +3,7 @@
     python tools/bench_sync.py --seed 0 --json out.json --plot out.png
     python tools/bench_sync.py --part link --pairs 8 --mib 32 --mbit 50
     python tools/bench_sync.py --part node
+    python tools/bench_sync.py --part engine --rounds 9
     python tools/bench_sync.py --part messages
 
 `link`: two clusters on this machine, each a network namespace of its own, with one link between
@@ -17,6 +18,17 @@ model. Bytes are counted at the interface that leaves the trainers' cluster. Nee
 
 `node`: a Megatron learner under TP2 x PP2 on four ranks, pushed to an engine on each that verifies
 and drops it: route gather (flat all-gather of every tensor) against intranode.
+
+`engine`: a push of 250 buckets to an engine in a child process that only opens, verifies and copies
+them, by shared memory. Each round does the same in three ways in turn, and medians are compared:
+
+    copies      the work on the buckets alone, in this process: pack, then open, verify and copy
+    one by one  the push, waiting for each bucket before the next is packed
+    push        as the trainer does: three buckets under way
+
+Once with buckets of --bucket-mib, whose copies are work of this CPU; once as on a device, where a
+copy takes --copy-ms on each side and the CPU only waits (it sleeps). Beside seconds it counts
+calls, and replies that had to be waited for (not there yet when asked).
 
 `messages`: two processes over the loopback, with CURVE as in `rollout/transport.py` and without:
 time of a round trip of 100 bytes, and MB/s of messages of 1 MiB in frames, there and back.
@@ -66,7 +78,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     parser.add_argument(
         "--part",
-        choices=("all", "link", "node", "messages"),
+        choices=("all", "link", "node", "engine", "messages"),
         default="all",
         help="part to measure",
     )
@@ -74,6 +86,7 @@ def main() -> None:
     parser.add_argument("--mib", type=float, default=32, help="size of the weights in MiB")
     parser.add_argument("--mbit", type=float, default=50, help="Mbit/s of the slow link")
     parser.add_argument("--bucket-mib", type=float, default=8, help="bucket size in MiB")
+    parser.add_argument("--copy-ms", type=float, default=2, help="ms of a copy on a device")
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the node's model")
     parser.add_argument("--layers", type=int, default=8, help="number of layers")
     parser.add_argument("--rounds", type=int, default=2, help="number of rounds")
@@ -95,6 +108,8 @@ def main() -> None:
                 rows += link(n, a)
     if a.part in ("all", "node"):
         rows += node(a)
+    if a.part in ("all", "engine"):
+        rows += engine(a)
     if a.part in ("all", "messages"):
         rows += messages(a.rounds)
     for row in rows:
@@ -206,6 +221,168 @@ def link(n: int, a: argparse.Namespace) -> Iterator[dict]:
     for name in ("transient_gb", "slow_bytes"):
         value = max(f["figures"][name] for f in found) / (1 if name == "transient_gb" else payload)
         yield row(f"{n}:{n} two_stage {name}", value, "GB" if "gb" in name else "copies")
+
+
+# ---- into an engine
+
+BUCKETS = 250
+
+
+def engine(a: argparse.Namespace) -> Iterator[dict]:
+    """Time pushes to an engine in a child process against the copies alone."""
+    import torch
+
+    torch.set_num_threads(1)
+    yield from into_engine(f"{BUCKETS} x {a.bucket_mib:g} MiB", a, int(a.bucket_mib * 2**20), 0.0)
+    yield from into_engine(f"{BUCKETS} x {a.copy_ms:g} ms", a, 2**10, a.copy_ms / 1000)
+
+
+def into_engine(name: str, a: argparse.Namespace, size: int, copy_s: float) -> Iterator[dict]:
+    """Buckets of `size` bytes, each of which takes `copy_s` more on both sides."""
+    from rlcore.rollout.child import ChildEngine
+    from rlcore.sync.colocated import ColocatedChannel
+
+    learner = Tensors(size, copy_s, a.seed)
+    child = ChildEngine("tools.bench_sync:Stub", {"num_bytes": size, "copy_s": copy_s})
+    pushed, single = Watched(child), OneByOne(child)
+    channel = ColocatedChannel(size, shared_memory=True)
+    copies = Copies(size, copy_s)
+    times: dict[str, list[float]] = {"pack": [], "load": [], "one by one": [], "push": []}
+    try:
+        for number in range(a.rounds + 1):
+            pushed.calls = pushed.waits = 0
+            found = {
+                **copies.run(learner),
+                "one by one": channel.update_weights(learner, single, number)["time_s"],
+                "push": channel.update_weights(learner, pushed, number)["time_s"],
+            }
+            for key in times if number else ():  # the first one makes rooms and plans
+                times[key].append(found[key])
+    finally:
+        child.close()
+    took = {key: median(values) for key, values in times.items()}
+    bare = median(x + y for x, y in zip(times["pack"], times["load"], strict=True))
+    yield row(f"{name} copies", bare, "s")
+    yield row(f"{name} copies of the slower side", max(took["pack"], took["load"]), "s")
+    for way in ("one by one", "push"):
+        yield row(f"{name} {way}", took[way], "s", "copies", took[way] / bare)
+    yield row(f"{name} calls", pushed.calls, "calls")
+    yield row(f"{name} buckets under way", pushed.most + 1, "buckets")
+    yield row(f"{name} replies waited for", pushed.waits, "waits")
+
+
+class Tensors:
+    """A learner whose tensors are a bucket each; of 256 MiB, as a cache holds no model."""
+
+    def __init__(self, size: int, copy_s: float, seed: int) -> None:
+        import torch
+
+        self._copy_s = copy_s
+        generator = torch.Generator().manual_seed(seed)
+        self._own = [
+            torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
+            for _ in range(max(1, min(BUCKETS, 256 * 2**20 // size)))
+        ]
+
+    def export(self) -> Iterator[tuple[str, Any]]:
+        """All buckets."""
+        for i in range(BUCKETS):
+            yield f"w{i}", self._own[i % len(self._own)]
+            time.sleep(self._copy_s)
+
+
+class Stub:
+    """An engine that opens and verifies a bucket, and copies it."""
+
+    def __init__(self, num_bytes: int, copy_s: float) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._weights = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._copy_s = copy_s
+
+    def begin_load(self, version: int) -> None: ...
+
+    def load_bucket(self, bucket: Any, payloads: Sequence[bytes]) -> None:
+        """Verify and copy the bucket."""
+        from rlcore.rollout.validation import damage
+        from rlcore.utils.buckets import as_tensor, open_payload
+
+        flat = as_tensor(bucket, open_payload(bucket, payloads[0]))
+        if problem := damage(bucket, flat):
+            raise RuntimeError(problem)
+        self._weights.copy_(flat)
+        time.sleep(self._copy_s)
+
+    def end_load(self) -> None: ...
+
+    def poll(self, timeout_s: float) -> list[Any]:
+        """No events."""
+        return []
+
+    def close(self) -> None: ...
+
+
+class Copies:
+    """The work of a push, in this process and one after the other."""
+
+    def __init__(self, size: int, copy_s: float) -> None:
+        from rlcore.sync.pack import Packer
+        from rlcore.utils.buckets import SharedRoom
+
+        self._packer, self._room = Packer(size), SharedRoom()
+        self._stub = Stub(size, copy_s)
+
+    def run(self, learner: Tensors) -> dict[str, float]:
+        """Seconds to pack all buckets, and to load them."""
+        from msgspec.structs import replace
+
+        took, path = {"pack": 0.0, "load": 0.0}, self._room.path.encode()
+        start = time.perf_counter()
+        for bucket, _ in self._packer.buckets(learner.export(), self._room.take):
+            middle = time.perf_counter()
+            self._stub.load_bucket(replace(bucket, transport="shm"), [path])
+            end = time.perf_counter()
+            took["pack"] += middle - start
+            took["load"] += end - middle
+            start = end
+        return took
+
+
+class OneByOne:
+    """An engine that is waited for at every bucket."""
+
+    failure = ""
+
+    def __init__(self, child: Any) -> None:
+        self._child = child
+        self.begin_load, self.end_load = child.begin_load, child.end_load
+
+    def send_bucket(self, bucket: Any, payloads: Any) -> None:
+        """Return when the bucket is loaded."""
+        self._child.load_bucket(bucket, payloads)
+
+
+class Watched(OneByOne):
+    """An engine whose calls, buckets and waits are counted."""
+
+    calls = waits = most = under_way = 0
+
+    def send_bucket(self, bucket: Any, payloads: Any) -> Any:
+        """Count the bucket until it is waited for."""
+        wait = self._child.send_bucket(bucket, payloads)
+        number = self._child._number
+        self.calls += 1
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+
+        def end() -> None:
+            self._child.poll(0.0)  # reads what has arrived
+            self.waits += number not in self._child._replies
+            self.under_way -= 1
+            wait()
+
+        return end
 
 
 # ---- messages between ranks
@@ -436,7 +613,7 @@ class Sink:
 
     def end_load(self) -> None: ...
 
-    def load_bucket(self, bucket: Any, payloads: list[Any]) -> None:
+    def send_bucket(self, bucket: Any, payloads: list[Any]) -> None:
         from rlcore.ops.reshard import checksum
         from rlcore.utils.buckets import as_tensor, open_payload
 

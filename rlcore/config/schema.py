@@ -542,8 +542,8 @@ class SyncConfig:
     (sync.ranks_per_site) and broadcast inside it. `auto`: `two_stage` with cluster.rollout_ranks,
     else `gather`."""
     bucket_mb: Annotated[int, above(0)] = 256
-    """Size in MiB of a bucket, the unit in which weights are sent; one bucket is in memory at a
-    time."""
+    """Size in MiB of a bucket, the unit in which weights are sent; up to three buckets are under
+    way to an engine at a time."""
     ranks_per_site: Annotated[int, at_least(0)] = 0
     """Number of neighbouring ranks that share a fast network; 0: the ranks of a node."""
 

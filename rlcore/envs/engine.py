@@ -483,6 +483,11 @@ class EpisodeEngine:
     def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
         self._inner.load_bucket(bucket, payloads)
 
+    def send_bucket(
+        self, bucket: Bucket, payloads: Sequence[bytes | memoryview]
+    ) -> Callable[[], None] | None:
+        return self._inner.send_bucket(bucket, payloads)
+
     def end_load(self) -> None:
         self._inner.end_load()
 

@@ -11,6 +11,7 @@ cause a `Down` event: an `EngineFailedError`, an engine that does not start, and
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -175,7 +176,15 @@ class ChildEngine:
     def load_bucket(self, bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> None:
         """Call `load_bucket` of the engine. With transport `shm`, the payloads' files may be
         removed after the call."""
-        self._call("load_bucket", bucket, tuple(payloads))
+        self.send_bucket(bucket, payloads)()
+
+    def send_bucket(
+        self, bucket: Bucket, payloads: Sequence[bytes | memoryview]
+    ) -> Callable[[], None]:
+        """Call `load_bucket` of the engine without waiting for the reply. Return a function that
+        waits for the reply, up to the deadline of a call, and raises the error."""
+        number = self._begin_call("load_bucket", bucket, tuple(payloads))
+        return partial(self._await, number, "load_bucket", self._deadline_s)
 
     def end_load(self) -> None:
         """Call `end_load` of the engine."""
@@ -261,13 +270,17 @@ class ChildEngine:
         return self._number
 
     def _call(self, method: str, *args: Any) -> None:
+        self._await(self._begin_call(method, *args), method, self._deadline_s)
+
+    def _begin_call(self, method: str, *args: Any) -> int:
+        """Send a call to the child, which serves calls in order. Return the number of the call."""
         if self._closed:
             raise RuntimeError(f"{method}: the engine is closed")
         if not self._built:
             self._await(1, "start", self._start_s)
             self._built = True
         self._check(method)
-        self._await(self._ask(method, args), method, self._deadline_s)
+        return self._ask(method, args)
 
     def _await(self, number: int, method: str, deadline_s: float) -> None:
         end = time.monotonic() + deadline_s

@@ -113,8 +113,8 @@ class RelayChannel:
         damage = self._relay.run(own, self._take, self._give, self._held)
         if damage is not None:
             raise LinkError(damage)
-        with blamed("engine", self._relay.peers.rank):
-            self._handover.check()
+        self._handover.finish()
+        self._handover.check()
 
     # ---- a bucket
 

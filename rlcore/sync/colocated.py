@@ -1,8 +1,12 @@
 """Send weights to the engine of this rank: `Handover` for every route, and the route `gather`.
 
-`Handover` sends whole buckets to an engine, on every route. An engine of tensor-parallel size k
-belongs to k consecutive ranks. The first of these ranks is the engine's leader, which sends k
-payloads to the engine for each bucket. A payload depends on the transport:
+`Handover` sends whole buckets to an engine, on every route. If the engine runs in a child process,
+three buckets are under way: one is packed while the engine has two, of which it loads one. Buffers
+are reused or freed when the engine has loaded their buckets, in order.
+
+An engine of tensor-parallel size k belongs to k consecutive ranks. The first of these ranks is the
+engine's leader, which sends k payloads to the engine for each bucket. A payload depends on the
+transport:
 
     bytes      the data itself, the same in all k payloads; for engines in this process
     shm        the name of one shared-memory file that all processes of the engine map
@@ -11,11 +15,14 @@ payloads to the engine for each bucket. A payload depends on the transport:
 
 `ColocatedChannel` is the route `gather`: `learner.export()` gathers one tensor at a time from all
 tensor-, pipeline- and expert-parallel shards. Every rank gets the full weights once, in buckets of
-bounded size. All buckets use the same buffer, so a channel holds one bucket of host memory.
+bounded size.
 """
 
 import time
-from typing import Any, Literal
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -31,11 +38,28 @@ from rlcore.utils.buckets import SharedRoom
 from rlcore.utils.log import log
 
 Transport = Literal["bytes", "shm", "cuda_ipc"]
+IN_FLIGHT = 2
+"""Number of buckets that an engine in a child process has while the next bucket is packed. One is
+loaded, and the other is there when that load ends."""
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Bucket that the engine may not have loaded yet, and its memory."""
+
+    where: str
+    buffer: Tensor
+    room: "SharedRoom | _Room | None"
+    """Reusable buffer behind `buffer`; None on a GPU, where each bucket has its own memory."""
+    wait: Callable[[], None] | None
+    """Function that waits until the engine has loaded the bucket. None on the other ranks of the
+    engine: the next exchange with the leader tells them."""
 
 
 class Handover:
-    """Sends buckets from this rank to its engine. Between weight updates, at most one bucket of
-    memory is kept."""
+    """Sends buckets from this rank to its engine. Between weight updates, at most `IN_FLIGHT + 1`
+    buckets of memory are kept."""
 
     def __init__(
         self,
@@ -51,16 +75,22 @@ class Handover:
             tp: tensor-parallel size of the engine. The engine's ranks are consecutive, and the
                 lowest is a multiple of `tp`.
             peers: ranks of the weight update; by default this rank alone.
-            max_bytes: maximum memory kept between weight updates.
+            max_bytes: maximum size of a bucket, unless a tensor is larger. That bucket is loaded
+                before the next one is packed, and its memory is not kept.
         """
         self.peers = peers or alone()
         """Ranks of the weight update, which are notified if this rank's engine rejects weights."""
         self.transport, self._max_bytes = transport, max_bytes
+        self._rooms: list[SharedRoom | _Room] = []
+        """Reusable buffers that hold no bucket which the engine still needs."""
         self._room: SharedRoom | _Room | None = None
+        """Reusable buffer of the bucket that is being packed."""
+        self._packing = 0
+        """Size of the bucket that is being packed, in bytes."""
+        self._sent: deque[_Sent] = deque()
         self.resize(tp)
         self._engine: WeightReceiver | None = None
-        self._on_gpu = 0
-        self._given = 0
+        self._given, self._last = 0, ""
 
     def resize(self, tp: int) -> None:
         """Set the tensor-parallel size of the engines; call it only between weight updates."""
@@ -71,9 +101,8 @@ class Handover:
         self._tp = tp
         self.leads = self.peers.rank % tp == 0
         """Whether this rank is its engine's leader, which sends all payloads to the engine."""
-        if not self.leads and self._room is not None:
-            self._room.close()
-            self._room = None
+        if not self.leads:
+            self._keep_rooms(0)
 
     def takes(self, engine: WeightReceiver | None) -> bool:
         """Return whether this rank needs the buckets of a weight update for its engine."""
@@ -81,52 +110,100 @@ class Handover:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held for buckets: the current bucket, or the buffer kept for the next bucket."""
-        return self._on_gpu + (self._room.num_bytes if self._room is not None else 0)
+        """Bytes held for buckets: of those that the engine still needs, and of the one that is
+        packed. Buffers that are kept for later buckets count too."""
+        used = [self._room, *(sent.room for sent in self._sent), *self._rooms]
+        on_host = sum(room.num_bytes for room in used if room is not None)
+        on_gpu = sum(len(sent.buffer) for sent in self._sent if sent.room is None)
+        return on_host + on_gpu + (self._packing if self._room is None else 0)
 
     def begin(self, engine: WeightReceiver | None, version: int) -> None:
         """Begin the engine's update to `version`; `engine` is None if this rank has no engine."""
-        self._error: Exception | None = None
-        self._on_gpu = self._given = 0
+        self._error: tuple[str, Exception] | None = None
+        self._given, self._last = 0, ""
         self._engine = engine if self.leads else None
         self._tell("begin_load", version)
         self.check()
 
     def take(self, num_bytes: int) -> Tensor:
         """Return a buffer for the next bucket, uint8 [num_bytes], on the GPU with `cuda_ipc`, else
-        on the host. Earlier buffers become invalid."""
+        on the host. A buffer that was not passed to `give` becomes invalid."""
+        if num_bytes > self._max_bytes and self.leads:
+            self._settle(0)
+        self._packing = num_bytes
         if self.transport == "cuda_ipc":
-            room = torch.empty(num_bytes, dtype=torch.uint8, device=_gpu())
-            self._on_gpu = num_bytes
-            return room
+            return torch.empty(num_bytes, dtype=torch.uint8, device=_gpu())
         if self._room is None:
-            self._room = SharedRoom() if self.transport == "shm" else _Room()
+            self._room = self._free_room()
         return self._room.take(num_bytes)
+
+    def _free_room(self) -> "SharedRoom | _Room":
+        if not self._rooms:
+            return SharedRoom() if self.transport == "shm" else _Room()
+        # The largest, so that only one grows for a tensor that is larger than a bucket.
+        room = max(self._rooms, key=lambda room: room.num_bytes)
+        self._rooms.remove(room)
+        return room
 
     def give(self, bucket: Bucket, buffer: Tensor) -> None:
         """Send a bucket, packed in the buffer from `take`, to the engine; then the caller must
-        release the buffer. If the engine has failed or raised an error, do not send the bucket.
+        release the buffer. First wait until the engine has loaded all but `IN_FLIGHT - 1` of the
+        earlier buckets. If the engine has failed or raised an error, do not send the bucket.
 
         Raises:
             LinkError: ranks of the engine are missing; the message names them and the bucket.
         """
         number, self._given = self._given, self._given + 1
+        self._last = where = f"bucket {number} ({bucket.tensors[0].name} ...)"
         bucket = msgspec.structs.replace(bucket, transport=self.transport)
-        if self.transport != "cuda_ipc":
-            payload: Any = buffer.numpy().data
-            if isinstance(self._room, SharedRoom):
-                payload = self._room.path.encode()
-            self._tell("load_bucket", bucket, [payload] * self._tp)
-            return
-        payloads = [buckets.cuda_handle(buffer)]
+        if self.leads:
+            self._settle(IN_FLIGHT - 1)
+        if self.transport == "cuda_ipc":
+            payloads: list[Any] = self._gather(buckets.cuda_handle(buffer), where, number)
+            self._settle(IN_FLIGHT - 1)  # the leader has waited for these loads
+        elif isinstance(self._room, SharedRoom):
+            payloads = [self._room.path.encode()] * self._tp
+        else:
+            payloads = [buffer.numpy().data] * self._tp
+        wait = None
+        if self._engine is not None:
+            wait = self._guarded(where, self._engine.send_bucket, bucket, payloads)
+        self._sent.append(_Sent(where, buffer, self._room, wait))
+        self._room, self._packing = None, 0
+        if self.leads and wait is None:  # loaded, or not sent
+            self._settle(0)
+        if bucket.num_bytes > self._max_bytes:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the engine has loaded all buckets that were sent, and free their memory. All
+        ranks of an engine must call it.
+
+        Raises:
+            LinkError: ranks of the engine are missing.
+        """
+        if self.leads:
+            self._settle(0)
+        if self._last and self.transport == "cuda_ipc":
+            self._gather(b"", f"loads up to {self._last}", self._given)
+        self._settle(0)
+
+    def _settle(self, most: int) -> None:
+        """Wait until the engine has loaded all buckets but the last `most`, and free the memory of
+        the loaded ones."""
+        while len(self._sent) > most:
+            sent = self._sent.popleft()
+            if sent.wait is not None:
+                self._guarded(sent.where, sent.wait)
+            if sent.room is not None:
+                self._rooms.append(sent.room)
+
+    def _gather(self, mine: bytes, where: str, number: int) -> list[bytes]:
+        """Gather `mine` from the ranks of this engine, in the order of its ranks."""
         group = self._engines_ranks()
-        where = f"bucket {number} ({bucket.tensors[0].name} ...), between the ranks of an engine"
-        if group is not None:
-            payloads = self.peers.gather(group, payloads[0], where, number)
-        self._tell("load_bucket", bucket, payloads)
-        if group is not None:  # keeps the bucket's memory until the engine has read it
-            self.peers.gather(group, b"", where, number)
-        self._on_gpu = 0
+        if group is None:
+            return [mine]
+        return self.peers.gather(group, mine, f"{where}, between the ranks of an engine", number)
 
     def end(self, version: int) -> None:
         """End the weight update, so that all engines may decode again or none may; collective.
@@ -155,18 +232,31 @@ class Handover:
         self.check()
 
     def check(self) -> None:
-        """If the engine rejected this weight update without failing, raise the engine's error."""
+        """If the engine rejected this weight update without failing, raise a LinkError with the
+        engine's error and the bucket."""
         if self._error is not None:
-            raise self._error
+            where, error = self._error
+            with blamed("engine", self.peers.rank, f"{where}: " if where else ""):
+                raise error
 
     def close(self) -> None:
-        """Clean up after a successful or failed update; keep at most one bucket of memory."""
+        """Clean up after a successful or failed update; keep at most `IN_FLIGHT + 1` buckets of
+        memory. After a failure, first wait until the engine no longer reads the buckets."""
+        self._settle(0)
         self._engine = None
         if self.transport == "cuda_ipc":
             torch.cuda.ipc_collect()  # frees GPU memory that no process reads any more
-        if self._room is not None and self._room.num_bytes > self._max_bytes:
-            self._room.close()
-            self._room = None
+        if self._room is not None:
+            self._rooms.append(self._room)
+        self._room, self._packing = None, 0
+        self._keep_rooms(self._max_bytes)
+
+    def _keep_rooms(self, most: int) -> None:
+        """Free all reusable buffers of more than `most` bytes."""
+        large = [room for room in self._rooms if room.num_bytes > most]
+        self._rooms = [room for room in self._rooms if room.num_bytes <= most]
+        for room in large:
+            room.close()
 
     @property
     def is_open(self) -> bool:
@@ -174,16 +264,24 @@ class Handover:
         return self._engine is not None
 
     def _tell(self, method: str, *args: Any) -> None:
-        if self._engine is None:
-            return
+        if self._engine is not None:
+            self._guarded("", getattr(self._engine, method), *args)
+
+    def _guarded(self, where: str, call: Callable[..., _Result], *args: Any) -> _Result | None:
+        """Call the engine. After its first error, send it nothing more in this weight update."""
         try:
-            getattr(self._engine, method)(*args)
+            return call(*args)
         except (RuntimeError, ValueError, TimeoutError) as error:
+            if self._engine is None:  # a later bucket than the one that failed
+                return None
             if self._engine.failure:
                 log.warning("the engine failed during the weight update: %s", error)
             else:  # the engine works, so it rejected the weights
-                self._error = error
+                self._error = where, error
             self._engine = None
+            if isinstance(error, TimeoutError):  # do not wait as long again for later buckets
+                self._sent.clear()
+            return None
 
     def _engines_ranks(self) -> ExchangeGroup | None:
         """Return the process group of this engine's ranks, for host tensors; None if tp is 1."""
@@ -262,14 +360,14 @@ class ColocatedChannel:
                     with blamed("engine", handover.peers.rank):
                         handover.give(bucket, buffer)
                     del buffer
+                handover.finish()
         except LinkError as error:
             handover.peers.tell("done", error.failure)  # so that other ranks stop waiting
             raise
         finally:
             for _, tensor in exported:  # collective: every rank takes all tensors
                 total += tensor.nbytes
-        with blamed("engine", handover.peers.rank):
-            handover.check()
+        handover.check()
         return total
 
 

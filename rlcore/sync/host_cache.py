@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from rlcore.protocols import Engine
+from rlcore.protocols import Engine, InProcess
 from rlcore.records import Bucket
 from rlcore.utils.buckets import SharedRoom
 
 
-class HostWeightCache:
+class HostWeightCache(InProcess):
     """Cache of weights in host memory, with the `Engine` methods that a weight update calls. It
     takes buckets of transport `bytes`."""
 
@@ -27,9 +27,6 @@ class HostWeightCache:
         self._buckets: list[Bucket] = []
         self._version = -1
         self._is_whole = False
-
-    failure = ""
-    """Reason of a failure, as in `Engine`; always empty, because host memory does not fail."""
 
     @property
     def num_bytes(self) -> int:

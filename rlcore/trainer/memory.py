@@ -36,6 +36,7 @@ from rlcore.hf.names import layer_shapes, num_parameters
 from rlcore.mcore.layout import ParallelLayout, layout_of
 from rlcore.protocols import PARTS, Learner, Part
 from rlcore.rollout.torch_engine.sampler import MOST_LOGITS
+from rlcore.sync.colocated import IN_FLIGHT
 from rlcore.utils.log import log
 
 GB = 1e9
@@ -291,12 +292,21 @@ def bucket_bytes(cfg: Config, hf: HFConfig) -> int:
     return max(cfg.sync.bucket_mb * 2**20, embedding)
 
 
+def handover_bytes(cfg: Config, hf: HFConfig) -> int:
+    """Return the bytes of the buckets that are under way from a rank to its engine: the one that is
+    packed, and those that the engine may still read. The latter are not larger than
+    sync.bucket_mb."""
+    return bucket_bytes(cfg, hf) + IN_FLIGHT * cfg.sync.bucket_mb * 2**20
+
+
 def update_weights_bytes(cfg: Config, hf: HFConfig) -> int:
     """Estimate the temporary bytes of a weight update, without the weights themselves."""
     bucket = bucket_bytes(cfg, hf)
+    # SGLang reads buckets on the GPU; for other engines they are in host memory.
+    out = handover_bytes(cfg, hf) if cfg.rollout.engine == "sglang" else bucket
     if rules.route(cfg) == "gather":  # An update by gathering holds shards, full tensors, a bucket.
-        return 2 * max(bucket, BUNDLE_BYTES) + bucket
-    return 2 * bucket
+        return 2 * max(bucket, BUNDLE_BYTES) + out
+    return bucket + out
 
 
 # ---- the plan
@@ -440,7 +450,7 @@ def _host(cfg: Config, hf: HFConfig, states: dict[str, dict[Part, int]], cuda: b
     items.append(Item(CHECKPOINT_FILES, files))
     if cfg.rollout.engine == "sglang" and cuda:  # SGLang's buckets stay on the GPU.
         return items
-    return [*items, Item("bucket", bucket_bytes(cfg, hf))]
+    return [*items, Item("buckets", handover_bytes(cfg, hf))]
 
 
 def _problems(cfg: Config, hf: HFConfig, cache: int, gpu_bytes: float) -> list[str]:
@@ -476,7 +486,7 @@ def make_sampler(
         rank=rank,
         phases=phases,
         learner=dict.fromkeys(phases, 0),
-        host=(Item("bucket", bucket_bytes(cfg, hf)), *beside.host),
+        host=(Item("buckets", handover_bytes(cfg, hf)), *beside.host),
         problems=tuple(_problems(cfg, hf, cache, gpu_bytes)),
     )
 

@@ -94,6 +94,30 @@ def counting():
     return Counting()
 
 
+class Picky(Odd):
+    """Takes some time for a bucket, refuses that with checksum 2 and ends at that with checksum 9.
+    `end_load` says which buckets came."""
+
+    def begin_load(self, version):
+        self.came = []
+
+    def load_bucket(self, bucket, payloads):
+        time.sleep(0.05)
+        self.came.append(bucket.checksum)
+        if bucket.checksum == 9:
+            os._exit(3)
+        if bucket.checksum == 2:
+            raise ValueError("bucket 2 is odd")
+
+    def end_load(self):
+        raise RuntimeError(f"came: {self.came}")
+
+
+def picky():
+    """See `Picky`."""
+    return Picky()
+
+
 def tidy(file):
     """Leaves a file when it is closed."""
     return Odd(close=lambda: Path(file).write_text("closed"))

@@ -148,7 +148,7 @@ def test_with_offload_engine_and_learner_meet_in_the_push_and_in_a_save_alone() 
         "engine weights",
     }
     assert found.learner["gen"] == 0
-    assert [i.part for i in found.host] == ["learner parked", "checkpoint files", "bucket"]
+    assert [i.part for i in found.host] == ["learner parked", "checkpoint files", "buckets"]
 
 
 def test_without_offload_everybody_is_always_there() -> None:
@@ -291,7 +291,20 @@ def test_a_tensor_larger_than_a_bucket_has_one_of_its_own(route: str) -> None:
     embedding = 2 * 10_000_000 * 16
     assert size_of(small, "update_weights", "buckets") < size_of(large, "update_weights", "buckets")
     assert size_of(large, "update_weights", "buckets") >= 2 * embedding
-    assert [i.num_bytes for i in large.host if i.part == "bucket"] == [embedding]
+    assert [i.num_bytes for i in large.host if i.part == "buckets"] == [embedding + 2 * 2**20]
+
+
+@pytest.mark.parametrize("route", ["gather", "intranode"])
+def test_buckets_under_way_to_an_engine_are_on_the_gpu_where_it_reads_them_there(
+    route: str,
+) -> None:
+    """Three, as a rank keeps two until they are loaded; on the host for the torch engine."""
+    argv = "--sync.route", route, "--sync.bucket_mb", 1000
+    there = plan(*argv, "--rollout.engine", "sglang")
+    here = plan(*argv)
+    buckets = [size_of(found, "update_weights", "buckets") for found in (there, here)]
+    assert buckets[0] - buckets[1] == 2 * 1000 * 2**20
+    assert [i.num_bytes for i in here.host if i.part == "buckets"] == [3 * 1000 * 2**20]
 
 
 def test_sglang_takes_buckets_and_logits_without_copies() -> None:

@@ -453,10 +453,8 @@ class Exporter:
             yield item
 
 
-class Dying:
+class Dying(InProcess):
     """Is gone at its first bucket; `failure` as a child engine has it."""
-
-    failure = ""
 
     def begin_load(self, version: int) -> None: ...
 

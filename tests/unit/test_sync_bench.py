@@ -53,6 +53,16 @@ def test_both_routes_carry_the_same_bytes_in_a_node(tmp_path: Path) -> None:
     assert found["node intranode time"]["baseline"] == "gather"
 
 
+def test_a_push_makes_one_call_for_each_of_250_buckets_and_has_three_under_way(
+    tmp_path: Path,
+) -> None:
+    found = rows(tmp_path, *("--part", "engine", "--bucket-mib", "0.01", "--copy-ms", "0.1"))
+    for name in ("250 x 0.01 MiB", "250 x 0.1 ms"):
+        assert found[f"{name} calls"]["value"] == 250
+        assert found[f"{name} buckets under way"]["value"] == 3
+        assert found[f"{name} push"]["baseline"] == "copies"
+
+
 def test_what_is_missing_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_sync.shutil, "which", lambda tool: None)
     assert bench_sync.unavailable() == ("ip and tc not found; install the Debian package iproute2")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlcore.ops.reshard import checksum
-from rlcore.protocols import WeightChannel
+from rlcore.protocols import InProcess, WeightChannel
 from rlcore.records import Bucket, Shard
 from rlcore.sync.channel import make_channel
 from rlcore.sync.host_cache import HostWeightCache
@@ -38,10 +38,8 @@ class Weights:
             yield name, tensor.flatten(0, -2)
 
 
-class Reader:
+class Reader(InProcess):
     """An engine that verifies and keeps."""
-
-    failure = ""
 
     def __init__(self) -> None:
         self.came: dict[str, Tensor] = {}

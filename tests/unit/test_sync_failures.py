@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlcore.protocols import InProcess
 from rlcore.records import Bucket, Shard
 from rlcore.sync import colocated, memory, peers, relay
 from rlcore.sync.channel import make_channel
@@ -51,10 +52,8 @@ class Weights:
         yield from self.full.items()
 
 
-class Engine:
+class Engine(InProcess):
     """Decodes only after a whole load."""
-
-    failure = ""
 
     def __init__(self, where: str = "", error: Exception | None = None, wait_s: float = 0) -> None:
         self.usable, self.count, self.loads = True, 0, 0
@@ -247,7 +246,8 @@ def test_a_leader_that_is_stuck_in_its_engine_is_named_with_the_bucket(
         sent.update_weights(Weights(rank, 4) if route == "intranode" else Weights(), engine, 1)
 
     said = one_sentence(ranks(4, work))
-    assert said.startswith("weight update 1: bucket 1 (w2 ...), between the ranks of an engine")
+    where = "loads up to bucket 1 (w2 ...), between the ranks of an engine"
+    assert said.startswith(f"weight update 1: {where}")
     assert "waited 1 s for rank 0;" in said
     assert "rank 0 has not answered within 1 s" in said
 

@@ -297,6 +297,46 @@ def test_no_call_waits_for_events_of_an_engine_without_requests():
         engine.close()
 
 
+def test_buckets_are_sent_before_earlier_ones_are_loaded_and_each_says_its_own_error():
+    engine = ChildEngine(f"{ODD}picky", {})
+    try:
+        engine.begin_load(1)
+        waits = [engine.send_bucket(numbered(number), [b""]) for number in (0, 1, 2, 3)]
+        waits[1]()
+        with pytest.raises(ValueError, match="^bucket 2 is odd$"):
+            waits[2]()
+        waits[3]()
+        waits[0]()  # its reply has waited
+        assert not engine._replies
+        with pytest.raises(RuntimeError, match=r"came: \[0, 1, 2, 3\]"):
+            engine.end_load()
+        waits = [engine.send_bucket(numbered(number), [b""]) for number in (9, 4)]
+        for wait in waits:
+            with pytest.raises(RuntimeError, match="load_bucket: engine process .* exited"):
+                wait()
+        with pytest.raises(RuntimeError, match="load_bucket: engine process .* exited"):
+            engine.send_bucket(numbered(5), [b""])
+    finally:
+        engine.close()
+
+
+def test_a_bucket_that_was_sent_has_the_deadline_of_a_call():
+    engine = ChildEngine(f"{ODD}stuck", {}, deadline_s=0.5, start_s=60.0)
+    try:
+        engine.submit([])
+        engine._begin_call("resume")
+        wait = engine.send_bucket(numbered(0), [b""])
+        with pytest.raises(TimeoutError, match="load_bucket: .* has not answered for 0.5 s"):
+            wait()
+    finally:
+        engine.close()
+
+
+def numbered(number):
+    """An empty bucket."""
+    return Bucket(tensors=(), num_bytes=0, checksum=number)
+
+
 def test_a_child_closes_its_engine_before_it_ends(tmp_path):
     file = tmp_path / "left"
     engine = ChildEngine(f"{ODD}tidy", {"file": str(file)})
