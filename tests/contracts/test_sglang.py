@@ -287,7 +287,7 @@ def start_two(**options: Any) -> list[ChildEngine]:
 
     def settings(rank: int) -> Callable[[], dict[str, Any]]:
         places = iter(stores)
-        share = {"tp": 2, "nnodes": 2, "node_rank": rank, "rank": rank}
+        share = {"tp": 2, "shares": 2, "share": rank, "rank": rank}
         return lambda: (
             OPTIONS | options | share | {"dist_init_addr": f"127.0.0.1:{next(places).port}"}
         )
@@ -354,12 +354,17 @@ def test_two_ranks_share_an_engine_and_sample_what_one_does(lab):
 
 RELIED_ON = """
 from types import SimpleNamespace
+from sglang.srt.arg_groups import overrides
 from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
 from sglang.srt.arg_groups.field_order import POSITIONAL_FIELD_ORDER
 from sglang.srt.arg_groups.model_overrides import qwen3_moe
 from sglang.srt.distributed import bootstrap
+from sglang.srt.entrypoints import engine
 from sglang.srt.environ import envs
+from sglang.srt.layers import flashinfer_comm_fusion
+from sglang.srt.runtime_context import get_parallel
 from rlcore.config import sglang_args
+from rlcore.rollout.sglang_engine import server
 
 assert sglang_args.OWNED.keys() <= set(POSITIONAL_FIELD_ORDER)
 assert set(sglang_args.RUNNERS) <= set(MOE_RUNNER_BACKEND_CHOICES)
@@ -376,6 +381,32 @@ for asked, chosen in (("auto", "flashinfer_trtllm"), (sglang_args.RUNNERS[0], No
     )
     found = qwen3_moe._qwen3_moe_family_overrides(arguments, model)
     assert found.get("moe_runner_backend") == chosen, (asked, found)
+
+fuse = overrides._flashinfer_allreduce_fusion_auto_enable
+overrides.model_config_of = lambda view: SimpleNamespace(hf_config=model)
+hopper = SimpleNamespace(is_sm90=True, is_sm100=False, is_blackwell=False)
+overrides.get_platform = flashinfer_comm_fusion.get_platform = lambda: hopper
+for nodes, chosen in ((1, "auto"), (2, None)):
+    view = SimpleNamespace(
+        flashinfer_allreduce_fusion_backend=None,
+        tp_size=2,
+        nnodes=nodes,
+        enable_dp_attention=False,
+        disable_custom_all_reduce=False,
+        moe_a2a_backend="none",
+    )
+    assert fuse(view).get("flashinfer_allreduce_fusion_backend") == chosen, nodes
+assert flashinfer_comm_fusion._resolve_backend("auto", False) == "trtllm"
+
+# Two shares of 4 ranks: those that SGLang itself would start on two nodes, on devices of theirs.
+parallel = get_parallel()
+sizes = {"tp_size": 4, "pp_size": 1}
+with parallel.override(nnodes=2, **sizes):
+    want = [engine._calculate_rank_ranges(share) for share in range(2)]
+server._start_share(2)
+with parallel.override(nnodes=1, **sizes):
+    assert [engine._calculate_rank_ranges(share) for share in range(2)] == want
+assert want == [(range(1), range(2), 1, 2), (range(1), range(2, 4), 1, 2)]
 
 with envs.SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE.override("env://"):
     assert bootstrap._resolve_dist_init_method(dist_port=1) == "env://"

@@ -47,6 +47,7 @@ OTHERS = {
     },
     "rollout/sglang_engine/sampler.py": {"logits_output": "SGLang"},
     "rollout/sglang_engine/server.py": {
+        "engine": "SGLang: a module",
         "ports": "SGLang",
         "server_args.PortArgs": "SGLang",
         "tempfile": "Python: the folder of temporary files",

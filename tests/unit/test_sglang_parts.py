@@ -97,8 +97,8 @@ def test_pins_of_sglang_and_of_torch_are_the_same_for_cuda_and_cpu():
 @pytest.mark.parametrize(
     "settings, word",
     [
-        ({"tp": 4, "nnodes": 3, "dist_init_addr": "127.0.0.1:1"}, "nnodes 3: must divide"),
-        ({"tp": 2, "nnodes": 2}, "needs dist_init_addr"),
+        ({"tp": 4, "shares": 3, "dist_init_addr": "127.0.0.1:1"}, "shares 3: must divide"),
+        ({"tp": 2, "shares": 2}, "needs dist_init_addr"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_starts(settings, word):

@@ -144,8 +144,8 @@ def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
                 world.sealed.set(meeting, f"127.0.0.1:{store.port}")  # engines never span nodes
             share = {
                 "tp": tp,
-                "nnodes": tp,
-                "node_rank": world.rank - first,
+                "shares": tp,
+                "share": world.rank - first,
                 "dist_init_addr": world.sealed.get(meeting).decode(),
             }
         return engine_settings(sized, hf, world) | share

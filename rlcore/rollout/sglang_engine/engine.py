@@ -177,6 +177,9 @@ class SGLangEngine(InProcess):
       request has at most `draft_width` tokens: its last token and the draft. `draft_settings` are
       the fields of `DraftSettings`. Drafts turn SGLang's overlapped scheduler off.
 
+    Each of `shares` processes makes one of these engines, which starts its share of the `tp` ranks.
+    All of them are on one node. Share 0 leads.
+
     `cache_tokens` is SGLang's max_total_tokens. If it is 0, `memory_fraction` (SGLang's
     mem_fraction_static) sets the cache size. `sglang` has further arguments of SGLang's server,
     which override ours. `deadline_s` is the deadline of each call; `ChildEngine` reads it too.
@@ -199,8 +202,8 @@ class SGLangEngine(InProcess):
         fp32_head: bool = False,
         rank: int = 0,
         tp: int = 1,
-        node_rank: int = 0,
-        nnodes: int = 1,
+        share: int = 0,
+        shares: int = 1,
         dist_init_addr: str = "",
         draft: Draft = "none",
         draft_width: int = DraftConfig.verify_tokens,
@@ -209,9 +212,9 @@ class SGLangEngine(InProcess):
         sglang: Mapping[str, Any] | None = None,
         deadline_s: float = 110.0,
     ):
-        if nnodes > 1 and (tp % nnodes or not dist_init_addr):
+        if shares > 1 and (tp % shares or not dist_init_addr):
             raise ValueError(
-                f"nnodes {nnodes}: must divide the tensor-parallel size {tp}, and needs "
+                f"shares {shares}: must divide the tensor-parallel size {tp}, and needs "
                 "dist_init_addr for the rendezvous"
             )
         kind, _, number = device.partition(":")
@@ -277,8 +280,8 @@ class SGLangEngine(InProcess):
             "enable_fp32_lm_head": fp32_head,
             "sleep_on_idle": True,  # idle schedulers leave the CPU to the learner
             "tp_size": tp,
-            "nnodes": nnodes,
-            "node_rank": node_rank,
+            "nnodes": 1,  # an engine never spans nodes
+            "node_rank": share,
             "dist_init_addr": dist_init_addr,
             "log_level": "error",
         }
@@ -310,7 +313,7 @@ class SGLangEngine(InProcess):
                 "disable_overlap_schedule": True,
             }
         arguments |= dict(sglang or {})
-        self._server = Server(arguments, hf.to_dict(), deadline_s)
+        self._server = Server(arguments, hf.to_dict(), deadline_s, shares)
         self._leads = self._server.manager is not None
         self._page: Counters | None = None
         if self._leads and self._drafts:

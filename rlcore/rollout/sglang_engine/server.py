@@ -49,8 +49,17 @@ class Server:
     """One `sglang.Engine` and its processes. `manager` accepts requests and control messages; None
     on a rank that only adds schedulers to an engine led by another rank."""
 
-    def __init__(self, arguments: Mapping[str, Any], config: Mapping[str, Any], deadline_s: float):
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        config: Mapping[str, Any],
+        deadline_s: float,
+        shares: int = 1,
+    ):
+        """Start SGLang. `shares`: number of servers that each start their share of one engine's
+        ranks; the argument `node_rank` is the number of this server."""
         self._deadline_s = deadline_s
+        self._shares = shares
         self._failed = ""
         self._closed = False
         self._watched = 0.0
@@ -179,6 +188,8 @@ class Server:
                 from sglang.srt.entrypoints import engine
 
             _name_loads(self._folder)
+            if self._shares > 1:
+                _start_share(self._shares)
 
             class BareEngine(engine.Engine):
                 """SGLang's engine without the detokenizer process."""
@@ -344,3 +355,17 @@ def _name_loads(folder: str) -> None:
         return ports
 
     server_args.PortArgs.init_new = staticmethod(named)
+
+
+def _start_share(shares: int) -> None:
+    """Make SGLang start one share of an engine's ranks for each server. All shares are on one node,
+    so `nnodes` stays 1: on several nodes SGLang would do without what needs one, such as fused
+    all-reduces."""
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.runtime_context import get_parallel
+
+    def ranges(node_rank: int) -> tuple[range, range, int, int]:
+        count = get_parallel().tp_size // shares
+        return range(1), range(node_rank * count, (node_rank + 1) * count), 1, count
+
+    engine._calculate_rank_ranges = ranges
