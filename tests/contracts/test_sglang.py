@@ -363,8 +363,15 @@ from sglang.srt.entrypoints import engine
 from sglang.srt.environ import envs
 from sglang.srt.layers import flashinfer_comm_fusion
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling import sampling_batch_info
+from sglang.srt.sampling.sampling_params import SamplingParams
 from rlcore.config import sglang_args
 from rlcore.rollout.sglang_engine import server
+from rlcore.rollout.torch_engine.sampler import MOST_KEPT
+
+class Merging:
+    def __init__(self, **_): pass
+    def merge(self, _): pass
 
 assert sglang_args.OWNED.keys() <= set(POSITIONAL_FIELD_ORDER)
 assert set(sglang_args.RUNNERS) <= set(MOE_RUNNER_BACKEND_CHOICES)
@@ -397,6 +404,29 @@ for nodes, chosen in ((1, "auto"), (2, None)):
     )
     assert fuse(view).get("flashinfer_allreduce_fusion_backend") == chosen, nodes
 assert flashinfer_comm_fusion._resolve_backend("auto", False) == "trtllm"
+
+# What SGLang tells about top_k on the host is the bound of our sampler.
+sampling_batch_info.get_exec = lambda: SimpleNamespace(
+    deterministic=SimpleNamespace(enable_deterministic_inference=False),
+    features=SimpleNamespace(enable_custom_logit_processor=False),
+)
+sampling_batch_info.penaltylib.BatchedPenalizerOrchestrator = Merging
+def told(*top_ks):
+    reqs = [
+        SimpleNamespace(
+            sampling_params=SamplingParams(top_k=top_k), return_sampling_mask=False, tokenizer=None
+        )
+        for top_k in top_ks
+    ]
+    batch = SimpleNamespace(reqs=reqs, device="cpu")
+    return sampling_batch_info.SamplingBatchInfo.from_schedule_batch(batch, 64)
+assert told(20, MOST_KEPT).npu_top_k_top_p_eligible
+assert not told(20, MOST_KEPT + 1).npu_top_k_top_p_eligible
+assert not told(20, -1).npu_top_k_top_p_eligible
+for others, few in (((5, 6), True), ((5, -1), False)):
+    info = told(1, 2)
+    info.merge_batch(told(*others))
+    assert info.npu_top_k_top_p_eligible == few, others
 
 # Two shares of 4 ranks: those that SGLang itself would start on two nodes, on devices of theirs.
 parallel = get_parallel()

@@ -285,5 +285,6 @@ def settings_of(
             top_k=torch.full((len(chosen),), top_k, device=device),
             top_p=torch.full((len(chosen),), top_p, dtype=torch.float64, device=device),
             min_p=torch.full((len(chosen),), min_p, dtype=torch.float64, device=device),
+            few=top_k > 0 and device.type != "cpu",  # the CPU sorts whole rows
         )
     return settings

@@ -3,11 +3,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlcore.rollout.torch_engine import sampler
 from rlcore.rollout.torch_engine.sampler import (
     GOLDEN,
+    MOST_KEPT,
     SamplingTensors,
+    few_filters,
+    filters,
     inverse_cdf,
     sample,
     uniform,
@@ -121,3 +125,75 @@ def test_many_rows_are_sampled_in_parts_with_the_same_tokens(monkeypatch, is_fil
     found = sample(logits, counter, settings)
     assert seen == [5, 5, 5, 5, 3]
     assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])
+
+
+# ---- filters
+
+
+def likelihoods(kind: str, rows: int, vocab: int) -> torch.Tensor:
+    """Weights as `sample` makes them: many equal ones from bfloat16 logits, few or none else."""
+    gen = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(rows, vocab, generator=gen) * 3
+    if kind == "bfloat16":
+        logits = logits.bfloat16().float()
+    if kind == "equal":
+        logits = torch.randint(3, (rows, vocab), generator=gen).float()
+    if kind == "cold":  # most weights are 0
+        logits *= 100
+    if kind == "not finite":
+        logits[::2, 3] = float("inf")
+        logits[1::2, 2] = float("nan")
+    return (logits - logits.amax(-1, keepdim=True)).exp()
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "equal", "cold", "not finite"])
+@pytest.mark.parametrize("vocab", [1, 7, MOST_KEPT, 5000])
+def test_few_likely_tokens_are_found_without_a_sort_of_the_row(kind, vocab):
+    """Bit by bit what the sort keeps: of equal tokens those with the lowest ids."""
+    if kind == "not finite" and vocab < 7:
+        pytest.skip("needs four tokens")
+    rows = 48
+    weights = likelihoods(kind, rows, vocab)
+    gen = torch.Generator().manual_seed(1)
+    top_k = torch.randint(1, MOST_KEPT + 1, (rows,), generator=gen)
+    top_k[:6] = torch.tensor([1, 2, 3, MOST_KEPT - 1, MOST_KEPT, 20])
+    top_p, min_p = (torch.rand(rows, generator=gen).double() for _ in range(2))
+    for p, m in (
+        (top_p, min_p**4),
+        (top_p, 0 * min_p),
+        (0 * top_p + 1, min_p),
+        (1 + 0 * top_p,) * 2,
+    ):
+        got = few_filters(weights, top_k, p, m)
+        assert torch.equal(got, filters(weights, top_k, p, m))
+    if kind in ("float32", "bfloat16"):
+        none = 0 * top_p
+        assert (few_filters(weights, top_k, none + 1, none).sum(-1) == top_k.clamp(max=vocab)).all()
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_a_row_is_sorted_only_if_it_may_keep_many_tokens(few):
+    """And nothing waits for a GPU where none is: no value is read on the host."""
+    seen = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    rows = torch.arange(4)
+    settings = replace(
+        plain(4),
+        filtered=rows,
+        top_k=rows + 1,
+        top_p=rows.double() / 4 + 0.2,
+        min_p=rows.double() * 0,
+        few=few,
+    )
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
+    with Names():
+        tokens, logps = sample(logits, rows, settings)
+    assert ("sort" in seen, "topk" in seen) == (not few, few)
+    assert not {"_local_scalar_dense", "nonzero"} & set(seen)
+    other = sample(logits, rows, replace(settings, few=not few))
+    assert torch.equal(tokens, other[0]) and torch.equal(logps, other[1])

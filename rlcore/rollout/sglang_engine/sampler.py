@@ -80,4 +80,5 @@ def _settings(info, width: int = 1) -> SamplingTensors:
         top_k=top_k,
         top_p=top_p.double(),
         min_p=min_p.double(),
+        few=info.npu_top_k_top_p_eligible,  # known on the host: all top_k are from 1 to 1024
     )

@@ -53,7 +53,7 @@ from rlcore.records import (
 )
 from rlcore.rollout.histospec import Draft, prompt_key
 from rlcore.rollout.torch_engine.drafter import Drafter, DraftSettings
-from rlcore.rollout.torch_engine.sampler import GOLDEN, SamplingTensors, sample
+from rlcore.rollout.torch_engine.sampler import GOLDEN, MOST_KEPT, SamplingTensors, sample
 from rlcore.rollout.validation import check_request, check_tags, damage, gap
 from rlcore.utils.buckets import as_tensor, open_payload, unpack
 from rlcore.utils.seed import derive
@@ -904,6 +904,7 @@ class TorchEngine(InProcess):
             top_k=torch.from_numpy(top_k[rows]).to(device),
             top_p=torch.from_numpy(top_p[rows]).to(device),
             min_p=torch.from_numpy(min_p[rows]).to(device),
+            few=bool(((top_k[rows] > 0) & (top_k[rows] <= MOST_KEPT)).all()),
         )
 
     def _sort_rows(self, lengths: np.ndarray) -> bool:

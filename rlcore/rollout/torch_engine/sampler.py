@@ -29,6 +29,10 @@ MOST_LOGITS = 1 << 26
 three more tensors of that size. A step that verifies the drafts of many requests has more."""
 
 
+MOST_KEPT = 1024
+"""Largest top_k for which only the likeliest tokens of a row are sorted."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
     """Sampling settings per row, [N]; `filtered` and the filters are None if no row has filters."""
@@ -42,6 +46,8 @@ class SamplingTensors:
     min_p: Tensor | None = None
     plain: bool = False
     """Whether `scale` is 1 in every row."""
+    few: bool = False
+    """Whether every filtered row has a top_k from 1 to `MOST_KEPT`, so that no row is sorted."""
 
     def of_rows(self, begin: int, end: int) -> "SamplingTensors":
         """Return the settings of rows `begin` to `end` - 1."""
@@ -88,8 +94,9 @@ def sample(logits: Tensor, counter: Tensor, settings: SamplingTensors) -> tuple[
         rows = settings.filtered
         top_k, top_p, min_p = settings.top_k, settings.top_p, settings.min_p
         assert top_k is not None and top_p is not None and min_p is not None
-        kept = filters(weights[rows], top_k, top_p, min_p)
-        weights[rows] = torch.where(kept, weights[rows], 0)
+        chosen = weights[rows]
+        find = few_filters if settings.few else filters
+        weights[rows] = torch.where(find(chosen, top_k, top_p, min_p), chosen, 0)
     tokens, total = inverse_cdf(weights, uniform(counter))
     logps = shifted.gather(-1, tokens[:, None])[:, 0].double() - total.log()
     if settings.greedy is not None:
@@ -126,11 +133,31 @@ def filters(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     """Return which tokens may be sampled, [N, V] bool. `top_k` 0 keeps all tokens. `weights` are
     not normalised; the largest weight of each row is 1."""
     ordered, index = weights.sort(dim=-1, descending=True, stable=True)
-    ordered = ordered.double()  # after the sort, whose keys then have half the bytes
+    count = _num_kept(ordered, top_k, top_p, min_p)
     rank = torch.arange(weights.shape[-1], device=weights.device)
+    return torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, index, rank < count)
+
+
+def few_filters(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Return what `filters` does if every `top_k` is from 1 to `MOST_KEPT`, without a sort of whole
+    rows. A GPU does not wait for the host."""
+    ordered = weights.topk(min(MOST_KEPT, weights.shape[-1])).values
+    count = _num_kept(ordered, top_k, top_p, min_p)
+    least = ordered.gather(-1, (count - 1).clamp_(min=0))
+    # `topk` takes any of equal tokens, but those with the lowest ids are kept.
+    ties = weights == least
+    missing = count - (ordered > least).sum(-1, keepdim=True)
+    return (weights > least) | (ties & (ties.cumsum(-1, dtype=torch.int32) <= missing))
+
+
+def _num_kept(ordered: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Return how many of the likeliest tokens the filters keep, [N, 1]. `ordered`: weights in
+    descending order, at least as many as `top_k`."""
+    ordered = ordered.double()  # after the sort, whose keys then have half the bytes
+    rank = torch.arange(ordered.shape[-1], device=ordered.device)
     keep = (rank < top_k[:, None]) | (top_k[:, None] == 0)
     ordered = torch.where(keep, ordered, 0)
     cdf = ordered.cumsum(-1)
     keep &= (cdf - ordered < top_p[:, None] * cdf[:, -1:]) | (top_p[:, None] >= 1)
     keep &= ordered >= min_p[:, None] * ordered[:, :1]
-    return torch.zeros_like(keep).scatter_(-1, index, keep)
+    return keep.sum(-1, keepdim=True)
