@@ -19,6 +19,7 @@ OTHERS = {
         "mlp": "Megatron",
         "mlp.experts.submodules": "Megatron",
         "parts.mlp.submodules.experts": "Megatron",
+        "spec": "Megatron",
         "parts": "Megatron",
     },
     "mcore/experts.py": {"weight": "torch: a parameter, marked for Megatron"},
