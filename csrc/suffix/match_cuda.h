@@ -17,9 +17,10 @@ struct DeviceRequest {
   const Edge* edges;
   Match match;
   Window window;
-  int32_t size;  // of the stream, as far as there is room
-  int32_t full;  // 1: a token did not fit; the own stream is out of use
-  int64_t unused;
+  int32_t size;     // of the stream, as far as there is room
+  int32_t full;     // 1: a token did not fit; the own stream is out of use
+  int32_t matched;  // tokens of the stream that `match` has read; fewer after a change of history
+  int32_t unused;
 };
 static_assert(sizeof(DeviceRequest) == 64);
 
@@ -34,10 +35,12 @@ struct StepJob {
   const int32_t* accepted;  // [batch], nullptr: nothing was drafted
   const int32_t* tokens;    // [num_tokens]
   int64_t num_tokens;
-  const int64_t* offsets;  // [batch + 1]
+  const int64_t* offsets;  // [batch + 1], nullptr: `row` tokens per request, counts[i] of them new
+  const int32_t* counts;   // [batch]
+  int64_t row;
   const int32_t* windows;  // [batch], nullptr: the requests' own
   int64_t batch;
-  int64_t running;
+  int64_t running;  // -1: no drafts, windows stay as they are
   int32_t width;
   int32_t* out;      // [batch, width], filled with -1
   int32_t* lengths;  // [batch]; -1: the request is not open, or another row has it
@@ -60,6 +63,11 @@ RL_HD int64_t inside(int64_t x, int64_t low, int64_t high) {
   return x < low ? low : x > high ? high : x;
 }
 
+// One token more for the match in the history.
+RL_HD void read_token(const History& history, DeviceRequest& r, int32_t token, const Options& o) {
+  r.match = token < 0 ? Match{kRoot, 0} : advance(history, r.match, token, longest_match(o));
+}
+
 // What cannot be reported from a device is held in range: offsets, accepted lengths, windows. A
 // negative token matches nothing. Of several rows with one handle one moves the request.
 RL_HD void step_request(const StepJob& job, int64_t i) {
@@ -79,10 +87,19 @@ RL_HD void step_request(const StepJob& job, int64_t i) {
            o.max_window);
   }
 
-  const int64_t last = inside(job.offsets[i + 1], 0, job.num_tokens);
-  for (int64_t k = inside(job.offsets[i], 0, last); k < last; ++k) {
+  if (r.full) r.matched = live.size;  // the stream's end is not there
+  while (r.matched < live.size) read_token(history, r, live.text[r.matched++].token, o);
+  int64_t first = i * job.row;
+  int64_t last = first;
+  if (job.offsets != nullptr) {
+    last = inside(job.offsets[i + 1], 0, job.num_tokens);
+    first = inside(job.offsets[i], 0, last);
+  } else {
+    last += inside(job.counts[i], 0, job.row);
+  }
+  for (int64_t k = first; k < last; ++k) {
     const int32_t token = job.tokens[k];
-    r.match = token < 0 ? Match{kRoot, 0} : advance(history, r.match, token, longest_match(o));
+    read_token(history, r, token, o);
     if (!o.live || r.full) continue;
     if (live.size == job.stream) {
       r.full = 1;
@@ -93,7 +110,12 @@ RL_HD void step_request(const StepJob& job, int64_t i) {
       file_gram(live, live.size - 1, hash_gram(live.text + live.size - o.live_match, o.live_match));
     }
   }
-  r.size = live.size;
+  r.size = r.matched = live.size;
+  if (job.running < 0) {
+    job.lengths[i] = 0;
+    job.requests[index] = r;
+    return;
+  }
 
   const int32_t own = open_window(r.window, load_rule(o, job.running));
   const int32_t window = job.windows != nullptr ? job.windows[i] : own;

@@ -97,6 +97,8 @@ struct OnDevice {
                                          .tokens = tokens,
                                          .num_tokens = count,
                                          .offsets = offsets,
+                                         .counts = nullptr,
+                                         .row = 0,
                                          .windows = window,
                                          .batch = 1,
                                          .running = running,

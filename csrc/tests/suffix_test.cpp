@@ -164,7 +164,7 @@ void check_batches(Random& random) {
   for (size_t i = 0; i < kRequests; ++i) {
     const History h = forest.current()->history(wanted[i]);
     ids[i] = static_cast<int64_t>(kRequests - 1 - i);
-    requests[static_cast<size_t>(ids[i])] = {ids[i], h.states, h.edges, {kRoot, 0}, {}, 0, 0, 0};
+    requests[static_cast<size_t>(ids[i])] = {ids[i], h.states, h.edges, {kRoot, 0}, {}, 0, 0, 0, 0};
   }
 
   std::vector<int32_t> accepted(kRequests, 0), lengths(kRequests), windows(kRequests);
@@ -195,6 +195,8 @@ void check_batches(Random& random) {
                    .tokens = more.data(),
                    .num_tokens = static_cast<int64_t>(more.size()),
                    .offsets = offsets.data(),
+                   .counts = nullptr,
+                   .row = 0,
                    .windows = own ? nullptr : windows.data(),
                    .batch = kRequests,
                    .running = kRequests,
@@ -221,8 +223,8 @@ void check_batches(Random& random) {
 void check_device_bounds() {
   const Index index = index_of({{1, 2, 3, 4, 5}}, {1});
   Options o;
-  DeviceRequest request = {5LL << 32, index.states.data(), index.edges.data(), {kRoot, 0}, {}, 0, 0,
-                           0};
+  DeviceRequest request = {
+      5LL << 32, index.states.data(), index.edges.data(), {kRoot, 0}, {}, 0, 0, 0, 0};
   std::vector<LiveToken> text(4);
   std::vector<LiveSlot> slots(8);
   const std::vector<int64_t> handles = {5LL << 32, 0, -1, 1, 6LL << 32, 5LL << 32};
@@ -242,6 +244,8 @@ void check_device_bounds() {
                        .tokens = tokens.data(),
                        .num_tokens = 5,
                        .offsets = offsets.data(),
+                       .counts = nullptr,
+                       .row = 0,
                        .windows = windows.data(),
                        .batch = 6,
                        .running = 1,

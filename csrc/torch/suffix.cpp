@@ -24,14 +24,15 @@ T* data(const Tensor& t) {
 }
 
 // requests [N, 8] int64; text [N, stream, 2], slots [N, mask + 1, 2] int32; `accepted`, `windows`
-// may be empty: none. out and claims [N] are filled with -1. options as rlcore/ops/suffix_device.py
-// orders them.
+// may be empty: none. If `offsets` is empty, tokens are [batch, row] and `counts` [batch]. out and
+// claims [N] are filled with -1. options as rlcore/ops/suffix_device.py orders them.
 StepJob job_of(const Tensor& requests, const Tensor& text, const Tensor& slots,
                const Tensor& handles, const Tensor& accepted, const Tensor& tokens,
-               const Tensor& offsets, const Tensor& windows, const Tensor& out,
-               const Tensor& lengths, const Tensor& claims, const std::vector<double>& options,
-               int64_t running) {
+               const Tensor& offsets, const Tensor& counts, const Tensor& windows,
+               const Tensor& out, const Tensor& lengths, const Tensor& claims,
+               const std::vector<double>& options, int64_t running) {
   const int64_t batch = handles.numel();
+  const bool ragged = offsets.numel() != 0;
   RL_CHECK(requests.dim() == 2 && text.dim() == 3 && slots.dim() == 3 && out.dim() == 2,
            "requests, text, slots, out: 2, 3, 3 and 2 dimensions are needed");
   const int64_t count = requests.size(0), stream = text.size(1), room = slots.size(1);
@@ -43,7 +44,10 @@ StepJob job_of(const Tensor& requests, const Tensor& text, const Tensor& slots,
   check(handles, "handles", requests, ScalarType::Long, batch);
   check(accepted, "accepted", requests, ScalarType::Int, accepted.numel() == 0 ? 0 : batch);
   check(tokens, "tokens", requests, ScalarType::Int, tokens.numel());
-  check(offsets, "offsets", requests, ScalarType::Long, batch + 1);
+  check(offsets, "offsets", requests, ScalarType::Long, ragged ? batch + 1 : 0);
+  check(counts, "counts", requests, ScalarType::Int, ragged ? 0 : batch);
+  RL_CHECK(ragged || batch == 0 || tokens.numel() % batch == 0, "tokens: ", batch,
+           " rows of one length are needed, not ", tokens.numel(), " entries");
   check(windows, "windows", requests, ScalarType::Int, windows.numel() == 0 ? 0 : batch);
   check(out, "out", requests, ScalarType::Int, batch * out.size(1));
   check(lengths, "lengths", requests, ScalarType::Int, batch);
@@ -74,6 +78,8 @@ StepJob job_of(const Tensor& requests, const Tensor& text, const Tensor& slots,
       .tokens = data<int32_t>(tokens),
       .num_tokens = tokens.numel(),
       .offsets = data<int64_t>(offsets),
+      .counts = data<int32_t>(counts),
+      .row = ragged || batch == 0 ? 0 : tokens.numel() / batch,
       .windows = data<int32_t>(windows),
       .batch = batch,
       .running = running,
@@ -87,21 +93,21 @@ StepJob job_of(const Tensor& requests, const Tensor& text, const Tensor& slots,
 
 void step_cpu(Tensor requests, Tensor text, Tensor slots, const Tensor& handles,
               const Tensor& accepted, const Tensor& tokens, const Tensor& offsets,
-              const Tensor& windows, Tensor out, Tensor lengths, Tensor claims,
-              std::vector<double> options, int64_t running, int64_t) {
-  const StepJob job = job_of(requests, text, slots, handles, accepted, tokens, offsets, windows,
-                             out, lengths, claims, options, running);
+              const Tensor& counts, const Tensor& windows, Tensor out, Tensor lengths,
+              Tensor claims, std::vector<double> options, int64_t running, int64_t) {
+  const StepJob job = job_of(requests, text, slots, handles, accepted, tokens, offsets, counts,
+                             windows, out, lengths, claims, options, running);
   for (int64_t i = 0; i < job.batch; ++i) step_request(job, i);
 }
 
 #ifdef RLCORE_CUDA
 void step_cuda(Tensor requests, Tensor text, Tensor slots, const Tensor& handles,
                const Tensor& accepted, const Tensor& tokens, const Tensor& offsets,
-               const Tensor& windows, Tensor out, Tensor lengths, Tensor claims,
-               std::vector<double> options, int64_t running, int64_t stream) {
+               const Tensor& counts, const Tensor& windows, Tensor out, Tensor lengths,
+               Tensor claims, std::vector<double> options, int64_t running, int64_t stream) {
   const torch::stable::accelerator::DeviceGuard guard(requests.get_device_index());
-  const StepJob job = job_of(requests, text, slots, handles, accepted, tokens, offsets, windows,
-                             out, lengths, claims, options, running);
+  const StepJob job = job_of(requests, text, slots, handles, accepted, tokens, offsets, counts,
+                             windows, out, lengths, claims, options, running);
   rlcore::check_launch(rlcore_suffix_step(&job, rlcore::stream_of(stream)), "suffix step");
 }
 #endif
@@ -111,8 +117,9 @@ void step_cuda(Tensor requests, Tensor text, Tensor slots, const Tensor& handles
 STABLE_TORCH_LIBRARY_FRAGMENT(rlcore_native, m) {
   m.def(
       "suffix_step(Tensor(a!) requests, Tensor(b!) text, Tensor(c!) slots, Tensor handles, "
-      "Tensor accepted, Tensor tokens, Tensor offsets, Tensor windows, Tensor(d!) out, "
-      "Tensor(e!) lengths, Tensor(f!) claims, float[] options, int running, int stream) -> ()");
+      "Tensor accepted, Tensor tokens, Tensor offsets, Tensor counts, Tensor windows, "
+      "Tensor(d!) out, Tensor(e!) lengths, Tensor(f!) claims, float[] options, int running, "
+      "int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rlcore_native, CPU, m) { m.impl("suffix_step", TORCH_BOX(&step_cpu)); }
