@@ -495,6 +495,8 @@ def _draft(cfg: Config) -> list[str]:
             f"--draft.verify_tokens {d.verify_tokens}: only SGLang uses it; unset it, or set "
             "--draft.max_length"
         )
+    if cfg.rollout.engine != "sglang" and d.matcher != DraftConfig().matcher:
+        out.append(f"--draft.matcher {d.matcher}: only SGLang uses it; unset it")
     is_set = d.max_length != DraftConfig().max_length
     if cfg.rollout.engine == "sglang" and is_set and d.max_length >= d.verify_tokens:
         out.append(
@@ -516,6 +518,14 @@ def _draft(cfg: Config) -> list[str]:
             f"--draft.history_epochs {d.history_epochs}: has no effect with --rollout.draft ngram"
         )
     return out
+
+
+def matches_on_device(cfg: Config, cuda: bool) -> bool:
+    """Return whether drafts are matched on the engine's device, if rlcore's kernels run on it.
+    `cuda`: whether that is a GPU."""
+    if cfg.rollout.engine != "sglang" or cfg.rollout.draft == "none":
+        return False
+    return cuda if cfg.draft.matcher == "auto" else cfg.draft.matcher == "device"
 
 
 def changes_size(cfg: Config) -> bool:

@@ -99,7 +99,7 @@ class DeviceForest:
         if ops is None:
             raise ImportError(f"DeviceForest needs the native build with kernels for {device}")
         self._ops = ops
-        room = 1 << (stream * 4 // 3).bit_length()
+        room = _slots(stream)
         self._records = torch.full((requests, 8), -1, dtype=torch.int64, device=device)
         self.device = self._records.device  # includes the device index
         self._text = torch.empty((requests, stream, 2), dtype=torch.int32, device=self.device)
@@ -390,8 +390,8 @@ class DeviceForest:
         *,
         rows: int | None = None,
     ) -> int:
-        """Raise ValueError unless `given` is a contiguous tensor [size] or, with `rows`, [rows, any]
-        on the forest's device. Return its number of entries."""
+        """Raise ValueError unless `given` is a contiguous tensor on the forest's device: [size] or,
+        with `rows`, [rows, any]. Return its number of entries."""
         if not isinstance(given, Tensor):
             raise ValueError(f"{name}: must be a tensor, not {type(given).__name__}")
         if given.dtype != dtype:
@@ -418,6 +418,16 @@ class DeviceForest:
         }
         tensors = [self._records, self._text, self._slots]
         return sum(t.nbytes for t in tensors) + sum(b.memory.nbytes for b in blocks.values())
+
+
+def _slots(stream: int) -> int:
+    return 1 << (stream * 4 // 3).bit_length()
+
+
+def stream_bytes(stream: int) -> int:
+    """Return the bytes of a request's record and of its stream with a capacity of `stream`
+    tokens."""
+    return 64 + 8 * (stream + _slots(stream))
 
 
 def check_counts(counts: np.ndarray, most: int) -> None:

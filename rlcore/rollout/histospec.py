@@ -13,7 +13,7 @@ import hashlib
 import threading
 import zipfile
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -209,15 +209,23 @@ class Index:
     """Suffix forest over histories, built in a background thread. Call all methods from one
     thread."""
 
-    def __init__(self, forest: Forest, *, rewards: bool, wait: bool = False) -> None:
+    def __init__(
+        self,
+        forest: Forest,
+        *,
+        rewards: bool,
+        wait: bool = False,
+        upload: Callable[[Forest], None] | None = None,
+    ) -> None:
         """
         Args:
             rewards: if true, weight branches by reward; if false, by how often they were taken.
             wait: if true, `remember` returns only once the index is built, so that drafts do not
                 depend on timing.
+            upload: function that the thread calls with every new index, to copy it to a device.
         """
         self.forest = forest
-        self._rewards, self._wait = rewards, wait
+        self._rewards, self._wait, self._upload = rewards, wait, upload
         self._known: dict[int, list[History]] = {}
         self._lock = threading.Condition()
         self._todo: Mapping[int, Sequence[History]] | None = None
@@ -305,6 +313,9 @@ class Index:
                 _offsets(map(len, groups.values())),
                 np.nan_to_num(rewards).clip(-LARGEST_REWARD, LARGEST_REWARD),
             )
+            self.forest.swap()
+            if self._upload is not None:
+                self._upload(self.forest)
         except MemoryError:
             log.warning(
                 "no memory for an index of %d tokens of history, so drafts use the previous "
@@ -312,7 +323,6 @@ class Index:
                 _count(flat),
             )
             return False
-        self.forest.swap()
         return True
 
 

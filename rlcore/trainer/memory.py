@@ -34,6 +34,7 @@ from rlcore.config.schema import Config, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import layer_shapes, num_parameters
 from rlcore.mcore.layout import ParallelLayout, layout_of
+from rlcore.ops.suffix_device import stream_bytes
 from rlcore.protocols import PARTS, Learner, Part
 from rlcore.rollout.torch_engine.sampler import MOST_LOGITS
 from rlcore.sync.colocated import IN_FLIGHT
@@ -54,6 +55,9 @@ CHECKPOINT_FILES = "checkpoint files"
 STAGED = 1.4
 """Host memory of an asynchronous save, over the checkpoint's size (estimate): torch allocates
 pinned memory in powers of two, and files are not full (`tests/unit/test_memory_plan.py`)."""
+HISTORY_BYTES = 42
+"""Bytes of a token of history in a suffix forest (csrc/README.md)."""
+STREAMS = "streams for drafts"
 BUNDLE_BYTES = 256 * 2**20
 """Bytes that `Learner.export` gathers at a time, unless one tensor is larger."""
 SLACK_BYTES = 16 * 2**20
@@ -100,7 +104,7 @@ class MemoryPlan:
             judge = sum(i.num_bytes for i in items if i.part == "judge")
             least = sum(i.num_bytes for i in items if i.part == "contexts") if judge else 0
             contexts = Item("contexts", max(num_bytes - judge, least))
-            return (*(i for i in items if i.part != "contexts"), contexts)
+            return (*(i for i in items if i.part not in ("contexts", STREAMS)), contexts)
 
         return replace(self, phases={name: measured(items) for name, items in self.phases.items()})
 
@@ -285,6 +289,22 @@ def engine_work_bytes(cfg: Config, hf: HFConfig) -> int:
     return size * rows * per_token + 4 * (logits + others)
 
 
+def draft_items(cfg: Config, hf: HFConfig, layout: ParallelLayout, cuda: bool) -> list[Item]:
+    """Return the memory of drafts on the device: the streams of all requests, and an estimate of
+    the histories, twice while new ones replace them. An engine has them on its first rank."""
+    r, d = cfg.rollout, cfg.draft
+    if not cuda or not rules.matches_on_device(cfg, cuda):
+        return []
+    stream = stream_bytes(longest(cfg, hf) + 2 * d.verify_tokens)
+    items = [Item(STREAMS, r.max_running_requests * stream)]
+    if r.draft in rules.FROM_HISTORY:
+        samples = cfg.data.prompts_per_step * r.samples_per_prompt * d.history_epochs
+        tokens = min(d.max_history_tokens, samples * r.max_tokens)
+        engines = max(1, (cfg.cluster.rollout_ranks or layout.world_size) // r.tp)
+        items.append(Item("histories", 2 * HISTORY_BYTES * tokens // engines, True, True))
+    return items
+
+
 def bucket_bytes(cfg: Config, hf: HFConfig) -> int:
     """Return the bytes of the largest bucket of a weight update. A tensor is never split, and the
     embedding is the largest tensor."""
@@ -355,7 +375,8 @@ def make(
     weights = Item("engine weights", engine_weight_bytes(cfg, hf, cuda))
     contexts = TRAINER_CONTEXT + (ENGINE_CONTEXT[cfg.rollout.engine] if has_engine else 0)
     context = [Item("contexts", contexts, True)] if cuda else []
-    context = [*beside.always, *context]
+    drafts = draft_items(cfg, hf, layout, cuda) if has_engine else []
+    context = [*beside.always, *drafts, *context]
 
     def engine(*items: Item) -> list[Item]:
         if not has_engine:

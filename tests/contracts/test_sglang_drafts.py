@@ -5,6 +5,7 @@ import importlib.util
 import numpy as np
 import pytest
 
+from rlcore.ops import native
 from rlcore.records import Aborted, Partial, Request, Sampling, Stats
 from rlcore.rollout.child import ChildEngine
 from rlcore.rollout.histospec import history_of
@@ -46,12 +47,15 @@ LAB = Lab(make=start, exact=False, tolerance=4 * TOLERANCE)
 """Sharp weights have larger logits, and these larger rounding errors."""
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    """One for all tests, with weights that make drafts right about as often as wrong."""
+@pytest.fixture(scope="module", params=["host", "device"])
+def engine(request, tmp_path_factory):
+    """One for all tests and each matcher, with weights that make drafts right about as often as
+    wrong."""
+    if request.param == "device" and native.torch_ops("suffix forest", "cpu") is None:
+        pytest.skip("no native build of torch ops")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("e")))
-        engine = start(max_model_tokens=LENGTH, **DRAFTS)
+        engine = start(max_model_tokens=LENGTH, draft_matcher=request.param, **DRAFTS)
         try:
             load(engine)
             yield engine

@@ -23,6 +23,7 @@ from rlcore.config.schema import (
     ClusterConfig,
     Config,
     DataConfig,
+    DraftConfig,
     RolloutConfig,
     RunConfig,
     TrainConfig,
@@ -251,6 +252,32 @@ def test_logits_of_bfloat16_are_float32_on_a_gpu(
     cfg = Config(rollout=RolloutConfig(engine=kind, dtype=dtype, fp32_lm_head=wanted))
     here = replace(ALONE, device=torch.device(device))
     assert engine.engine_settings(cfg, kit_model(), here)["fp32_head"] is found
+
+
+@pytest.mark.parametrize(
+    "matcher, device, why, found",
+    [
+        ("auto", "cpu", "", "host"),
+        ("auto", "cuda", "", "device"),
+        ("auto", "cuda", "no native build", "host"),
+        ("host", "cuda", "", "host"),
+        ("device", "cpu", "", "device"),
+        ("device", "cuda", "", "device"),
+        ("device", "cuda", "no native build", None),
+    ],
+)
+def test_drafts_are_matched_on_a_gpu_with_kernels(matcher, device, why, found, monkeypatch) -> None:
+    monkeypatch.setattr(engine.native, "obstacle", lambda _: why)
+    cfg = Config(
+        rollout=RolloutConfig(engine="sglang", draft="ngram"), draft=DraftConfig(matcher=matcher)
+    )
+    if found:
+        assert engine.draft_matcher(cfg, device) == found
+        return
+    with pytest.raises(
+        ConfigError, match="--draft.matcher device: .*no native build.*matcher host"
+    ):
+        engine.draft_matcher(cfg, device)
 
 
 def test_expandable_segments_are_refused_where_an_engine_opens_the_learners_memory(

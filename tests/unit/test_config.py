@@ -254,6 +254,11 @@ def assert_rule_of_sglang(words: str, said: str) -> None:
             "--rollout.engine torch --rollout.draft ngram --draft.verify_tokens 4",
             "verify_tokens 4: only SGLang",
         ),
+        ("--rollout.draft ngram --draft.matcher device", ""),
+        (
+            "--rollout.engine torch --rollout.draft ngram --draft.matcher device",
+            "--draft.matcher device: only SGLang uses it; unset it",
+        ),
     ],
 )
 def test_drafts_of_sglang_have_a_width(words, said):

@@ -19,6 +19,7 @@ from rlcore.hf.names import num_parameters
 from rlcore.mcore import checkpoint
 from rlcore.mcore.layout import layout_of
 from rlcore.mcore.learner import MegatronLearner
+from rlcore.ops.suffix_device import DeviceForest
 from rlcore.trainer import memory
 from tests import kit
 from tests.ranks import memory_ranks as ranks
@@ -244,6 +245,27 @@ def test_the_check_of_drafts_has_logits_of_each_of_their_tokens() -> None:
         size[draft] = {item.part: item.num_bytes for item in items}["engine's work"]
     vocab = HFConfig.from_dict(kit.tiny_config("qwen3")).vocab_size
     assert size["ngram"] - size["none"] == 4 * (8 + 3 * 8 - 2) * 100 * vocab
+
+
+def test_drafts_matched_on_the_device_have_their_streams_and_histories_there() -> None:
+    keys = "--rollout.engine", "sglang", "--rollout.max_running_requests", "100"
+    found = {}
+    for draft, matcher in (("ngram", "auto"), ("history", "device"), ("history", "host")):
+        made = plan(*keys, "--rollout.draft", draft, "--draft.matcher", matcher)
+        items = made.phases["update_actor"]
+        found[draft, matcher] = {i.part: i.num_bytes for i in items}
+        measured = made.with_measured(5).phases["update_actor"]
+        assert memory.STREAMS not in {i.part for i in measured}  # in use while it is measured
+    tokens = memory.longest(config(), HFConfig.from_dict(kit.tiny_config("qwen3"))) + 2 * 8
+    streams = DeviceForest(requests=100, stream=tokens).nbytes
+    assert found["ngram", "auto"][memory.STREAMS] == streams
+    assert found["history", "device"][memory.STREAMS] == streams
+    cfg = config()
+    samples = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt * 3
+    histories = 2 * 42 * samples * cfg.rollout.max_tokens // 8
+    assert found["history", "device"]["histories"] == histories
+    assert "histories" not in found["ngram", "auto"]
+    assert not {memory.STREAMS, "histories"}.intersection(found["history", "host"])
 
 
 def test_a_layer_of_experts_on_a_gpu_holds_a_copy_of_its_weights() -> None:

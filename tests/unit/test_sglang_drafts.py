@@ -8,7 +8,7 @@ import torch
 
 from rlcore.rollout.histospec import history_of, prompt_key
 from rlcore.rollout.sglang_engine.counters import Counters
-from rlcore.rollout.sglang_engine.drafts import Drafts
+from rlcore.rollout.sglang_engine.drafts import Drafts, HostDrafts
 from rlcore.rollout.sglang_engine.mask import chain_mask
 from rlcore.rollout.sglang_engine.names import PROMPT_KEY
 from rlcore.rollout.torch_engine.drafter import DraftSettings
@@ -28,7 +28,12 @@ def request(rid: str, output: list[int], limit: int = 50, stops: tuple[int, ...]
         stream_interval=8,
     )
     return SimpleNamespace(
-        rid=rid, origin_input_ids=PROMPT.tolist(), output_ids=output, sampling_params=sampling
+        rid=rid,
+        origin_input_ids=PROMPT.tolist(),
+        output_ids=output,
+        sampling_params=sampling,
+        finished=lambda: False,
+        is_retracted=False,
     )
 
 
@@ -39,17 +44,17 @@ def page(tmp_path):
 
 @pytest.fixture
 def drafts(page):
-    made = Drafts("history", SETTINGS, num_seats=2, stream_interval=8, counters=page[0])
+    made = HostDrafts("history", SETTINGS, num_seats=2, stream_interval=8, counters=page[0])
     history = history_of("t.0", PROMPT, np.array(ANSWER, np.int32), 1.0)
     made.remember([history], [prompt_key(PROMPT)])
     yield made
-    made._drafter.close()
+    made.close()
 
 
 def step(drafts: Drafts, reqs: list, found: list[list[int]]) -> list[list[int]]:
     """A step whose forward finds these tokens; the drafts that it had. Requests are given what was
     right of them and one more."""
-    proposed, _ = drafts.propose(reqs, WIDTH - 1)
+    proposed = drafts.propose(SimpleNamespace(reqs=reqs))
     rows = [[int(t) for t in row if t >= 0] for row in proposed]
     tokens, taken = np.zeros((len(reqs), WIDTH), np.int64), np.zeros(len(reqs), np.int64)
     for i, (row, new) in enumerate(zip(rows, found, strict=True)):
@@ -113,5 +118,5 @@ def test_sglang_tells_of_a_request_when_an_interval_is_over(drafts):
 
 def test_kernels_are_told_that_a_draft_sees_what_is_before_it():
     """By hand: two requests of 1 and 2 tokens in the cache, two tokens wide."""
-    mask = chain_mask(torch.tensor([1, 2]), 2, "cpu").tolist()
+    mask = chain_mask(torch.tensor([1, 2]), 2, total=3).tolist()
     assert mask == [1, 1, 0, 1, 1, 1] + [1, 1, 1, 0, 1, 1, 1, 1]

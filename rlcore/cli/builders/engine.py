@@ -3,8 +3,9 @@
 import importlib.util
 import itertools
 import json
+import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed import TCPStore
 
@@ -17,6 +18,7 @@ from rlcore.envs import registry as envs
 from rlcore.envs.dialogue import Dialogue
 from rlcore.envs.engine import EpisodeEngine
 from rlcore.hf.config import HFConfig
+from rlcore.ops import native
 from rlcore.protocols import Engine
 from rlcore.records import GroupId, Prompt
 from rlcore.rollout.child import ChildEngine
@@ -86,6 +88,7 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
         "draft": r.draft,
         "draft_width": cfg.draft.verify_tokens,
         "draft_settings": draft_settings(cfg),
+        "draft_matcher": draft_matcher(cfg, world.device.type),
         "sglang": {k: _value(v) for k, _, v in (x.partition("=") for x in r.sglang_args)},
         "deadline_s": cfg.cluster.timeout_s,
     }
@@ -119,12 +122,34 @@ def draft_settings(cfg: Config) -> dict[str, Any]:
     }
 
 
+def draft_matcher(cfg: Config, device: str) -> Literal["device", "host"]:
+    """Return where drafts are matched: on the engine's device or on the host.
+
+    Raises:
+        ConfigError: --draft.matcher is device, but rlcore's kernels do not run on the device.
+    """
+    if not rules.matches_on_device(cfg, device == "cuda"):
+        return "host"
+    off = os.environ.get("RLCORE_NATIVE") == "0"
+    why = "RLCORE_NATIVE is 0" if off else native.obstacle(device)
+    if why and cfg.draft.matcher == "device":
+        raise ConfigError(
+            f"--draft.matcher device: rlcore's kernels do not run here ({why}); {native.REMEDY}, "
+            "or set --draft.matcher host"
+        )
+    return "host" if why else "device"
+
+
 def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
     """Start SGLang in a child process, since SGLang kills its whole process on an error."""
     plain = engine_settings(cfg, hf, world)
     where = "CUDA" if world.device.type == "cuda" else "CPU"
     tp = f"tp {cfg.rollout.tp}" + (" at the start" if rules.changes_size(cfg) else "")
     announce("engine", f"sglang on {where}, {plain['dtype']}, {tp}, child process")
+    if cfg.rollout.draft != "none":
+        overlap = plain["draft_matcher"] == "device" and where == "CUDA"
+        scheduler = "overlapped" if overlap else "without overlap"
+        announce("draft matcher", f"{plain['draft_matcher']}, scheduler {scheduler}")
     # Numbers of resizes, and of engine starts since the last resize.
     sizes, starts, sized = 0, itertools.count(), cfg
     store: TCPStore | None = None  # of the latest start; deleting it would end it

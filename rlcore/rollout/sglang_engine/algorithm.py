@@ -1,12 +1,14 @@
 """Register our drafting as a speculative algorithm of SGLang, in every process of an engine."""
 
+import json
+import os
 from typing import Any
 
 from sglang.srt.arg_groups.speculative_hook import _handle_ngram
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from rlcore.rollout.sglang_engine.names import ALGORITHM
+from rlcore.rollout.sglang_engine.names import ALGORITHM, DRAFTS
 
 
 class Algorithm(CustomSpecAlgo):
@@ -33,8 +35,10 @@ class Algorithm(CustomSpecAlgo):
 def register() -> None:
     """Register the algorithm. Call this once per process."""
     Algorithm.complete()
+    # The host's matcher needs the result of a step before the next step begins.
+    overlap = json.loads(os.environ[DRAFTS])["matcher"] == "device"
 
-    @SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=False, spec_class=Algorithm)
+    @SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=overlap, spec_class=Algorithm)
     def worker(server_args: Any) -> type:
         from rlcore.rollout.sglang_engine.worker import DraftWorker
 

@@ -1,28 +1,121 @@
-"""Adapter between `torch_engine/drafter.py` and the requests of SGLang's scheduler.
+"""Adapter between drafting and the requests of SGLang's scheduler.
 
-`Drafts` gives every decoded request a seat (a fixed number), reads its new tokens, and counts
-drafted and accepted tokens. It depends on SGLang only through the field names of a request.
+`HostDrafts` matches on the host, `device_drafts.py` on the engine's device. Both choose the draft
+length of a step, and count drafted and accepted tokens when the scheduler processes the step's
+result. They depend on SGLang only through the field names of a batch and its requests.
 
-Letters: N requests, W width of a step (the last token of a request and its draft).
+Letters: N requests, W width of a step (the last token of a request and its draft), L maximum draft
+length of a step.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from rlcore.records import History
 from rlcore.rollout.histospec import Draft
 from rlcore.rollout.sglang_engine.counters import Counters
 from rlcore.rollout.sglang_engine.names import PROMPT_KEY
 from rlcore.rollout.torch_engine.drafter import Drafter, DraftSettings
+from rlcore.sched.histospec import DraftGate
 
 _NEVER = 1 << 30
 _NEAR = 2.0
 """Limit as a multiple of a step's duration. If the ends of two steps are closer than this limit,
 the pause between the two steps counts as part of the second step."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A decode step whose result the scheduler has not processed yet."""
+
+    begin: float
+    length: int
+    """Maximum draft length; 0: no drafts."""
+    drafted: Tensor
+    """Number of drafted tokens, on the host; valid once the step has ended."""
+
+
+class Drafts:
+    """Base of the drafters of an SGLang engine, on its first tensor-parallel rank."""
+
+    def __init__(self, gate: DraftGate, *, stream_interval: int, counters: Counters) -> None:
+        self._gate = gate
+        self._counters = counters
+        self._interval = stream_interval
+        self._steps: deque[Step] = deque()
+        self._end = 0.0
+
+    def remember(self, histories: Sequence[History], wanted: Sequence[int]) -> None:
+        """Index `histories`. Remove earlier histories of prompts that are not in `wanted`."""
+        raise NotImplementedError
+
+    def propose(self, batch: Any) -> Tensor:
+        """Return drafts [N, L] int32 for a decode batch, padded with -1."""
+        raise NotImplementedError
+
+    def forget(self, reqs: Sequence[Any]) -> None:
+        """Forget these requests, which are prefilled, some of them again. The next `propose` reads
+        their tokens from the start."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop the thread that indexes histories."""
+        raise NotImplementedError
+
+    def verified(self, reqs: Sequence[Any], tokens: np.ndarray, taken: np.ndarray) -> None:
+        """Record the result of the oldest step that was proposed, before SGLang processes it.
+        `tokens` [N, W]: sampled tokens. `taken` [N]: number of accepted tokens per request, counted
+        from the first."""
+        step = self._steps.popleft()
+        gained = np.zeros_like(taken)
+        for i, req in enumerate(reqs):
+            # With the overlapped scheduler, a request that ends runs for one more step.
+            if req.finished() or req.is_retracted:
+                continue
+            gained[i] = taken[i]
+            stops = req.sampling_params.stop_token_ids or ()
+            for j in range(taken[i]):
+                if int(tokens[i, j]) in stops:  # a stop token ends the response
+                    gained[i] = j + 1
+                    break
+            self._stream(req, int(gained[i]))
+        running, num, now = len(reqs), int(gained.sum()), time.monotonic()
+        step_s = now - step.begin
+        near = now - self._end < _NEAR * step_s
+        seconds = now - self._end if near else step_s  # includes SGLang's work between steps
+        self._gate.note(running, length=step.length, gained=num, seconds=seconds)
+        self._end = now
+        self._counters.step(running, num, step.length > 0)
+        if not step.length:
+            return
+        self._accepted(taken - 1)
+        self._counters.add(
+            verify_steps=1,
+            verify_rows=running,
+            verify_inputs=tokens.size,
+            verify_tokens=num,
+            drafted_tokens=int(step.drafted),
+            accepted_tokens=int(np.minimum(gained, taken - 1).sum()),
+            verify_s=min(seconds, step_s),  # overlapped steps begin before the last one ends
+        )
+
+    def _accepted(self, counts: np.ndarray) -> None:
+        """Record the number of accepted draft tokens [N] of the step that has just ended."""
+
+    def _stream(self, req: Any, gained: int) -> None:
+        """Make SGLang stream the request's tokens in this step if the response's length passes a
+        multiple of the stream interval. SGLang itself streams only at a multiple plus 1, a length
+        that a step of several tokens may skip."""
+        before = len(req.output_ids) - 1
+        crossed = (before + gained) // self._interval > before // self._interval
+        req.sampling_params.stream_interval = 1 if crossed else _NEVER
 
 
 @dataclass(slots=True)
@@ -34,8 +127,9 @@ class _Row:
     seat: int
 
 
-class Drafts:
-    """Drafter of an SGLang engine, on its first tensor-parallel rank."""
+class HostDrafts(Drafts):
+    """Drafts from a forest on the host. Gives every decoded request a seat (a fixed number) and
+    reads its new tokens, so every result must be processed before the next `propose`."""
 
     def __init__(
         self,
@@ -47,95 +141,58 @@ class Drafts:
         counters: Counters,
     ) -> None:
         self._drafter = Drafter(kind, settings, num_seats)
-        self._counters = counters
-        self._interval = stream_interval
+        super().__init__(self._drafter.gate, stream_interval=stream_interval, counters=counters)
         self._rows: dict[str, _Row] = {}
         self._free = list(range(num_seats - 1, -1, -1))
         self._tokens = np.zeros((num_seats, 64), np.int32)
         self._counts = np.zeros(num_seats, np.int64)
-        self._length = 0  # maximum draft length of this step
         self._seats = np.zeros(0, np.int64)
-        self._sizes = np.zeros(0, np.int64)
-        self._begin = self._end = 0.0
 
     def remember(self, histories: Sequence[History], wanted: Sequence[int]) -> None:
         """Index `histories`. Remove earlier histories of prompts that are not in `wanted`."""
         self._drafter.remember(histories, set(wanted))
 
-    def propose(self, reqs: Sequence[Any], longest: int) -> tuple[np.ndarray, int]:
-        """Return drafts [N, longest] int64 for these requests, padded with -1, and their maximum
-        length in this step."""
-        self._begin = time.monotonic()
-        out = np.full((len(reqs), longest), -1, np.int64)
-        self._length = self._drafter.gate.length(len(reqs))
-        if not self._length:
-            return out, 0
-        self._seat(reqs)
-        rows = [self._rows[req.rid] for req in reqs]
-        drafts, sizes = self._drafter.propose(
-            self._seats, rows, self._tokens, self._counts, self._length
-        )
-        # The draft and one more token must fit into the response.
-        room = [req.sampling_params.max_new_tokens - len(req.output_ids) - 1 for req in reqs]
-        self._sizes = np.minimum(sizes, np.minimum(room, longest)).astype(np.int64)
-        width = min(longest, drafts.shape[1])
-        kept = np.arange(width) < self._sizes[:, None]
-        out[:, :width] = np.where(kept, drafts[:, :width], -1)
-        self._counters.add(draft_s=time.monotonic() - self._begin)
-        return out, self._length
+    def propose(self, batch: Any) -> Tensor:
+        """Return drafts [N, L] int32 for a decode batch, padded with -1."""
+        begin, reqs = time.monotonic(), batch.reqs
+        length = self._gate.length(len(reqs))
+        out = np.full((len(reqs), length), -1, np.int32)
+        if length:
+            self._seat(reqs)
+            rows = [self._rows[req.rid] for req in reqs]
+            drafts, sizes = self._drafter.propose(
+                self._seats, rows, self._tokens, self._counts, length
+            )
+            # The draft and one more token must fit into the response.
+            room = [req.sampling_params.max_new_tokens - len(req.output_ids) - 1 for req in reqs]
+            kept = np.arange(length) < np.minimum(sizes, room)[:, None]
+            out[:] = np.where(kept, drafts[:, :length], -1)
+            self._counters.add(draft_s=time.monotonic() - begin)
+        self._steps.append(Step(begin, length, torch.tensor(int((out >= 0).sum()))))
+        return torch.from_numpy(out)
 
-    def verified(self, reqs: Sequence[Any], tokens: np.ndarray, taken: np.ndarray) -> None:
-        """Record the result of the step after the last `propose`. `tokens` [N, W]: sampled tokens.
-        `taken` [N]: number of accepted tokens per request, counted from the first."""
-        gained = taken.copy()
-        for i, req in enumerate(reqs):
-            stops = req.sampling_params.stop_token_ids or ()
-            for j in range(taken[i]):
-                if int(tokens[i, j]) in stops:  # a stop token ends the response
-                    gained[i] = j + 1
-                    break
-            self._stream(req, int(gained[i]))
-        running, num, now = len(reqs), int(gained.sum()), time.monotonic()
-        step_s = now - self._begin
-        near = now - self._end < _NEAR * step_s
-        self._drafter.gate.note(
-            running,
-            length=self._length,
-            gained=num,
-            seconds=now - self._end if near else step_s,  # includes SGLang's work between steps
-        )
-        self._end = now
-        self._counters.step(running, num, self._length > 0)
-        if not self._length:
-            return
-        accepted = taken - 1
-        self._drafter.accepted(self._seats, accepted)
-        self._counters.add(
-            verify_steps=1,
-            verify_rows=running,
-            verify_inputs=tokens.size,
-            verify_tokens=num,
-            drafted_tokens=int(self._sizes.sum()),
-            accepted_tokens=int(np.minimum(gained, accepted).sum()),
-            verify_s=step_s,
-        )
+    def forget(self, reqs: Sequence[Any]) -> None:
+        """Forget these requests, which are prefilled, some of them again. The next `propose` reads
+        their tokens from the start."""
+        self._leave([req.rid for req in reqs if req.rid in self._rows])
 
-    def _stream(self, req: Any, gained: int) -> None:
-        """Make SGLang stream the request's tokens in this step if the response's length passes a
-        multiple of the stream interval. SGLang itself streams only at a multiple plus 1, a length
-        that a step of several tokens may skip."""
-        before = len(req.output_ids) - 1
-        crossed = (before + gained) // self._interval > before // self._interval
-        req.sampling_params.stream_interval = 1 if crossed else _NEVER
+    def close(self) -> None:
+        """Stop the thread that indexes histories."""
+        self._drafter.close()
+
+    def _accepted(self, counts: np.ndarray) -> None:
+        self._drafter.accepted(self._seats, counts)
+
+    def _leave(self, rids: Sequence[str]) -> None:
+        if rids:
+            seats = [self._rows.pop(rid).seat for rid in rids]
+            self._drafter.leave(np.array(seats))
+            self._free += seats
 
     def _seat(self, reqs: Sequence[Any]) -> None:
         """Give new requests a seat (table index), free unused seats, and store new tokens."""
         here = {req.rid for req in reqs}
-        gone = [rid for rid in self._rows if rid not in here]
-        if gone:
-            seats = [self._rows.pop(rid).seat for rid in gone]
-            self._drafter.leave(np.array(seats))
-            self._free += seats
+        self._leave([rid for rid in self._rows if rid not in here])
         for req in reqs:
             row = self._rows.get(req.rid)
             if row is None:

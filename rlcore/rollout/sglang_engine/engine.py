@@ -175,7 +175,8 @@ class SGLangEngine(InProcess):
       without overlap.
     - With `draft`, decode steps verify guesses of the next tokens (`worker.py`). In a step, a
       request has at most `draft_width` tokens: its last token and the draft. `draft_settings` are
-      the fields of `DraftSettings`. Drafts turn SGLang's overlapped scheduler off.
+      the fields of `DraftSettings`. With `draft_matcher` host, SGLang's overlapped scheduler is
+      off; with device, drafts are made on the engine's device.
 
     Each of `shares` processes makes one of these engines, which starts its share of the `tp` ranks.
     All of them are on one node. Share 0 leads.
@@ -208,6 +209,7 @@ class SGLangEngine(InProcess):
         draft: Draft = "none",
         draft_width: int = DraftConfig.verify_tokens,
         draft_settings: Mapping[str, Any] | None = None,
+        draft_matcher: Literal["device", "host"] = "host",
         tell_tokens: bool = False,
         sglang: Mapping[str, Any] | None = None,
         deadline_s: float = 110.0,
@@ -257,16 +259,21 @@ class SGLangEngine(InProcess):
         self._drafts = draft != "none"
         self._tellings = itertools.count()
 
+        # SGLang reserves cache for the tokens that two steps may add to a request.
+        room = 2 * draft_width if self._drafts else 0
         drafts = None
         if self._drafts:
-            found = _draft_settings(draft_width, draft_settings)
-            drafts = {"draft": draft, "settings": found, "stream_interval": stream_interval}
+            drafts = {
+                "draft": draft,
+                "settings": _draft_settings(draft_width, draft_settings),
+                "matcher": draft_matcher,
+                "max_tokens": max_model_tokens + room,
+                "stream_interval": stream_interval,
+            }
         if not dist_init_addr:
             self._store = open_store()
             dist_init_addr = f"127.0.0.1:{self._store.port}"
         set_environment(kind, tp, dist_init_addr, drafts)
-        # SGLang reserves cache for the tokens that two steps may add to a request.
-        room = 2 * draft_width if self._drafts else 0
         arguments = {
             "device": kind,
             "dtype": dtype,
@@ -310,7 +317,7 @@ class SGLangEngine(InProcess):
                 "speculative_algorithm": ALGORITHM,
                 "speculative_num_draft_tokens": draft_width,
                 "speculative_ngram_max_bfs_breadth": 1,  # a draft is a chain, not a tree
-                "disable_overlap_schedule": True,
+                "disable_overlap_schedule": draft_matcher == "host" or kind == "cpu",
             }
         arguments |= dict(sglang or {})
         self._server = Server(arguments, hf.to_dict(), deadline_s, shares)

@@ -4,19 +4,21 @@ import torch
 from torch import Tensor
 
 
-def chain_mask(lengths: Tensor, width: int, device: str | torch.device) -> Tensor:
+def chain_mask(lengths: Tensor, width: int, total: int) -> Tensor:
     """Build the causal mask of chain drafts: [W, length + W] bool per request, flattened and
-    concatenated. A token attends to the request's cache, to earlier draft tokens and to itself.
+    concatenated. A token attends to the request's cache, to earlier draft tokens and to itself. A
+    GPU is not waited for.
 
     Args:
-        lengths: [N] number of cached tokens per request, on the CPU.
+        lengths: [N] number of cached tokens per request, on the device of the mask.
         width: W, number of tokens in the step: the last token and its draft.
-        device: device of the mask.
+        total: sum of `lengths`.
     """
+    device = lengths.device
     sizes = (lengths + width) * width
-    begins = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
-    row, column = torch.triu_indices(width, width, 1)
-    later = begins[:-1, None] + row * (lengths[:, None] + width) + lengths[:, None] + column
-    mask = torch.ones(int(begins[-1]), dtype=torch.bool, device=device)
-    mask[later.flatten().to(device)] = False
-    return mask
+    begins = sizes.cumsum(0) - sizes
+    row, column = torch.triu_indices(width, width, 1, device=device)
+    later = begins[:, None] + row * (lengths[:, None] + width) + lengths[:, None] + column
+    numel = (total + width * len(lengths)) * width
+    mask = torch.ones(numel, dtype=torch.bool, device=device)
+    return mask.index_fill_(0, later.flatten(), False)

@@ -71,6 +71,8 @@ def _draft() -> None:
     from rlcore.rollout.sglang_engine import worker
 
     setattr(Scheduler, REMEMBER, worker.remember)
+    process = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
+    hooks.register(process, worker.processed, HookType.AROUND)
     if is_cpu():
         from rlcore.rollout.sglang_engine import attention
 

@@ -9,30 +9,38 @@ The first tensor-parallel rank makes the drafts and sends them to the other rank
 verify the same drafts. A draft is a chain, so its keys and values are written to their final cache
 positions, and accepted tokens need no copy.
 
+A step passes its accepted tokens to the next one as SGLang's NGRAM does, in `spec_info`, which the
+overlapped scheduler relays on the device. The host learns them when the scheduler processes the
+step's result (`processed`).
+
 On a GPU, a step is as wide as the gate's draft length plus one, for which `widths.py` has captured
 CUDA graphs. On a CPU, the width of a step is that of its longest draft plus one. A step without
 drafts has width one: plain decoding.
 
-Letters: N requests, W width of a step.
+Letters: N requests, W width of a step, L maximum draft length of a step.
 """
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
+from torch import Tensor
+from torch.nn.functional import pad
 
 from rlcore.records import History
 from rlcore.rollout.sglang_engine import sampler
 from rlcore.rollout.sglang_engine.counters import Counters
-from rlcore.rollout.sglang_engine.drafts import Drafts
+from rlcore.rollout.sglang_engine.device_drafts import DeviceDrafts
+from rlcore.rollout.sglang_engine.drafts import Drafts, HostDrafts
 from rlcore.rollout.sglang_engine.mask import chain_mask
 from rlcore.rollout.sglang_engine.names import DRAFTS
 from rlcore.rollout.sglang_engine.widths import Widths
@@ -55,13 +63,22 @@ class DraftWorker(BaseSpecWorker):
         self._settings = DraftSettings(**told["settings"])
         self._drafts: Drafts | None = None
         if self._group.rank_in_group == 0:
-            self._drafts = Drafts(
-                told["draft"],
-                self._settings,
+            shared: dict[str, Any] = dict(
                 num_seats=get_schedule().max_running_requests,
                 stream_interval=told["stream_interval"],
                 counters=Counters(server_args.model_path, new=True),
             )
+            if told["matcher"] == "device":
+                device = "cpu" if self._is_cpu else torch.device(server_args.device, gpu_id)
+                self._drafts = DeviceDrafts(
+                    told["draft"],
+                    self._settings,
+                    max_tokens=told["max_tokens"],
+                    device=device,
+                    **shared,
+                )
+            else:
+                self._drafts = HostDrafts(told["draft"], self._settings, **shared)
 
     @property
     def draft_worker(self) -> None:
@@ -86,26 +103,40 @@ class DraftWorker(BaseSpecWorker):
         self, batch: Any, on_publish: Any = None, pp_proxy_tensors: Any = None
     ) -> GenerationBatchResult:
         """Run a prefill, which samples one token per request, or a decode step with drafts."""
+        if not self._is_cpu:
+            stream = torch.get_device_module(batch.device).current_stream()
+            record_stream_for_v2_verify(batch, None, stream)
         if batch.forward_mode.is_decode():
-            return self._verify(batch)
+            return self._verify(batch, on_publish)
         if self._widths is not None:
             self._widths.use(self._width)
+        if self._drafts is not None:
+            self._drafts.forget(batch.reqs)
         result = self.target_worker.forward_batch_generation(batch)
-        result.accept_lens = torch.ones_like(batch.seq_lens, dtype=torch.int32)
-        result.new_seq_lens = batch.seq_lens.clone()
-        result.speculative_num_draft_tokens = self._width
-        return result
+        counts = torch.ones_like(batch.seq_lens, dtype=torch.int32)
+        return self._relay(
+            result, result.next_token_ids[:, None], counts, batch.seq_lens.clone(), on_publish
+        )
 
-    def _verify(self, batch: Any) -> GenerationBatchResult:
-        drafts, longest = self._propose(batch)
+    def processed(self, batch: Any, result: GenerationBatchResult) -> None:
+        """Count the accepted tokens of a decode step, whose result the scheduler processes next."""
+        if self._drafts is None:
+            return
+        if result.copy_done is not None:
+            result.copy_done.synchronize()  # the scheduler does so next
+        tokens = result.next_token_ids.view(len(batch.reqs), -1)
+        self._drafts.verified(batch.reqs, tokens.numpy(), result.accept_lens.numpy())
+
+    def _verify(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
+        drafts, before = self._propose(batch), batch.spec_info
         sizes = (drafts >= 0).sum(1)
-        width = int(sizes.max()) + 1 if self._is_cpu else longest + 1
+        width = (int(sizes.max()) if self._is_cpu else drafts.shape[1]) + 1
         if self._widths is not None:
             self._widths.use(width)
-        nodes = np.zeros((len(batch.reqs), width), np.int64)
-        nodes[:, 0] = [req.output_ids[-1] for req in batch.reqs]
-        nodes[:, 1:] = drafts[:, : width - 1].clip(0)  # padding after a draft is never accepted
-        tokens = torch.from_numpy(nodes).to(batch.device, non_blocking=True)
+        old = before.accept_tokens.view(len(batch.reqs), -1)
+        last = old.gather(1, before.accept_lens[:, None].long() - 1)
+        # Padding after a draft is never accepted.
+        tokens = torch.cat((last, drafts[:, : width - 1].clamp(0)), 1).long()
         column = torch.arange(width, device=batch.device)
         positions = batch.seq_lens[:, None] + column
         table = batch.req_to_token_pool.req_to_token
@@ -114,7 +145,7 @@ class DraftWorker(BaseSpecWorker):
         batch.out_cache_loc = table[batch.req_pool_indices[:, None], positions].long().flatten()
         mask = None  # on a CPU, `attention.py` makes its own mask
         if not self._is_cpu:
-            mask = chain_mask(batch.seq_lens_cpu.long(), width, batch.device)
+            mask = chain_mask(batch.seq_lens, width, int(batch.seq_lens_cpu.sum()))
         batch.spec_info = NgramVerifyInput(
             draft_token=batch.input_ids,
             custom_mask=mask,
@@ -126,34 +157,64 @@ class DraftWorker(BaseSpecWorker):
         found, logps = sampler.verify(result.logits_output, batch.sampling_info, positions)
         if self._group.world_size > 1:  # logits of ranks may differ in rounding: use rank 0's
             found = self._group.broadcast(found, src=0)
-        room = torch.from_numpy(sizes).to(batch.device, non_blocking=True)
-        right = (found[:, :-1] == tokens[:, 1:]) & (column[1:] <= room[:, None])
+        right = (found[:, :-1] == tokens[:, 1:]) & (column[1:] <= sizes[:, None])
         taken = right.long().cumprod(1).sum(1) + 1
-        if self._drafts is not None:
-            host = torch.cat((found, taken[:, None]), 1).cpu().numpy()
-            self._drafts.verified(batch.reqs, host[:, :-1], host[:, -1])
         batch.forward_mode = ForwardMode.DECODE
         result.logits_output.next_token_logprobs = logps
         result.next_token_ids = found.flatten()
-        result.accept_lens = taken.int()
-        result.new_seq_lens = batch.seq_lens + taken
+        return self._relay(result, found, taken.int(), batch.seq_lens + taken, on_publish)
+
+    def _relay(
+        self,
+        result: GenerationBatchResult,
+        tokens: Tensor,
+        counts: Tensor,
+        new_seq_lens: Tensor,
+        on_publish: Any,
+    ) -> GenerationBatchResult:
+        """Pass a step's sampled tokens [N, W], of which the first `counts` [N] are accepted, to the
+        scheduler and to the next step."""
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        width = tokens.shape[1]
+        result.accept_lens = counts
+        result.new_seq_lens = new_seq_lens
         result.speculative_num_draft_tokens = width
+        result.next_draft_input = NgramVerifyInput(
+            draft_token_num=self._width,
+            new_seq_lens=new_seq_lens,
+            accept_tokens=pad(tokens.int(), (0, self._width - width)).flatten(),
+            accept_lens=counts,
+        )
         return result
 
-    def _propose(self, batch: Any) -> tuple[np.ndarray, int]:
-        """Return drafts [N, self._width - 1], padded with -1, and their maximum length in this
-        step, the same on all ranks."""
-        told = np.empty((len(batch.reqs) + 1, self._width - 1), np.int64)
+    def _propose(self, batch: Any) -> Tensor:
+        """Return drafts [N, L] int32, padded with -1, on the batch's device, the same on all
+        ranks."""
+        drafts: Tensor | None = None
         if self._drafts is not None:
-            told[:-1], told[-1] = self._drafts.propose(batch.reqs, self._width - 1)
-        if self._group.world_size > 1:
-            torch.distributed.broadcast(
-                torch.from_numpy(told), self._group.ranks[0], group=self._group.cpu_group
-            )
-        return told[:-1], int(told[-1, 0])
+            drafts = self._drafts.propose(batch).to(batch.device, non_blocking=True)
+        if self._group.world_size == 1:
+            assert drafts is not None
+            return drafts
+        length = torch.tensor([0 if drafts is None else drafts.shape[1]])
+        group, first = self._group.cpu_group, self._group.ranks[0]
+        torch.distributed.broadcast(length, first, group=group)
+        if drafts is None:
+            shape = len(batch.reqs), int(length)
+            drafts = torch.empty(shape, dtype=torch.int32, device=batch.device)
+        return self._group.broadcast(drafts, src=0) if drafts.numel() else drafts
 
 
 def remember(scheduler: Any, path: str) -> None:
     """Pass the path of a file of histories to the worker. The plug-in makes this a method of
     SGLang's scheduler, called by RPC on every rank."""
     scheduler.draft_worker.remember(path)
+
+
+def processed(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
+    """Wrap `Scheduler.process_batch_result`: count the tokens of decode steps first. `result` is
+    None if it was processed earlier."""
+    if result is not None and batch.forward_mode.is_decode():
+        scheduler.draft_worker.processed(batch, result)
+    return original(scheduler, batch, result)

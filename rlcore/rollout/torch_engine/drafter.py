@@ -10,7 +10,7 @@ Letters: N rows, W longest draft.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -43,6 +43,20 @@ class DraftSettings:
     """If true, wait until each index is built, so that drafts do not depend on timing. Requires
     `adaptive` to be false."""
 
+    def forest_options(self) -> dict[str, Any]:
+        """Return these settings as options of `Forest`."""
+        return dict(
+            limit=self.max_match,
+            min_match=self.min_match,
+            live_match=self.min_match,
+            factor=self.max_spec_factor,
+            min_prob=self.min_token_prob,
+            max_window=self.max_length,
+            start_window=min(self.initial_length, self.max_length),
+            growth=self.length_growth,
+            knee=KNEE if self.adaptive else 0,
+        )
+
 
 class DraftRow(Protocol):
     """A running request."""
@@ -57,18 +71,7 @@ class Drafter:
     def __init__(self, kind: Draft, settings: DraftSettings, num_seats: int) -> None:
         s = settings
         self.gate = DraftGate(window=s.max_length, switches=s.adaptive)
-        self._forest = Forest(
-            limit=s.max_match,
-            min_match=s.min_match,
-            live_match=s.min_match,
-            factor=s.max_spec_factor,
-            min_prob=s.min_token_prob,
-            max_window=s.max_length,
-            start_window=min(s.initial_length, s.max_length),
-            growth=s.length_growth,
-            knee=KNEE if s.adaptive else 0,
-            threads=s.threads,
-        )
+        self._forest = Forest(**s.forest_options(), threads=s.threads)
         self._index: Index | None = None
         if kind != "ngram":
             self._index = Index(self._forest, rewards=kind == "history_reward", wait=s.wait)
