@@ -40,18 +40,30 @@ WITHOUT = {
 }
 
 
-def build(config: dict[str, Any], **options: Any) -> Engine:
+def build(config: dict[str, Any], *, overlap: bool = False, **options: Any) -> Engine:
     """Build the engine with SGLang's stand-ins for a CPU, but on the pretend device."""
     os.environ["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"
+    os.environ["RLCORE_PRETEND_NATIVE"] = "1"
+    os.environ["SGLANG_ENABLE_WAR_BARRIER"] = "1"  # as on a GPU
     prepare = sglang_engine.set_environment
     sglang_engine.set_environment = lambda _, *args: prepare("cpu", *args)
-    return sglang_engine.build(config, **options, sglang=WITHOUT, max_running=4, cache_tokens=384)
+    more = WITHOUT | {"disable_overlap_schedule": not overlap}
+    return sglang_engine.build(config, **options, sglang=more, max_running=4, cache_tokens=384)
 
 
-@pytest.fixture(scope="module", params=["plain", "drafts"])
+DRAFTS: dict[str, Any] = {"draft": "ngram", "draft_width": 4}
+DEVICE_DRAFTS = DRAFTS | {"draft_matcher": "device", "draft_settings": {"adaptive": False}}
+ENGINES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "drafts": DRAFTS,
+    "matched": DEVICE_DRAFTS,
+    "overlapped": DEVICE_DRAFTS | {"overlap": True},
+}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    more = {"draft": "ngram", "draft_width": 4} if request.param == "drafts" else {}
-    options = {"config": CONFIG} | OPTIONS | more
+    options = {"config": CONFIG} | OPTIONS | ENGINES[request.param]
     with closing(ChildEngine("tests.pretend.sglang_checks:build", options, start_s=200.0)) as made:
         yield made
 

@@ -71,8 +71,6 @@ def _draft() -> None:
     from rlcore.rollout.sglang_engine import worker
 
     setattr(Scheduler, REMEMBER, worker.remember)
-    process = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
-    hooks.register(process, worker.processed, HookType.AROUND)
     if is_cpu():
         from rlcore.rollout.sglang_engine import attention
 
@@ -115,8 +113,13 @@ def _tell(_: None, scheduler: Any, request: Any) -> None:
 
 
 def _once(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
-    """Process a batch result; do nothing if `_tell` has processed it and left None instead."""
-    return original(scheduler, batch, result) if result is not None else None
+    """Process a batch result; do nothing if `_tell` has processed it and left None instead. With
+    drafts, first count the tokens that a decode step accepted."""
+    if result is None:
+        return None
+    if DRAFTS in os.environ and batch.forward_mode.is_decode():
+        scheduler.draft_worker.processed(batch, result)
+    return original(scheduler, batch, result)
 
 
 def _forget(result: Any, manager: Any, request: Any) -> None:

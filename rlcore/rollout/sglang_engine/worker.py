@@ -22,7 +22,6 @@ Letters: N requests, W width of a step, L maximum draft length of a step.
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,11 +209,3 @@ def remember(scheduler: Any, path: str) -> None:
     """Pass the path of a file of histories to the worker. The plug-in makes this a method of
     SGLang's scheduler, called by RPC on every rank."""
     scheduler.draft_worker.remember(path)
-
-
-def processed(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
-    """Wrap `Scheduler.process_batch_result`: count the tokens of decode steps first. `result` is
-    None if it was processed earlier."""
-    if result is not None and batch.forward_mode.is_decode():
-        scheduler.draft_worker.processed(batch, result)
-    return original(scheduler, batch, result)

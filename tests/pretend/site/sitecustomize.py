@@ -14,12 +14,16 @@ from typing import Any
 _TRITON = "sglang.kernels.ops.memory.small_copy"
 """SGLang takes another path if this Triton kernel refuses."""
 
+_NATIVE = "rlcore.ops.native"
+"""With RLCORE_PRETEND_NATIVE its kernels of the CPU count as the device's, as with the plugin
+tests.pretend.native, but in child processes, too."""
+
 
 class _Before(MetaPathFinder):
     """Import `tests.pretend.device` around torch: its libraries before, its Python side after."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in ("torch", "torch._C", _TRITON):
+        if name not in ("torch", "torch._C", _TRITON, _NATIVE):
             return None
         found = PathFinder.find_spec(name, path, target)
         if found is not None and found.loader is not None:
@@ -43,6 +47,9 @@ class _Around(Loader):
         self._loader.exec_module(module)
         if module.__name__ == _TRITON:
             module.try_small_copy = lambda *_: False
+        elif module.__name__ == _NATIVE:
+            if os.environ.get("RLCORE_PRETEND_NATIVE"):
+                module._without_kernels = lambda _: ""
         elif module.__name__ == "torch":
             _device().complete()
         else:
