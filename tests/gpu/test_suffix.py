@@ -1,5 +1,9 @@
 """The draft kernel on a GPU against the same body on the CPU."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +11,9 @@ import torch
 from rlcore.ops import native
 from rlcore.ops.suffix import Forest
 from rlcore.ops.suffix_device import DeviceForest
+from tests import pretend
 from tests.gpu import side
+from tests.unit.test_device_drafts import generate
 
 pytestmark = [pytest.mark.gpu, side.needs_kernels]
 
@@ -82,6 +88,29 @@ def test_rows_of_tokens_and_renewed_histories_are_those_of_the_host():
             accepted = (results[0][1] * torch.rand(8)).int()
             drafted += int(results[0][1].sum())
     assert drafted > 40
+
+
+@contextmanager
+def no_wait() -> Iterator[None]:
+    """Fail if the host waits for the device."""
+    if "RLCORE_PRETEND_CUDA" in os.environ:
+        before = pretend.stats()["syncs"]
+        yield
+        assert pretend.stats()["syncs"] == before
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@side.needs_gpu
+@pytest.mark.parametrize("overlap", [False, True], ids=["in_turn", "overlapped"])
+def test_drafts_of_whole_generations_are_the_hosts_and_wait_for_nothing(tmp_path, overlap):
+    """Requests enter and leave, and histories are renewed in between."""
+    run, _, _ = generate(tmp_path, 0, "history", overlap, where=side.DEVICE, watch=no_wait)
+    assert 0 < run.accepted < run.drafted
 
 
 @side.needs_gpu

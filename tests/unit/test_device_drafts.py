@@ -1,11 +1,13 @@
 """Drafts of SGLang's requests matched on the device: those of the host's matcher, token by token.
 
 `Generation` plays SGLang's scheduler with and without overlap, for both matchers at once, with the
-field names of its batches. The device is the CPU, where the kernel's body runs, too.
+field names of its batches. The device is the CPU, where the kernel's body runs, too;
+tests/gpu/test_suffix.py has a GPU.
 """
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -59,8 +61,17 @@ class Generation:
     """Requests that run with `host` and `device`. With `overlap` the device's side learns the
     result of a step after the next one was launched."""
 
-    def __init__(self, rng: np.random.Generator, host: Drafts, device: Drafts, overlap: bool):
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        host: Drafts,
+        device: Drafts,
+        overlap: bool,
+        where: str | torch.device = "cpu",
+        watch: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ):
         self.rng, self.host, self.device, self.overlap = rng, host, device, overlap
+        self.where, self.watch = where, watch
         self.free = list(range(1, SEATS + 1))
         self.jobs: list[Job] = []
         self.reqs: dict[str, tuple[Any, Any]] = {}
@@ -74,8 +85,9 @@ class Generation:
         if job.rid not in self.reqs:
             self.reqs[job.rid] = (self._req(job), self._req(job))
         host, device = self.reqs[job.rid]
-        self.host.forget([host])
-        self.device.forget([device])
+        size = torch.tensor([len(job.prompt) + job.done])
+        self.host.prefill(SimpleNamespace(reqs=[host]))
+        self.device.prefill(SimpleNamespace(reqs=[device], seq_lens_cpu=size))
         job.new = job.text[job.done : job.done + 1]
         job.done += 1
         host.output_ids += job.new
@@ -115,7 +127,10 @@ class Generation:
         self.jobs = [self.jobs[i] for i in self.rng.permutation(len(self.jobs))]
         jobs = list(self.jobs)
         live = [i for i, job in enumerate(jobs) if not job.is_finished]
-        there = self.device.propose(self._batch(jobs)).numpy()
+        batch = self._batch(jobs)
+        with self.watch():
+            drafts = self.device.propose(batch)
+        there = drafts.cpu().numpy()
         # The device's side may run a request that has ended; the host's side has no such step.
         found = np.zeros((len(jobs), there.shape[1] + 1), np.int64)
         taken = np.ones(len(jobs), np.int64)
@@ -175,14 +190,13 @@ class Generation:
         lengths = torch.tensor([len(job.prompt) + job.done - 1 for job in jobs])
         return SimpleNamespace(
             reqs=[self.reqs[job.rid][1] for job in jobs],
-            req_pool_indices=seats,
+            req_pool_indices=seats.to(self.where),
             req_pool_indices_cpu=seats,
-            seq_lens=lengths,
-            seq_lens_cpu=lengths,
+            seq_lens=lengths.to(self.where),
             req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(SEATS + 1, 1)),
             spec_info=SimpleNamespace(
-                accept_tokens=torch.from_numpy(tokens.flatten()),
-                accept_lens=torch.tensor([len(job.new) for job in jobs], dtype=torch.int32),
+                accept_tokens=torch.from_numpy(tokens.flatten()).to(self.where),
+                accept_lens=torch.tensor([len(job.new) for job in jobs]).int().to(self.where),
             ),
         )
 
@@ -207,6 +221,9 @@ def generate(
     kind: Any,
     overlap: bool,
     lengths: list[int] | None = None,
+    *,
+    where: str | torch.device = "cpu",
+    watch: Callable[[], AbstractContextManager[Any]] = nullcontext,
     **options: Any,
 ) -> tuple[Generation, dict[str, Any], dict[str, Any]]:
     """Run 24 requests to their ends, in two epochs, with renewed histories in between."""
@@ -221,8 +238,8 @@ def generate(
         if name == "host":
             sides.append(HostDrafts(kind, settings, **shared))
         else:
-            sides.append(DeviceDrafts(kind, settings, max_tokens=200, device="cpu", **shared))
-    run = Generation(rng, *sides, overlap)
+            sides.append(DeviceDrafts(kind, settings, max_tokens=200, device=where, **shared))
+    run = Generation(rng, *sides, overlap, where, watch)
     if lengths is not None:  # the gate's choices; it would decide by measured seconds
         for side in sides:
             steps = iter(lengths * 1000)

@@ -57,6 +57,8 @@ class DeviceDrafts(Drafts):
         self._had_histories = False
         self._open: dict[str, tuple[int, int]] = {}
         """Handle and prompt key of each open request."""
+        self._prefilled: dict[str, int] = {}
+        """Number of prefilled tokens of each request that has not decoded since."""
         self._table: Tensor | None = None
         """[S, 2] int64, on the device: handle, and maximum number of tokens with the prompt."""
 
@@ -91,10 +93,12 @@ class DeviceDrafts(Drafts):
         self._counters.add(draft_s=time.monotonic() - begin)
         return drafts
 
-    def forget(self, reqs: Sequence[Any]) -> None:
-        """Forget these requests, which are prefilled, some of them again. The next `propose` reads
-        their tokens from the start."""
-        self._leave([req.rid for req in reqs if req.rid in self._open])
+    def prefill(self, batch: Any) -> None:
+        """Forget the requests of a batch, which is prefilled, some of them again. The next
+        `propose` reads their tokens from the start."""
+        self._leave([req.rid for req in batch.reqs if req.rid in self._open])
+        rids = (req.rid for req in batch.reqs)
+        self._prefilled.update(zip(rids, batch.seq_lens_cpu.tolist(), strict=True))
 
     def close(self) -> None:
         """Stop the thread that indexes histories."""
@@ -125,14 +129,15 @@ class DeviceDrafts(Drafts):
 
     def _follow(self, batch: Any) -> None:
         """Close requests that no longer run, and open new ones. A new request begins with the
-        tokens in SGLang's cache: all but the last one, which `batch.spec_info` has."""
+        tokens of its prefill. `batch.spec_info` has the one that followed."""
         here = {req.rid for req in batch.reqs}
         self._leave([rid for rid in self._open if rid not in here])
         new = [i for i, req in enumerate(batch.reqs) if req.rid not in self._open]
         if not new:
             return
         reqs = [batch.reqs[i] for i in new]
-        texts = [_tokens(r, n) for r, n in zip(reqs, batch.seq_lens_cpu[new].tolist(), strict=True)]
+        texts = [_tokens(req, self._prefilled[req.rid]) for req in reqs]
+        self._prefilled.clear()
         keys = [req.sampling_params.custom_params[PROMPT_KEY] for req in reqs]
         handles = self._forest.open(np.array(keys, np.int64))
         self._open.update(
@@ -155,7 +160,7 @@ def _tokens(req: Any, count: int) -> np.ndarray:
     """Return the first `count` tokens of a request, its prompt first."""
     parts = [np.asarray(x, np.int32) for x in (req.origin_input_ids, req.output_ids)]
     found = np.concatenate(parts)[:count]
-    assert len(found) == count, f"{req.rid}: {len(found)} tokens, but {count} are in the cache"
+    assert len(found) == count, f"{req.rid}: {len(found)} tokens, but {count} were prefilled"
     return found
 
 

@@ -60,9 +60,9 @@ class Drafts:
         """Return drafts [N, L] int32 for a decode batch, padded with -1."""
         raise NotImplementedError
 
-    def forget(self, reqs: Sequence[Any]) -> None:
-        """Forget these requests, which are prefilled, some of them again. The next `propose` reads
-        their tokens from the start."""
+    def prefill(self, batch: Any) -> None:
+        """Forget the requests of a batch, which is prefilled, some of them again. The next
+        `propose` reads their tokens from the start."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -171,10 +171,10 @@ class HostDrafts(Drafts):
         self._steps.append(Step(begin, length, torch.tensor(int((out >= 0).sum()))))
         return torch.from_numpy(out)
 
-    def forget(self, reqs: Sequence[Any]) -> None:
-        """Forget these requests, which are prefilled, some of them again. The next `propose` reads
-        their tokens from the start."""
-        self._leave([req.rid for req in reqs if req.rid in self._rows])
+    def prefill(self, batch: Any) -> None:
+        """Forget the requests of a batch, which is prefilled, some of them again. The next
+        `propose` reads their tokens from the start."""
+        self._leave([req.rid for req in batch.reqs if req.rid in self._rows])
 
     def close(self) -> None:
         """Stop the thread that indexes histories."""

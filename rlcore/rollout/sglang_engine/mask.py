@@ -12,7 +12,7 @@ def chain_mask(lengths: Tensor, width: int, total: int) -> Tensor:
     Args:
         lengths: [N] number of cached tokens per request, on the device of the mask.
         width: W, number of tokens in the step: the last token and its draft.
-        total: sum of `lengths`.
+        total: sum of `lengths`, or more.
     """
     device = lengths.device
     sizes = (lengths + width) * width

@@ -71,6 +71,8 @@ def _draft() -> None:
     from rlcore.rollout.sglang_engine import worker
 
     setattr(Scheduler, REMEMBER, worker.remember)
+    lengths = "sglang.srt.managers.overlap_utils.decide_needs_cpu_seq_lens"
+    hooks.register(lengths, worker.needs_host_lengths, HookType.AROUND)
     if is_cpu():
         from rlcore.rollout.sglang_engine import attention
 

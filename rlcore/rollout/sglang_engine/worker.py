@@ -22,13 +22,14 @@ Letters: N requests, W width of a step, L maximum draft length of a step.
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
@@ -110,7 +111,7 @@ class DraftWorker(BaseSpecWorker):
         if self._widths is not None:
             self._widths.use(self._width)
         if self._drafts is not None:
-            self._drafts.forget(batch.reqs)
+            self._drafts.prefill(batch)
         result = self.target_worker.forward_batch_generation(batch)
         counts = torch.ones_like(batch.seq_lens, dtype=torch.int32)
         return self._relay(
@@ -144,7 +145,7 @@ class DraftWorker(BaseSpecWorker):
         batch.out_cache_loc = table[batch.req_pool_indices[:, None], positions].long().flatten()
         mask = None  # on a CPU, `attention.py` makes its own mask
         if not self._is_cpu:
-            mask = chain_mask(batch.seq_lens, width, int(batch.seq_lens_cpu.sum()))
+            mask = chain_mask(batch.seq_lens, width, self._most_tokens(batch))
         batch.spec_info = NgramVerifyInput(
             draft_token=batch.input_ids,
             custom_mask=mask,
@@ -187,6 +188,13 @@ class DraftWorker(BaseSpecWorker):
         )
         return result
 
+    def _most_tokens(self, batch: Any) -> int:
+        """Return the number of tokens in the cache, or a bound if the host does not know it yet."""
+        if batch.seq_lens_cpu is not None:
+            return int(batch.seq_lens_cpu.sum())
+        known = sum(len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs)
+        return known + self._width * len(batch.reqs)  # of the step that runs
+
     def _propose(self, batch: Any) -> Tensor:
         """Return drafts [N, L] int32, padded with -1, on the batch's device, the same on all
         ranks."""
@@ -203,6 +211,15 @@ class DraftWorker(BaseSpecWorker):
             shape = len(batch.reqs), int(length)
             drafts = torch.empty(shape, dtype=torch.int32, device=batch.device)
         return self._group.broadcast(drafts, src=0) if drafts.numel() else drafts
+
+
+def needs_host_lengths(original: Callable[..., bool], backends: Sequence[Any]) -> bool:
+    """Wrap SGLang's `decide_needs_cpu_seq_lens`, which always returns true for an algorithm like
+    NGRAM: with lengths on the host, every step waits for the last one. Our steps do not need
+    them."""
+    if get_exec().overlap.enable_two_batch_overlap:
+        return original(backends)
+    return any(getattr(b, "needs_cpu_seq_lens", True) for b in backends if b is not None)
 
 
 def remember(scheduler: Any, path: str) -> None:
