@@ -240,9 +240,9 @@ class DraftConfig:
     """Whether to measure decode steps and allow drafts of the length that gives most tokens per
     second, or none. Otherwise drafts are always on."""
     matcher: Literal["auto", "device", "host"] = "auto"
-    """Where SGLang matches texts; drafts are the same. `device`: the engine's device, so that no
-    step waits for the host, and SGLang's overlapped scheduler stays on; needs memory. `host`: the
-    CPU, without overlap. `auto`: `device` on a GPU with rlcore's kernels, else `host`."""
+    """Where SGLang matches texts; drafts are the same. `device`: the engine's device, whose memory
+    then holds histories; on a GPU SGLang's overlapped scheduler stays on. `host`: the CPU, without
+    overlap. `auto`: `device` on a GPU with rlcore's kernels, else `host`."""
     history_epochs: Annotated[int, above(0)] = 3
     """Number of past epochs used as draft source (paper: 1)."""
     max_history_tokens: Annotated[int, above(0)] = 64_000_000

@@ -14,6 +14,7 @@ from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.protocols import Engine
 from rlcore.rollout.child import ChildEngine
+from rlcore.rollout.histospec import history_of
 from rlcore.rollout.sglang_engine import engine as sglang_engine
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.channel import make_channel
@@ -28,6 +29,7 @@ from tests.contracts.engine_contract import (
     run,
     weights,
 )
+from tests.contracts.test_sglang_drafts import finish
 from tests.gpu.test_push import distance
 
 DEVICE = torch.device("cuda", 0)
@@ -52,7 +54,12 @@ def build(config: dict[str, Any], *, overlap: bool = False, **options: Any) -> E
 
 
 DRAFTS: dict[str, Any] = {"draft": "ngram", "draft_width": 4}
-DEVICE_DRAFTS = DRAFTS | {"draft_matcher": "device", "draft_settings": {"adaptive": False}}
+STEADY = {"adaptive": False, "wait": True}
+DEVICE_DRAFTS = DRAFTS | {
+    "draft": "history",
+    "draft_matcher": "device",
+    "draft_settings": STEADY,
+}
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
     "drafts": DRAFTS,
@@ -98,6 +105,22 @@ def test_it_samples_what_the_torch_engine_does_on_a_cpu(engine: Engine, channel:
     todo += requests(2, tag="few", top_k=5) + requests(2, tag="most", top_p=0.8)
     lab = Lab(make=TorchEngine, exact=False, tolerance=1e-5)
     assert_same(lab, run(engine, todo), run(other, todo), todo)
+
+
+def test_drafts_from_histories_are_accepted_and_change_no_sample(
+    engine: Engine, channel: Any, request: pytest.FixtureRequest
+) -> None:
+    if "draft_matcher" not in ENGINES[request.node.callspec.params["engine"]]:
+        pytest.skip("no matcher on the device")
+    channel.update_weights(Fixed(), engine, 1)
+    other = TorchEngine(HF, **(OPTIONS | {"device": "cpu"}))
+    load_weights(other, weights(HF, 0).items(), 1)
+    todo = requests(6, group=2, tag="drafted")
+    want = run(other, todo)
+    histories = [history_of(s.id, s.prompt, s.tokens, 1.0) for s in want.values()]
+    got, sums = finish(engine, todo, histories)
+    assert_same(Lab(make=TorchEngine, exact=False, tolerance=1e-5), got, want, todo)
+    assert sums["accepted_tokens"] > 0.5 * sums["gained"]
 
 
 def test_a_round_of_sleep_and_wake_brings_the_learners_weights(

@@ -15,6 +15,12 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("drafts", ["plain", pytest.param("drafts", marks=pytest.mark.slow)])
-def test_sglang_takes_weights_and_samples_on_the_device(drafts: str) -> None:
-    assert "2 passed" in run_pytest("-k", drafts, "tests/pretend/sglang_checks.py")
+@pytest.mark.parametrize(
+    "case",
+    ["plain", *(pytest.param(x, marks=pytest.mark.slow) for x in ("drafts", "matched"))]
+    + ["overlapped"],
+)
+def test_sglang_takes_weights_and_samples_on_the_device(case: str) -> None:
+    count = 3 if case in ("matched", "overlapped") else 2
+    said = run_pytest("-k", f"[{case}]", "tests/pretend/sglang_checks.py")
+    assert f"{count} passed" in said

@@ -175,8 +175,8 @@ class SGLangEngine(InProcess):
       without overlap.
     - With `draft`, decode steps verify guesses of the next tokens (`worker.py`). In a step, a
       request has at most `draft_width` tokens: its last token and the draft. `draft_settings` are
-      the fields of `DraftSettings`. With `draft_matcher` host, SGLang's overlapped scheduler is
-      off; with device, drafts are made on the engine's device.
+      the fields of `DraftSettings`. With `draft_matcher` device, drafts are made on the engine's
+      device; with host, on the CPU, which turns SGLang's overlapped scheduler off.
 
     Each of `shares` processes makes one of these engines, which starts its share of the `tp` ranks.
     All of them are on one node. Share 0 leads.
