@@ -320,6 +320,9 @@ class TrainConfig:
     offload: bool = False
     """Whether engine and learner take turns on the device: the learner moves to host memory during
     rollout, and the engine sleeps during training. On the CPU only the gradients are released."""
+    offload_optimizer: bool = False
+    """Whether main parameters and Adam's moments stay in host memory. Each step moves them through
+    the GPU in chunks; the weights are the same, to the last bit."""
     deterministic: bool = False
     """Whether a GPU adds up gradients in a fixed order, so that a run or a resumed one repeats bit
     by bit; 20 % slower for sequences of mixed lengths. A CPU always does."""

@@ -40,6 +40,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlcore.mcore.adam import MOMENTS, HostAdamW, main_parameters
 from rlcore.mcore.boxes import Box, boxes
 from rlcore.protocols import WrittenFiles
 from rlcore.utils import disk
@@ -54,7 +55,6 @@ READERS = 4
 """Number of tensors that a rank reads concurrently."""
 FILE_BYTES = 512 * 2**20
 """Maximum size of a file of several tensors. Host memory holds a file twice while writing."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _ALIGN = 16
 
 
@@ -241,7 +241,10 @@ def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm")
     _read(_pieces(models, optimizer), path)
     _set_step(optimizer, step)
     for part in optimizer.chained_optimizers:
-        if hasattr(part, "_copy_main_params_to_model_params"):
+        inner = getattr(part, "optimizer", None)
+        if isinstance(inner, HostAdamW):
+            inner.copy_to_weights()
+        elif hasattr(part, "_copy_main_params_to_model_params"):
             part._copy_main_params_to_model_params()
     if any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers):
         for model in models:
@@ -335,23 +338,24 @@ def _states(optimizer: Any) -> Iterator[tuple[Tensor, int, dict[str, Tensor], bo
             for param, (group, order) in part.model_param_group_index_map.items():
                 main = part.optimizer.param_groups[group]["params"][order]
                 first = part._get_model_param_range_map(param)["param"].start
-                yield param, first, _kinds(part.optimizer, main), True
+                for start, tensors in _kinds(part.optimizer, main):
+                    yield param, first + start, tensors, True
             continue
-        model_params = {id(main): param for param, main in _mains(part)}
+        model_params = {id(main): param for main, param in main_parameters(part)}
         for group in part.optimizer.param_groups:
             for main in group["params"]:
-                yield model_params.get(id(main), main), 0, _kinds(part.optimizer, main), False
+                for start, tensors in _kinds(part.optimizer, main):
+                    yield model_params.get(id(main), main), start, tensors, False
 
 
-def _mains(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the bfloat16 parameters of an optimizer with their float32 main parameters."""
-    pairs = getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", [])
-    for params, mains in zip(*pairs, strict=True):
-        yield from zip(params, mains, strict=True)
-
-
-def _kinds(inner: torch.optim.Optimizer, main: Tensor) -> dict[str, Tensor]:
-    return {"param": main, **{kind: inner.state[main][kind] for kind in MOMENTS}}
+def _kinds(
+    inner: torch.optim.Optimizer | HostAdamW, main: Tensor
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield the parts of a main parameter: index of the first value, and tensors by kind."""
+    if isinstance(inner, HostAdamW):
+        yield from inner.host_slices(main)
+    else:
+        yield 0, {"param": main, **{kind: inner.state[main][kind] for kind in MOMENTS}}
 
 
 def _size(tensors: dict[str, Tensor]) -> int:
@@ -559,7 +563,7 @@ def _set_step(optimizer: Any, step: int) -> None:
                 for p in group["params"]:
                     if p in inner.state:
                         inner.state[p]["step"] = _step_of(p, group, step)
-            elif step:
+            elif step or "step" in group:
                 group["step"] = step
 
 

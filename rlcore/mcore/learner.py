@@ -35,7 +35,7 @@ from rlcore.algos import sequence
 from rlcore.config.schema import ClusterConfig, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
-from rlcore.mcore import bridge, checkpoint, compat, flash, inputs, parallel
+from rlcore.mcore import adam, bridge, checkpoint, compat, flash, inputs, parallel
 from rlcore.mcore.build import Head, build, dtype_of
 from rlcore.mcore.check import check
 from rlcore.mcore.head import LateHead
@@ -199,6 +199,9 @@ class MegatronLearner:
         made = get_megatron_optimizer(settings, self._models)
         if self.device.type == "cuda":
             patch_norm()
+        for part in made.chained_optimizers:
+            if train.offload_optimizer and part.optimizer is not None:
+                adam.replace_inner(part)
         for part in made.chained_optimizers if self.device.type == "cuda" else ():
             if isinstance(part.optimizer, torch.optim.AdamW):  # neither TE's nor Apex'
                 for group in part.optimizer.param_groups:
@@ -211,6 +214,7 @@ class MegatronLearner:
         train, lm = self._train, self.head == "lm"
         text += f", layers {' + '.join(map(str, train.pp_layers))}" if train.pp_layers else ""
         text += ", distributed optimizer" if train.distributed_optimizer else ""
+        text += ", optimizer states in host memory" if train.offload_optimizer else ""
         text += ", fused policy loss" if lm and train.fused_loss else ""
         chunk = train.head_chunk_tokens if lm else 0
         return text + (f", output layer in chunks of {chunk} tokens" if chunk else "")

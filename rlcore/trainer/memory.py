@@ -12,7 +12,7 @@ With --train.offload the phases hold (+: in addition to load_learner):
     load_learner     learner: weights, gradients, optimizer; the engine sleeps
     old_log_prob     + reference weights, one layer's activations, logits
     update_actor     + activations, logits
-    optimizer_step   as load_learner: Adam works in place
+    optimizer_step   as load_learner: Adam works in place; --train.offload_optimizer + chunks
     update_weights   learner: weights alone; engine: weights; buckets. Then the learner is offloaded
                      and the cache is allocated
     save_checkpoint  learner: weights, optimizer; engine: weights
@@ -33,6 +33,7 @@ from rlcore.config import rules
 from rlcore.config.schema import Config, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import layer_shapes, num_parameters
+from rlcore.mcore.adam import CHUNK_BYTES, UNDER_WAY
 from rlcore.mcore.layout import ParallelLayout, layout_of
 from rlcore.ops.suffix_device import stream_bytes
 from rlcore.protocols import PARTS, Learner, Part
@@ -161,15 +162,34 @@ def state_bytes(
     """Return the bytes of the training state on this rank after its first step."""
     dense, experts = parameters(hf, layout, head)
     size = ITEMSIZE[model.dtype]
-    # Adam keeps two moments per parameter; a bfloat16 model also keeps float32 main parameters.
-    states = 12 if size == 2 else 2 * size
-    owners = layout.dp * layout.cp if train.distributed_optimizer else 1
-    expert_owners = layout.edp if train.distributed_optimizer else 1
+    kept = sum(optimizer_bytes(hf, model, train, layout, head))
     return {
         "weights": size * (dense + experts),
-        "optimizer": states * (dense // owners + experts // expert_owners),
+        "optimizer": 0 if train.offload_optimizer else kept,
         "gradients": max(size, 4) * (dense + experts),
     }
+
+
+def optimizer_bytes(
+    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: ParallelLayout, head: str = "lm"
+) -> tuple[int, int]:
+    """Return the bytes of the main parameters that are not the weights, and of both moments, that
+    the optimizer of this rank keeps on the device or in host memory."""
+    dense, experts = parameters(hf, layout, head)
+    owners = layout.dp * layout.cp if train.distributed_optimizer else 1
+    expert_owners = layout.edp if train.distributed_optimizer else 1
+    owned = dense // owners + experts // expert_owners
+    size = ITEMSIZE[model.dtype]
+    # A bfloat16 model keeps float32 main parameters.
+    return (4 if size == 2 else 0) * owned, 2 * max(size, 4) * owned
+
+
+def chunk_bytes(kept: tuple[int, int]) -> int:
+    """Return the bytes on the device of a step through states in host memory (mcore/adam.py).
+    `kept`: bytes of main parameters and of both moments."""
+    main, moments = kept
+    kinds = 2 + bool(main)
+    return min(kinds * UNDER_WAY * CHUNK_BYTES, main + moments)
 
 
 def copied_bytes(hf: HFConfig, model: ModelConfig, layout: ParallelLayout, head: str) -> int:
@@ -351,9 +371,13 @@ def make(
     """
     train = cfg.train
     tokens = -(-max(train.tokens_per_micro_batch, longest(cfg, hf)) // train.cp)
-    states = {"learner": state_bytes(hf, cfg.model, train, layout)}
+    heads = {"learner": "lm"}
     if algos.estimator(algos.module(cfg.select.algo), cfg.algo) == "gae":
-        states["critic"] = state_bytes(hf, cfg.model, train, layout, head="value")
+        heads["critic"] = "value"
+    states = {n: state_bytes(hf, cfg.model, train, layout, head) for n, head in heads.items()}
+    optimizers = {
+        n: optimizer_bytes(hf, cfg.model, train, layout, head) for n, head in heads.items()
+    }
 
     # Parts that an offload leaves on the device: on the CPU, all parts but the gradients.
     stay: set[Part] = set() if cuda else {"weights", "optimizer"}
@@ -367,7 +391,7 @@ def make(
             Item(f"{name} {part}", state[part])
             for name, state in states.items()
             for part in ("weights", "gradients", "optimizer")
-            if part in present[name]
+            if part in present[name] and state[part]
         ]
 
     grows = cfg.rollout.engine == "torch"  # SGLang allocates the whole KV cache when it wakes.
@@ -403,11 +427,12 @@ def make(
     ahead = [forward]
     if cfg.algo.needs_reference and cuda:
         ahead.append(Item("reference weights", states["learner"]["weights"], comes_later=True))
-    moments = 3 if cfg.model.dtype == "bfloat16" else 2
-    last = "value" if "critic" in states else "lm"  # the head of the model that is built last
+    last = [*heads.values()][-1]  # the head of the model that is built last
     copy = copied_bytes(hf, cfg.model, layout, last) if train.distributed_optimizer else 0
+    mains = {name: main for name, (main, _) in optimizers.items()}
+    chunks = max(map(chunk_bytes, optimizers.values())) if train.offload_optimizer else 0
     phases = {
-        "build": [*_build(states, copy, moments), *engine()],
+        "build": [*_build(states, copy, mains, train.offload_optimizer), *engine()],
         "gen": [
             *learners(()),
             *engine(weights, cache),
@@ -417,7 +442,7 @@ def make(
         "load_learner": [*learners(PARTS), *engine()],
         "old_log_prob": [*learners(PARTS), *engine(), *ahead],
         "update_actor": [*learners(PARTS), *engine(), *kept, back],
-        "optimizer_step": [*learners(PARTS), *engine()],
+        "optimizer_step": [*learners(PARTS), *engine(), *later("optimizer chunks", chunks)],
         "update_weights": [
             *learners(["weights"], ["learner"]),
             *engine(weights),
@@ -432,37 +457,48 @@ def make(
             name: sum(i.num_bytes for i in items if i.part.split()[0] in states)
             for name, items in phases.items()
         },
-        host=(*_host(cfg, hf, states, cuda), *beside.host),
+        host=(*_host(cfg, hf, states, optimizers, cuda), *beside.host),
         problems=tuple(_problems(cfg, hf, cache.num_bytes, gpu_bytes)) if has_engine else (),
     )
 
 
-def _build(states: dict[str, dict[Part, int]], copy: int, kinds: int) -> list[Item]:
-    """Return the items at the peak of building learner and critic, one after the other. `kinds`:
-    number of values that the optimizer keeps per parameter.
+def _build(
+    states: dict[str, dict[Part, int]], copy: int, mains: dict[str, int], offloaded: bool
+) -> list[Item]:
+    """Return the items at the peak of building learner and critic, one after the other. `mains`:
+    bytes of main parameters that are not the weights; `offloaded`: whether they leave the device.
 
     Megatron copies weights into flat buffers for its distributed optimizer, `copy` bytes beside all
-    gradients. The optimizer begins with the main parameters, if the weights are not themselves the
-    main parameters.
+    gradients. The optimizer begins with the main parameters.
     """
     items = []
     for name, state in states.items():
-        main = state["optimizer"] // kinds if kinds > 2 else 0
         items += [Item(f"{name} {part}", state[part]) for part in ("weights", "gradients")]
-        items.append(Item(f"{name} optimizer", main))
-    if copy > main:  # the last model's main parameters are made after its copy is freed
+        items.append(Item(f"{name} optimizer", 0 if offloaded else mains[name]))
+    last = [*mains.values()][-1]
+    if copy > last:  # the last model's main parameters are made after its copy is freed
         items[-1] = Item("copy of weights", copy, comes_later=True)
+    elif offloaded:
+        items[-1] = Item("main parameters", last, comes_later=True)
     return [item for item in items if item.num_bytes]
 
 
-def _host(cfg: Config, hf: HFConfig, states: dict[str, dict[Part, int]], cuda: bool) -> list[Item]:
+def _host(
+    cfg: Config,
+    hf: HFConfig,
+    states: dict[str, dict[Part, int]],
+    optimizers: dict[str, tuple[int, int]],
+    cuda: bool,
+) -> list[Item]:
     items = []
+    if cfg.train.offload_optimizer:
+        items += [Item(f"{name} optimizer", sum(kept)) for name, kept in optimizers.items()]
     if cfg.train.offload and cuda:
         for name, state in states.items():
             items.append(Item(f"{name} parked", state["weights"] + state["optimizer"]))
     if cfg.algo.needs_reference:
         items.append(Item("reference weights", states["learner"]["weights"]))
-    saved = [state["optimizer"] for state in states.values()]
+    saved = [sum(kept) for kept in optimizers.values()]
     if cfg.model.dtype != "bfloat16":  # the weights are saved as the main parameters
         saved = [size + size // 2 for size in saved]
     files = min(CHECKPOINT_BYTES, 2 * max(saved))

@@ -132,7 +132,11 @@ def test_host_room_that_is_reused_before_a_sync_is_found() -> None:
     torch.cuda.synchronize()
     back = torch.empty_like(first)
     room.read([back])
-    room.write([first + 1])  # the copy of `read` may still run
+    room.write([first + 1])  # on the same stream, after the copy of `read`
+    torch.cuda.synchronize()
+    room.read([back])
+    with torch.cuda.stream(torch.cuda.Stream()):
+        room.write([first + 2])  # the copy of `read` may still run
     with pytest.raises(RuntimeError, match="overwritten before its copy"):
         torch.cuda.synchronize()
 

@@ -354,6 +354,7 @@ inline Tensor& copy(Tensor& to, const Tensor& from, bool non_blocking) {
   if (to_device) finish_ordered_copies(from, stream);
   const Tensor source = to_device ? from : on_cpu(from);
   if (to_host && non_blocking && is_pinned(to.storage().data())) {
+    end_ordered_copies(to, stream);
     Tensor contents = at::empty_like(to, to.options().pinned_memory(false)).copy_(source);
     if (to.is_non_overlapping_and_dense())
       std::memset(to.mutable_data_ptr(), 0xFF, to.nbytes());  // until the copy is waited for

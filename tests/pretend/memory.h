@@ -226,6 +226,18 @@ inline void finish_copies() {
   }
 }
 
+// End copies to the device that a later copy to the same host memory waits for on its stream.
+inline void end_ordered_copies(const Tensor& host, StreamId stream) {
+  std::lock_guard guard(lock);
+  auto end = [](const Tensor& t) { return static_cast<char*>(t.data_ptr()) + t.nbytes(); };
+  std::erase_if(copies, [&](const Copy& c) {
+    return !c.to_host && has_seen(clocks[stream], c.stream, c.time) &&
+           c.host.data_ptr() < end(host) && host.data_ptr() < end(c.host) &&
+           !std::memcmp(c.host.contiguous().const_data_ptr(), c.contents.const_data_ptr(),
+                        c.contents.nbytes());
+  });
+}
+
 // Let a copy to the device see what earlier copies on its stream have brought to host memory.
 inline void finish_ordered_copies(const Tensor& host, StreamId stream) {
   std::lock_guard guard(lock);

@@ -49,6 +49,10 @@ def test_large_tensors_have_sizes_alone_in_the_mode_for_it() -> None:
     assert "skipped" not in run_pytest("tests/pretend/sizes_checks.py", mode="sizes")
 
 
+def test_states_and_activations_in_host_memory_change_no_bit() -> None:
+    assert "skipped" not in run_pytest("tests/gpu/test_offload.py")
+
+
 @pytest.mark.slow  # tools/gpu_check.sh runs a part of them
 @pytest.mark.native
 def test_native_kernels_have_their_wrappers_on_the_device() -> None:

@@ -14,6 +14,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "grpo_14b, last stage": {"rank": -1},
     "grpo_32b": {},
+    "grpo_32b, offloaded": {"keys": ("--train.offload_optimizer",)},
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "grpo_30b_a3b of 2 layers": {
@@ -31,7 +32,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "grpo_30b_a3b": {"computed": 1_200_000},
 }
 CASES |= OTHERS
-PARTS = ("learner", "critic", "copy", "activations", "running", "logits", "reference")
+PARTS = (
+    *("learner", "critic", "copy", "main", "optimizer"),
+    *("activations", "running", "logits", "reference"),
+)
 """First words of the parts that learner and critic allocate."""
 
 

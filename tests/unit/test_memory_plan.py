@@ -104,6 +104,37 @@ def test_bfloat16_takes_eighteen_bytes_a_parameter_and_owners_share_the_twelve()
         assert found == {"weights": 2 * count, "gradients": 4 * count, "optimizer": states}
 
 
+@pytest.mark.parametrize("dtype, kinds, size", [("bfloat16", 3, 4), ("float32", 2, 4)])
+def test_an_offloaded_optimizer_is_in_host_memory_and_three_chunks_on_the_gpu(
+    dtype: str, kinds: int, size: int
+) -> None:
+    for vocab, layers in ((10, 4), (16_000_000, 4)):
+        keys = "--train.offload_optimizer", "--train.offload", "--model.dtype", dtype
+        sizes = SMALL | {"vocab_size": vocab, "num_hidden_layers": layers, "hidden_size": 64}
+        found = plan(*keys, **sizes)
+        count, _ = memory.parameters(small(**sizes), layout_of(TrainConfig(), 8, 0))
+        kept = kinds * size * (count // 8)
+        host = {i.part: i.num_bytes for i in found.host}
+        assert host["learner optimizer"] == kept
+        assert host["learner parked"] == memory.ITEMSIZE[dtype] * count  # weights alone
+        assert size_of(found, "optimizer_step", "optimizer chunks") == min(
+            kept, kinds * 3 * 64 * 2**20
+        )
+        assert not any("learner optimizer" in parts(found, phase) for phase in found.phases)
+    assert kept > kinds * 3 * 64 * 2**20  # the larger model needs all chunks
+    plain = plan("--train.offload", "--model.dtype", dtype, **sizes)
+    assert size_of(plain, "update_actor", "learner optimizer") == kept
+
+
+def test_main_parameters_that_leave_the_gpu_are_there_once_they_are_made() -> None:
+    keys = "--train.offload_optimizer", "--train.no_distributed_optimizer"
+    count, _ = memory.parameters(small(), layout_of(TrainConfig(), 8, 0))
+    assert building(*keys, **SMALL)["main parameters"] == 4 * count
+    critic = building(*keys, "--algo.adv_estimator", "gae", **SMALL)
+    other, _ = memory.parameters(small(), layout_of(TrainConfig(), 8, 0), head="value")
+    assert critic["main parameters"] == 4 * other and "learner optimizer" not in critic
+
+
 def test_experts_are_shared_by_their_copies_alone() -> None:
     hf = HFConfig.from_dict(kit.tiny_config("qwen3_moe"))
     alone, together = (
@@ -119,9 +150,12 @@ def test_experts_are_shared_by_their_copies_alone() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3_moe"])
 def test_megatron_holds_what_is_planned(arch: str, dtype: str) -> None:
-    held, planned = ranks.held_and_planned(0, arch=arch, layouts=[{}], dtype=dtype)[0]
-    for part, count in planned.items():
-        assert 0.97 * count <= held[part] <= 1.02 * count, part
+    layouts: list[dict[str, Any]] = [{}, {"offload_optimizer": True}]
+    found = ranks.held_and_planned(0, arch=arch, layouts=layouts, dtype=dtype)
+    for held, planned in found:
+        for part, count in planned.items():
+            assert 0.97 * count <= held[part] <= 1.02 * count, part
+    assert found[0][1]["optimizer"] > found[1][1]["optimizer"] == 0
 
 
 # ---- the phases
