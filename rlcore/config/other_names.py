@@ -96,6 +96,7 @@ VERL = {
     "data.train_batch_size": "data.prompts_per_step",
     "data.train_files": "data.train",
     "data.val_files": "data.val",
+    "model.enable_activation_offload": "train.offload_activations",
     "model.path": "model.path",
     "rollout.gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "rollout.max_num_seqs": "rollout.max_running_requests",

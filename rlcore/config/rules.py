@@ -714,6 +714,11 @@ def _train(cfg: Config) -> list[str]:
     t, out = cfg.train, []
     if t.min_lr > t.lr:
         out.append(f"--train.min_lr {t.min_lr}: must not be above train.lr {t.lr}")
+    if t.offload_activations and t.recompute != "full":
+        out.append(
+            f"--train.offload_activations: needs train.recompute full, not {t.recompute}, under "
+            "which activations would take longer to copy than to recompute"
+        )
     if t.fused_loss:
         out += fused.problems(cfg.select.algo, cfg.algo)
     if cfg.rollout.process == "inline" and cfg.train.tp * cfg.train.pp > 1:

@@ -320,6 +320,9 @@ class TrainConfig:
     offload: bool = False
     """Whether engine and learner take turns on the device: the learner moves to host memory during
     rollout, and the engine sleeps during training. On the CPU only the gradients are released."""
+    offload_activations: bool = False
+    """Whether the inputs of layers go to host memory in forward and come back in backward; only
+    with train.recompute full. The gradients are the same, to the last bit."""
     offload_optimizer: bool = False
     """Whether main parameters and Adam's moments stay in host memory. Each step moves them through
     the GPU in chunks; the weights are the same, to the last bit."""

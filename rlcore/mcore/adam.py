@@ -86,6 +86,8 @@ class HostAdamW:
         everything = [(group, main) for group in groups for main in group["params"]]
         self.state: dict[Tensor, dict[str, Any]] = {main: {"slices": []} for _, main in everything}
         self._weights = dict(weights)
+        self.copied_bytes = 0
+        """Bytes copied to host memory so far."""
         assert len(self._weights) in (0, len(everything)), "main parameters of some weights only"
         self._stepped: Event = None
         self._device = everything[0][1].device
@@ -150,6 +152,7 @@ class HostAdamW:
             lane.is_free = self._down.run(partial(_copy, chunk.kept, here), self._down.now())
         for lane in lanes:
             wait(lane.is_free)
+        self.copied_bytes += self.host_bytes
         self._stepped = self._down.now()
 
     def _like(self, kept: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from rlcore.mcore import adam, bridge, checkpoint, compat, flash, inputs, parall
 from rlcore.mcore.build import Head, build, dtype_of
 from rlcore.mcore.check import check
 from rlcore.mcore.head import LateHead
+from rlcore.mcore.layer_inputs import LayerInputs
 from rlcore.mcore.layout import model_parallel_groups
 from rlcore.mcore.memory import Parked, identity
 from rlcore.mcore.microbatch import Cut, Cutter, MicroBatch, rounded_count
@@ -136,6 +137,9 @@ class MegatronLearner:
         self._late = None
         if train.head_chunk_tokens and self.layout.is_last_stage and whole:
             self._late = LateHead(chunks[-1])
+        self._layer_inputs = LayerInputs(self.device)
+        for chunk in chunks if train.offload_activations else ():
+            self._layer_inputs.attach(chunk.decoder)
         self._models = [self._wrapped(chunk, dtype_of(model)) for chunk in chunks]
         self._optimizer = self._make_optimizer(dtype_of(model))
         self._reference = ReferenceModel(self._parameters()) if keep_reference else None
@@ -157,6 +161,7 @@ class MegatronLearner:
         """Kinds of batches for which fused and torch policy loss were compared and agreed. True:
         batches without old log-probs. False: batches with old log-probs."""
         self._accumulated = False
+        self._copied_bytes = 0
         self._has_told = False
         self._parts: dict[Part, Parked] = {
             "weights": Parked(lambda: (p.data for p in self._parameters())),
@@ -215,6 +220,7 @@ class MegatronLearner:
         text += f", layers {' + '.join(map(str, train.pp_layers))}" if train.pp_layers else ""
         text += ", distributed optimizer" if train.distributed_optimizer else ""
         text += ", optimizer states in host memory" if train.offload_optimizer else ""
+        text += ", layer inputs in host memory" if train.offload_activations else ""
         text += ", fused policy loss" if lm and train.fused_loss else ""
         chunk = train.head_chunk_tokens if lm else 0
         return text + (f", output layer in chunks of {chunk} tokens" if chunk else "")
@@ -323,11 +329,25 @@ class MegatronLearner:
             )
         self._accumulated = False
         self._kept.zero_()
-        return metrics | {
-            f"{self._role}/grad_norm": norm,
-            f"{self._role}/lr": rate,
-            f"{self._role}/skipped": 0.0 if finite else 1.0,
-        }
+        return (
+            metrics
+            | {
+                f"{self._role}/grad_norm": norm,
+                f"{self._role}/lr": rate,
+                f"{self._role}/skipped": 0.0 if finite else 1.0,
+            }
+            | self._offloaded()
+        )
+
+    def _offloaded(self) -> dict[str, float]:
+        """Return how much was copied to host memory since the last update, if anything may be."""
+        if not (self._train.offload_activations or self._train.offload_optimizer):
+            return {}
+        inner = (part.optimizer for part in self._optimizer.chained_optimizers)
+        kept = (one for one in inner if isinstance(one, adam.HostAdamW))
+        total = self._layer_inputs.copied_bytes + sum(one.copied_bytes for one in kept)
+        new, self._copied_bytes = total - self._copied_bytes, total
+        return {f"{self._role}/offloaded_gb": new / 1e9}
 
     def discard(self) -> None:
         """Discard the accumulated gradients and metrics, but keep weights, optimizer and update

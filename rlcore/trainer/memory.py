@@ -34,11 +34,13 @@ from rlcore.config.schema import Config, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import layer_shapes, num_parameters
 from rlcore.mcore.adam import CHUNK_BYTES, UNDER_WAY
+from rlcore.mcore.layer_inputs import ON_DEVICE, PAGE_BYTES
 from rlcore.mcore.layout import ParallelLayout, layout_of
 from rlcore.ops.suffix_device import stream_bytes
 from rlcore.protocols import PARTS, Learner, Part
 from rlcore.rollout.torch_engine.sampler import MOST_LOGITS
 from rlcore.sync.colocated import IN_FLIGHT
+from rlcore.utils.host_room import room_bytes
 from rlcore.utils.log import log
 
 GB = 1e9
@@ -236,8 +238,9 @@ def stacked_experts(hf: HFConfig, train: TrainConfig) -> int:
 
 def kept_bytes(
     hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: ParallelLayout, tokens: int
-) -> int:
-    """Estimate the bytes that layers keep of all micro-batches in flight on this rank."""
+) -> tuple[int, int]:
+    """Estimate the bytes that layers keep of all micro-batches in flight on this rank, on the
+    device and, with `train.offload_activations`, in host memory."""
     whole = 1 / train.tp if train.sp and train.tp > 1 else 1.0
     kept = layer_activations(hf, train, tokens)[0]
     if train.recompute == "full":
@@ -246,6 +249,16 @@ def kept_bytes(
     if train.vpp > 1:
         under_way = layout.pp * (1 + (layout.pp - 1) / (layout.pp * train.vpp))
     return int(ITEMSIZE[model.dtype] * kept * layout.num_stage_layers(hf.num_layers) * under_way)
+    layers = hf.num_layers // layout.pp * under_way
+    size = ITEMSIZE[model.dtype] * kept
+    if not train.offload_activations:
+        return int(size * layers), 0
+    # The schedule keeps the inputs of chunks that other stages have sent. Of the others, backward
+    # has two on the device, and with stages forward of another micro-batch has two as well.
+    received = under_way * (train.vpp - layout.is_first_stage)
+    here = received + min(layers - received, ON_DEVICE * min(layout.pp, 2))
+    pages = -(-size // PAGE_BYTES) * PAGE_BYTES
+    return int(size * here), room_bytes(int(pages * (layers - received)))
 
 
 def logits_bytes(
@@ -423,7 +436,8 @@ def make(
         )
         for n in runs
     )
-    kept = later("activations", kept_bytes(hf, cfg.model, train, layout, tokens))
+    on_device, on_host = kept_bytes(hf, cfg.model, train, layout, tokens)
+    kept = later("activations", on_device)
     ahead = [forward]
     if cfg.algo.needs_reference and cuda:
         ahead.append(Item("reference weights", states["learner"]["weights"], comes_later=True))
@@ -457,7 +471,11 @@ def make(
             name: sum(i.num_bytes for i in items if i.part.split()[0] in states)
             for name, items in phases.items()
         },
-        host=(*_host(cfg, hf, states, optimizers, cuda), *beside.host),
+        host=(
+            *(Item("activations", on_host, True) for _ in states if on_host),
+            *_host(cfg, hf, states, optimizers, cuda),
+            *beside.host,
+        ),
         problems=tuple(_problems(cfg, hf, cache.num_bytes, gpu_bytes)) if has_engine else (),
     )
 
@@ -643,7 +661,8 @@ def too_large(plan: MemoryPlan, gpu_bytes: float) -> str:
 
 def _remedy(part: str) -> str:
     return {
-        "activations": "lower train.tokens_per_micro_batch or set train.recompute full",
+        "activations": "lower train.tokens_per_micro_batch or set train.recompute full, then "
+        "train.offload_activations",
         "logits": "set train.head_chunk_tokens",
         "engine weights": "raise rollout.tp",
         "KV cache": "lower rollout.kv_cache_tokens or rollout.gpu_memory_utilization",
@@ -652,6 +671,8 @@ def _remedy(part: str) -> str:
         "engine's work": "lower rollout.max_running_requests",
         "judge": "lower reward.resident_ratio",
         "judge's work": "lower reward.batch_tokens",
+        "learner optimizer": "set train.offload_optimizer",
+        "critic optimizer": "set train.offload_optimizer",
         "contexts": "",
     }.get(part, "raise train.tp, train.pp or train.ep, or use more ranks")
 

@@ -1,11 +1,15 @@
-"""Optimizer states in host memory on a GPU, bit by bit."""
+"""Optimizer states and layer inputs in host memory on a GPU, bit by bit."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from rlcore.mcore import adam
+from rlcore.config.schema import ModelConfig, TrainConfig
+from rlcore.hf.config import HFConfig
+from rlcore.mcore import adam, layer_inputs
+from rlcore.mcore.learner import MegatronLearner
 from tests import kit
 from tests.gpu import side
 from tests.ranks import learner_ranks as ranks
@@ -17,7 +21,8 @@ OPTIMIZER = {"offload_optimizer": True}
 
 def observed(settings: dict[str, Any], steps: int = 3, **case: Any) -> dict[str, Any]:
     with side.learner(settings, **case) as learner:
-        return ranks.observe(learner, steps)
+        found = ranks.observe(learner, steps)
+    return {name: value for name, value in found.items() if "offloaded_gb" not in name}
 
 
 def assert_same(found: dict[str, Any], want: dict[str, Any]) -> None:
@@ -44,9 +49,42 @@ def test_a_checkpoint_of_states_in_host_memory_resumes_on_the_gpu(
         ranks.step(learner, 0)
         learner.save_async(tmp_path / "saved").result()
         want = ranks.step(learner, 1)
+        del want["actor/offloaded_gb"]
         weights = kit.state(learner.export())
     for then in (OPTIMIZER, {}):
         with side.learner(then, dtype="bfloat16") as other:
             other.load(tmp_path / "saved")
-            assert ranks.step(other, 1) == want
+            found = ranks.step(other, 1)
+            assert {name: found[name] for name in want} == want
             kit.assert_bitwise(kit.state(other.export()), weights)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_gradients_equal_those_of_layer_inputs_on_the_gpu(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_inputs, "PAGE_BYTES", 1000)
+    monkeypatch.setattr(layer_inputs, "BLOCK", 4000)  # few pages, which are used again
+    plain = {"recompute": "full", "tokens_per_micro_batch": 64}
+    found = observed(plain | {"offload_activations": True}, arch=arch)
+    assert_same(found, observed(plain, arch=arch))
+
+
+def test_the_gpu_holds_two_layer_inputs_of_many() -> None:
+    layers, hidden, tokens = 24, 64, 2000
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "vocab_size": 16}
+    hf = HFConfig.from_dict(kit.tiny_config("qwen3", **sizes))
+    model = ModelConfig(random_init=True, dtype="float32")
+    batch = ranks.rows(0, [50] * (tokens // 50), vocab=16)
+    peak = []
+    for offload in (False, True):
+        train = TrainConfig(recompute="full", offload_activations=offload)
+        learner = MegatronLearner(hf, model, train)
+        learner.accumulate(batch, ranks.Loss())
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        learner.accumulate(batch, ranks.Loss())
+        peak.append(torch.cuda.max_memory_allocated() - held)
+        learner.close()
+    one = 4 * tokens * hidden
+    assert peak[0] - peak[1] == pytest.approx((layers - 2) * one, rel=0.01)

@@ -21,6 +21,8 @@ PARK = "tests/gpu/test_memory.py -k parts_go_by_themselves"
 LAYERS = "tests/gpu/test_judge.py -k stream_from_pinned_memory and float32"
 PUSH = "tests/gpu/test_push.py -k bucket_stays_on_the_gpu and gather"
 ENGINE = "tests/gpu/test_engine.py"
+STATES = "tests/gpu/test_offload.py -k states_on_the_gpu and bfloat16-True"
+INPUTS = "tests/gpu/test_offload.py -k layer_inputs_on and qwen3"
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,34 @@ MUTANTS = (
         "_Copy(self._stream.record_event()",
         "_Copy(current.record_event()",
         LAYERS,
+    ),
+    Mutant(
+        "wait",
+        f"{LEARNER}/adam.py",
+        "partial(_copy, here, chunk.kept), lane.is_free)",
+        "partial(_copy, here, chunk.kept))",
+        STATES,
+    ),
+    Mutant(
+        "wait",
+        f"{LEARNER}/adam.py",
+        "partial(_copy, chunk.kept, here), self._down.now())",
+        "partial(_copy, chunk.kept, here))",
+        STATES,
+    ),
+    Mutant(
+        "wait",
+        f"{LEARNER}/layer_inputs.py",
+        "            wait(oldest.ready)\n",
+        "",
+        INPUTS,
+    ),
+    Mutant(
+        "wait",
+        f"{LEARNER}/layer_inputs.py",
+        "        wait(kept.ready)\n",
+        "",
+        INPUTS,
     ),
     Mutant(
         "pinned",

@@ -26,7 +26,8 @@ shift 4 # -u -m rlcore train
 exec {python} -c "{record}" "$@"
 """
 """Python for a recipe's dry run: it prints the arguments instead."""
-NAMES = ("peak", "allocated", "launches", "syncs", "bytes_to_device", "bytes_to_host")
+LEVELS = ("peak", "allocated", "pinned")
+NAMES = (*LEVELS, "launches", "syncs", "bytes_to_device", "bytes_to_host")
 
 
 def measure(
@@ -106,6 +107,7 @@ class Phases:
         }
         if self.counter is not None:
             self.found[phase]["work"] = self.counter.taken()
+        self.found[phase] = {n: now[n] - (0 if n in LEVELS else self._last[n]) for n in NAMES}
         self._last = now
         pretend.reset_peak()
 
@@ -199,6 +201,7 @@ def _train(cfg: Any, hf: Any, rank: int) -> dict[str, Any]:
             name: {item.part: item.num_bytes for item in items}
             for name, items in plan.phases.items()
         },
+        "host": {item.part: item.num_bytes for item in plan.host},
     }
 
 

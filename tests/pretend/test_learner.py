@@ -10,10 +10,12 @@ from tests.pretend import ranks
 pytestmark = [pytest.mark.ranks(2), pytest.mark.timeout(600)]
 
 DIST = {"distributed_optimizer": True}
+OFFLOADED = {"recompute": "full", "offload_activations": True, "offload_optimizer": True}
 CASES: dict[str, dict[str, Any]] = {
     "tp2 sequence parallel": {"layout": {"tp": 2, "sp": True} | DIST, "then": {"pp": 2} | DIST},
     "cp2": {"layout": {"cp": 2, "head_chunk_tokens": 16}},
     "pp2 full recompute": {"layout": {"pp": 2, "recompute": "full"}},
+    "pp2 offloaded": {"layout": {"pp": 2} | DIST | OFFLOADED, "then": {"tp": 2} | DIST},
     "dp2 distributed optimizer": {"layout": DIST, "then": {"tp": 2} | DIST},
     "ep2": {"layout": {"ep": 2} | DIST, "arch": "qwen3_moe"},
 }

@@ -14,7 +14,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "grpo_14b, last stage": {"rank": -1},
     "grpo_32b": {},
-    "grpo_32b, offloaded": {"keys": ("--train.offload_optimizer",)},
+    "grpo_32b, offloaded": {
+        "keys": (
+            *("--train.offload_optimizer", "--train.offload_activations"),
+            *("--train.tokens_per_micro_batch", "131072"),
+        )
+    },
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "grpo_30b_a3b of 2 layers": {
@@ -38,6 +43,9 @@ PARTS = (
 )
 """First words of the parts that learner and critic allocate."""
 
+OFFLOADED = "activations", "learner optimizer", "critic optimizer"
+"""Parts in host memory while the learner trains."""
+
 
 def measured(case: str) -> dict[str, Any]:
     options = dict(CASES[case])
@@ -58,6 +66,10 @@ def test_a_rank_takes_the_memory_of_its_plan(case: str) -> None:
     if not case.startswith("grpo_30b_a3b"):  # experts need their numbers of tokens on the host
         assert found["phases"]["update_actor"]["syncs"] == 0
         assert found["phases"]["old_log_prob"]["syncs"] <= 6
+    pinned = found["phases"]["update_actor"]["pinned"]
+    planned = sum(n for part, n in found["host"].items() if part in OFFLOADED)
+    planned += found["host"].get("reference weights", 0)
+    assert abs(pinned - planned) < 0.05 * planned + 1e6, f"{pinned / 1e9} of {planned / 1e9} GB"
     if "offload" in found["phases"]:
         # What stays is Megatron's buffer for gathered sequences.
         assert found["phases"]["offload"]["allocated"] < 0.002 * found["resident"]

@@ -9,6 +9,7 @@ from tests.ranks.sizes import LENGTHS
 
 pytestmark = pytest.mark.ranks(4)
 
+OFFLOADED = {"recompute": "full", "offload_activations": True, "offload_optimizer": True}
 ALL: dict[str, dict[str, Any]] = {
     "dp4": {},
     "dp4 distributed optimizer": {"distributed_optimizer": True, "recompute": "selective"},
@@ -17,6 +18,7 @@ ALL: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2},
     "tp2 pp2 full recompute": {"tp": 2, "pp": 2, "recompute": "full"},
     "pp2 vpp2": {"pp": 2, "vpp": 2},
+    "pp2 vpp2 offloaded": {"pp": 2, "vpp": 2} | OFFLOADED,
     "cp2": {"cp": 2},
     "cp2 tp2": {"cp": 2, "tp": 2},
     "cp2 pp2": {"cp": 2, "pp": 2},

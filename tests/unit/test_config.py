@@ -149,6 +149,7 @@ def test_a_good_configuration_breaks_no_rule():
         ("reward.timeout_s", 0.0),
         ("train.min_lr", 1.0),
         ("train.beta2", 1.0),
+        ("train.offload_activations", True),
         ("train.min_lr", -1.0),
         ("train.adam_eps", 0.0),
         ("rollout.kv_cache_tokens", -5),

@@ -21,6 +21,7 @@ from rlcore.mcore.layout import layout_of
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.ops.suffix_device import DeviceForest
 from rlcore.trainer import memory
+from rlcore.utils.host_room import room_bytes
 from tests import kit
 from tests.ranks import memory_ranks as ranks
 
@@ -124,6 +125,32 @@ def test_an_offloaded_optimizer_is_in_host_memory_and_three_chunks_on_the_gpu(
     assert kept > kinds * 3 * 64 * 2**20  # the larger model needs all chunks
     plain = plan("--train.offload", "--model.dtype", dtype, **sizes)
     assert size_of(plain, "update_actor", "learner optimizer") == kept
+
+
+OFFLOADED = "--train.recompute", "full", "--train.offload_activations"
+
+
+@pytest.mark.parametrize(
+    "keys, rank, here, away",
+    [
+        ((), 0, 2, 8),  # 8 layers: backward has the inputs of two
+        (("--train.pp", 2), 0, 4, 8),  # 4 layers of two micro-batches, two of each
+        (("--train.pp", 2), 1, 4, 3),  # 4 layers of one; the first one's input was received
+        (("--train.pp", 2, "--train.vpp", 2), 1, 9, 5),  # of 10 in flight, 5 were received
+    ],
+)
+def test_inputs_of_layers_are_on_the_gpu_in_twos_and_else_in_host_memory(
+    keys: tuple[object, ...], rank: int, here: int, away: int
+) -> None:
+    """An input is 64 KiB, and has a page of 8 MiB."""
+    cfg = config(*OFFLOADED, *keys, "--train.tokens_per_micro_batch", 4096)
+    hf = small(num_hidden_layers=8)
+    layout = layout_of(cfg.train, 2 * cfg.train.pp, rank * 2)
+    found = memory.make(cfg, hf, layout, gpu_bytes=8e10)
+    one = 2 * 4096 * 8
+    assert size_of(found, "update_actor", "activations") == here * one
+    host = {i.part: i.num_bytes for i in found.host}
+    assert host["activations"] == room_bytes(away * 8 * 2**20)
 
 
 def test_main_parameters_that_leave_the_gpu_are_there_once_they_are_made() -> None:
