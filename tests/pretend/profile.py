@@ -102,12 +102,9 @@ class Phases:
     def mark(self, phase: str) -> None:
         """End a phase."""
         now = pretend.stats()
-        self.found[phase] = {
-            n: now[n] - (0 if n in ("peak", "allocated") else self._last[n]) for n in NAMES
-        }
+        self.found[phase] = {n: now[n] - (0 if n in LEVELS else self._last[n]) for n in NAMES}
         if self.counter is not None:
             self.found[phase]["work"] = self.counter.taken()
-        self.found[phase] = {n: now[n] - (0 if n in LEVELS else self._last[n]) for n in NAMES}
         self._last = now
         pretend.reset_peak()
 

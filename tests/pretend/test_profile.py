@@ -69,7 +69,7 @@ def test_a_rank_takes_the_memory_of_its_plan(case: str) -> None:
     pinned = found["phases"]["update_actor"]["pinned"]
     planned = sum(n for part, n in found["host"].items() if part in OFFLOADED)
     planned += found["host"].get("reference weights", 0)
-    assert abs(pinned - planned) < 0.05 * planned + 1e6, f"{pinned / 1e9} of {planned / 1e9} GB"
+    assert abs(pinned - planned) < 0.05 * planned + 1e7, f"{pinned / 1e9} of {planned / 1e9} GB"
     if "offload" in found["phases"]:
         # What stays is Megatron's buffer for gathered sequences.
         assert found["phases"]["offload"]["allocated"] < 0.002 * found["resident"]
