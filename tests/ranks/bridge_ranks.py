@@ -21,6 +21,8 @@ DENSE = {
     "pp2": {"pp": 2},
     "tp2 pp2": {"tp": 2, "pp": 2},
     "pp2 vpp2": {"pp": 2, "vpp": 2},
+}
+UNEQUAL = {
     "tp4 of two key-value heads": {"tp": 4},
     "pp2 of 3 and 1 layers": {"pp": 2, "pp_layers": (3, 1)},
 }
@@ -32,7 +34,7 @@ EXPERTS = {
     "pp2 ep2": {"pp": 2, "ep": 2},
     "tp4 ep2": {"tp": 4, "ep": 2},
 }
-LAYOUTS = {"qwen2": DENSE, "qwen3": DENSE, "llama": DENSE, "qwen3_moe": EXPERTS}
+LAYOUTS = {"qwen2": DENSE | UNEQUAL, "qwen3": DENSE | UNEQUAL, "llama": DENSE, "qwen3_moe": EXPERTS}
 CASES = tuple(LAYOUTS)
 HEADS = ("dp4", "tp4 of two key-value heads")
 """Layouts whose queries, keys and values are returned."""

@@ -47,7 +47,6 @@ RESHARDED: dict[str, dict[str, Any]] = {
         "of": "pp2 of 3 and 1 layers",
         "layout": {"pp": 2, "pp_layers": (1, 3)} | DIST,
     },
-    "dp2 to pp2 of 3 and 1": {"of": "dp2", "layout": {"pp": 2, "pp_layers": (3, 1)} | DIST},
 }
 ALONE: dict[str, dict[str, Any]] = {
     "tp2 to one": {"of": "tp2", "layout": DIST},

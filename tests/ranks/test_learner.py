@@ -30,7 +30,8 @@ ALL: dict[str, dict[str, Any]] = {
     "tp4 without sequence parallel": {"tp": 4, "sp": False},
     "pp2 of 3 and 1 layers": {"pp": 2, "pp_layers": (3, 1)},
 }
-DENSE = kit.cases(ALL, "tp2", "pp2", "cp2", "tp4 without sequence parallel")
+LONG = "tp2", "pp2", "cp2", "tp4 without sequence parallel", "pp2 of 3 and 1 layers"
+DENSE = kit.cases(ALL, *LONG)
 EXPERTS: dict[str, dict[str, Any]] = kit.cases(
     {
         "ep2": {"ep": 2},

@@ -16,13 +16,10 @@ DENSE = [
     {"cp": 2},
     {"pp": 2, "pp_layers": (3, 1)},
 ]
-ONE_HEAD = [{"tp": 2}]
 EXPERTS = [{"ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2}]
 
 
-@pytest.mark.parametrize(
-    "arch, layouts, heads", [("qwen2", DENSE, 2), ("qwen3_moe", EXPERTS, 2), ("qwen3", ONE_HEAD, 1)]
-)
+@pytest.mark.parametrize("arch, layouts, heads", [("qwen2", DENSE, 1), ("qwen3_moe", EXPERTS, 2)])
 def test_megatron_holds_what_is_planned(
     arch: str, layouts: list[dict[str, Any]], heads: int
 ) -> None:
