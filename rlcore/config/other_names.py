@@ -79,6 +79,9 @@ VERL = {
     "actor.optim.lr": "train.lr",
     "actor.optim.lr_warmup_steps": "train.lr_warmup_updates",
     "actor.optim.override_optimizer_config.optimizer_cpu_offload": "train.offload_optimizer",
+    "actor.optim.override_optimizer_config.use_precision_aware_optimizer": (
+        "train.moments_dtype: bfloat16"
+    ),
     "actor.optim.weight_decay": "train.weight_decay",
     "actor.ppo_epochs": "train.epochs",
     "actor.ppo_max_token_len_per_gpu": "train.tokens_per_micro_batch",
@@ -160,6 +163,7 @@ SLIME = {
     "eps_clip_high": "algo.clip_high",
     "eval_interval": "eval.every",
     "eval_prompt_data": "data.val",
+    "exp_avg_dtype": "train.moments_dtype",
     "expert_model_parallel_size": "train.ep",
     "global_batch_size": "train.samples_per_update",
     "hf_checkpoint": "model.path",

@@ -714,6 +714,14 @@ def _train(cfg: Config) -> list[str]:
     t, out = cfg.train, []
     if t.min_lr > t.lr:
         out.append(f"--train.min_lr {t.min_lr}: must not be above train.lr {t.lr}")
+    if t.moments_dtype == "bfloat16" and max(t.beta1, t.beta2) > 1 - 2**-8:
+        name = "beta1" if t.beta1 > t.beta2 else "beta2"
+        out.append(
+            f"--train.{name} {getattr(t, name)}: must be at most {1 - 2**-8:.3f} with "
+            "train.moments_dtype bfloat16, or rounding would undo an update of the moment"
+        )
+    if t.moments_dtype == "bfloat16" and cfg.model.dtype == "float64":
+        out.append("--train.moments_dtype bfloat16: needs a model.dtype other than float64")
     if t.offload_activations and t.recompute != "full":
         out.append(
             f"--train.offload_activations: needs train.recompute full, not {t.recompute}, under "

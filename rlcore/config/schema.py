@@ -326,6 +326,8 @@ class TrainConfig:
     offload_optimizer: bool = False
     """Whether main parameters and Adam's moments stay in host memory. Each step moves them through
     the GPU in chunks; the weights are the same, to the last bit."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type in which Adam's moments are kept. A step computes in float32 in either case."""
     deterministic: bool = False
     """Whether a GPU adds up gradients in a fixed order, so that a run or a resumed one repeats bit
     by bit; 20 % slower for sequences of mixed lengths. A CPU always does."""

@@ -1,7 +1,8 @@
-"""AdamW in chunks, whose main parameters and moments stay in host memory.
+"""AdamW in chunks, whose states stay in host memory, or whose moments are kept in bfloat16.
 
-Each chunk is copied to the device, stepped there and copied back: three chunks are under way at a
-time. The step is torch's AdamW on the same values, so the weights equal those of torch's AdamW.
+With states in host memory, each chunk is copied to the device, stepped there and copied back: three
+chunks are under way at a time. The step is torch's AdamW on the same values, so the weights equal
+those of torch's AdamW. Moments in bfloat16 are float32 within a step, and rounded after it.
 
 Own code instead of Megatron's `optimizer_cpu_offload`. Without Transformer Engine that one leaves
 the main parameters on the device as well. Its copies in host memory are out of a checkpoint's
@@ -58,7 +59,7 @@ class Slice:
 class _Chunk:
     slices: Sequence[Slice]
     kept: dict[str, Tensor]
-    """What stays in host memory, by kind of value."""
+    """What is kept between steps, in host memory or on the device, by kind of value."""
 
 
 @dataclass(slots=True)
@@ -69,28 +70,35 @@ class _Lane:
     is_free: Event
 
 
-class HostAdamW:
+class ChunkedAdamW:
     """Replacement for the inner optimizer of a Megatron optimizer."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], weights: Iterable[tuple[Tensor, Tensor]]
+        self,
+        groups: list[dict[str, Any]],
+        weights: Iterable[tuple[Tensor, Tensor]],
+        *,
+        offload: bool,
+        moments: torch.dtype | None = None,
     ) -> None:
-        """Move main parameters to host memory and empty their storages. The tensors stay on the
-        device without contents, since Megatron gives them their gradients.
+        """Allocate moments. With `offload`, move main parameters to host memory, too, and empty
+        their storages. The tensors stay on the device without contents, since Megatron gives them
+        their gradients.
 
         Args:
             groups: parameter groups of the optimizer that is replaced.
             weights: each main parameter that is not the weight itself, with the weight.
+            moments: data type in which moments are kept; None: that of the main parameters.
         """
         self.param_groups = groups
         everything = [(group, main) for group in groups for main in group["params"]]
         self.state: dict[Tensor, dict[str, Any]] = {main: {"slices": []} for _, main in everything}
-        self._weights = dict(weights)
+        self._weights = dict(weights) if offload else {}
         self.copied_bytes = 0
         """Bytes copied to host memory so far."""
         assert len(self._weights) in (0, len(everything)), "main parameters of some weights only"
         self._stepped: Event = None
-        self._device = everything[0][1].device
+        self._device, self._offload, self._moments = everything[0][1].device, offload, moments
         self._up, self._down = SideStream(self._device), SideStream(self._device)
         self._chunks = [self._keep(slices) for slices in divide(everything)]
         self._finish()
@@ -98,13 +106,15 @@ class HostAdamW:
             main.untyped_storage().resize_(0)
 
     def _keep(self, slices: Sequence[Slice]) -> _Chunk:
-        """Allocate host memory for a chunk. Main parameters are copied, moments are zero."""
-        on_gpu = self._device.type == "cuda"
+        """Allocate what a chunk keeps. Main parameters are copied, moments are zero."""
         size, main = slices[-1].at + slices[-1].size, slices[0].main
-        kept = {
-            kind: torch.zeros(size, dtype=main.dtype, pin_memory=on_gpu)
-            for kind in (("param", *MOMENTS) if self._weights else MOMENTS)
-        }
+        place: dict[str, Any] = {"device": self._device}
+        if self._offload:
+            place = {"pin_memory": self._device.type == "cuda"}
+        dtypes = dict.fromkeys(MOMENTS, self._moments or main.dtype)
+        if self._weights:
+            dtypes["param"] = main.dtype
+        kept = {kind: torch.zeros(size, dtype=dtype, **place) for kind, dtype in dtypes.items()}
         for piece in slices:
             if self._weights:
                 piece.of(kept["param"]).copy_(piece.within(piece.main.detach()), non_blocking=True)
@@ -114,11 +124,18 @@ class HostAdamW:
     @property
     def host_bytes(self) -> int:
         """Return the bytes of main parameters and moments in host memory."""
-        return sum(kept.nbytes for chunk in self._chunks for kept in chunk.kept.values())
+        return sum(kept.nbytes for kept in self._everything()) if self._offload else 0
 
-    def host_slices(self, main: Tensor) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Yield the parts of a main parameter in host memory, as views: index of the first value,
-        and main parameter and moments by kind. Wait for the last step first."""
+    def on_device(self) -> list[Tensor]:
+        """Return the moments that are kept on the device."""
+        return [] if self._offload else self._everything()
+
+    def _everything(self) -> list[Tensor]:
+        return [kept for chunk in self._chunks for kept in chunk.kept.values()]
+
+    def slices_of(self, main: Tensor) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Yield the parts of a main parameter as views: index of the first value, and main
+        parameter and moments by kind. Wait for the last step first."""
         self._finish()
         for piece, kept in self.state[main]["slices"]:
             found = {kind: piece.of(values) for kind, values in kept.items()}
@@ -130,36 +147,54 @@ class HostAdamW:
     def copy_to_weights(self) -> None:
         """Round the main parameters to weights, as after loading a checkpoint."""
         for main, weight in self._weights.items():
-            for start, found in self.host_slices(main):
+            for start, found in self.slices_of(main):
                 flat = weight.data.view(-1)[start : start + found["param"].numel()]
                 flat.copy_(found["param"])
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step all main parameters, and round them to weights."""
+        """Step all main parameters. Those in host memory are rounded to weights as well."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
+        most = max(self._chunks, key=lambda chunk: chunk.kept["exp_avg"].numel()).kept
+        wide = {}
+        if self._moments is not None:
+            wide = {kind: self._like(most[kind], torch.float32) for kind in MOMENTS}
         begin = self._up.now()
         lanes = [
-            _Lane({kind: self._like(kept) for kind, kept in self._chunks[0].kept.items()}, begin)
-            for _ in self._chunks[:UNDER_WAY]
+            _Lane({kind: self._like(kept) for kind, kept in most.items()}, begin)
+            for _ in self._chunks[: UNDER_WAY * self._offload]
         ]
         for number, chunk in enumerate(self._chunks):
+            if not self._offload:
+                self._step(chunk.slices, chunk.kept, wide)
+                continue
             lane = lanes[number % len(lanes)]
             here = {kind: lane.values[kind][: kept.numel()] for kind, kept in chunk.kept.items()}
             wait(self._up.run(partial(_copy, here, chunk.kept), lane.is_free))
-            self._step(chunk.slices, here)
+            self._step(chunk.slices, here, wide)
             lane.is_free = self._down.run(partial(_copy, chunk.kept, here), self._down.now())
         for lane in lanes:
             wait(lane.is_free)
         self.copied_bytes += self.host_bytes
         self._stepped = self._down.now()
 
-    def _like(self, kept: Tensor) -> Tensor:
-        return torch.empty_like(kept, device=self._device, pin_memory=False)
+    def _like(self, kept: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty_like(kept, dtype=dtype, device=self._device, pin_memory=False)
 
-    def _step(self, slices: Sequence[Slice], here: dict[str, Tensor]) -> None:
-        """Step the slices of one chunk; `here`: main parameters and moments on the device."""
+    def _step(
+        self, slices: Sequence[Slice], here: dict[str, Tensor], wide: dict[str, Tensor]
+    ) -> None:
+        """Step the slices of one chunk.
+
+        Args:
+            here: main parameters and moments on the device.
+            wide: memory for a chunk's moments in float32, if they are kept in bfloat16.
+        """
+        rounded = {kind: here[kind] for kind in wide}
+        wide = {kind: wide[kind][: kept.numel()] for kind, kept in rounded.items()}
+        _copy(wide, rounded)
+        here = here | wide
         for group in self.param_groups:
             mine = [s for s in slices if s.group is group]
             if not mine:
@@ -189,6 +224,7 @@ class HostAdamW:
             )
             if self._weights:
                 torch._foreach_copy_([s.within(self._weights[s.main].data) for s in mine], params)
+        _copy(rounded, wide)
 
     def _finish(self) -> None:
         """Let the host wait until the last copies to host memory are complete."""
@@ -216,11 +252,11 @@ def divide(everything: Sequence[tuple[dict[str, Any], Tensor]]) -> Iterator[list
         yield chunk
 
 
-def replace_inner(part: Any) -> None:
-    """Replace the inner optimizer of one of Megatron's optimizers by `HostAdamW`."""
-    groups = part.optimizer.param_groups
-    part.optimizer = HostAdamW(groups, main_parameters(part))
-    if hasattr(part, "_copy_main_params_to_model_params"):
+def replace_inner(part: Any, *, offload: bool, moments: torch.dtype | None) -> None:
+    """Replace the inner optimizer of one of Megatron's optimizers by `ChunkedAdamW`."""
+    groups, mains = part.optimizer.param_groups, main_parameters(part)
+    part.optimizer = ChunkedAdamW(groups, mains, offload=offload, moments=moments)
+    if offload and hasattr(part, "_copy_main_params_to_model_params"):
         # Each chunk has rounded its main parameters; Megatron would copy from emptied tensors.
         part._copy_main_params_to_model_params = _nothing
 

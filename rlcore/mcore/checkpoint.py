@@ -40,7 +40,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlcore.mcore.adam import MOMENTS, HostAdamW, main_parameters
+from rlcore.mcore.adam import MOMENTS, ChunkedAdamW, main_parameters
 from rlcore.mcore.boxes import Box, boxes
 from rlcore.protocols import WrittenFiles
 from rlcore.utils import disk
@@ -242,9 +242,9 @@ def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm")
     _set_step(optimizer, step)
     for part in optimizer.chained_optimizers:
         inner = getattr(part, "optimizer", None)
-        if isinstance(inner, HostAdamW):
+        if isinstance(inner, ChunkedAdamW):
             inner.copy_to_weights()
-        elif hasattr(part, "_copy_main_params_to_model_params"):
+        if hasattr(part, "_copy_main_params_to_model_params"):
             part._copy_main_params_to_model_params()
     if any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers):
         for model in models:
@@ -349,11 +349,11 @@ def _states(optimizer: Any) -> Iterator[tuple[Tensor, int, dict[str, Tensor], bo
 
 
 def _kinds(
-    inner: torch.optim.Optimizer | HostAdamW, main: Tensor
+    inner: torch.optim.Optimizer | ChunkedAdamW, main: Tensor
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield the parts of a main parameter: index of the first value, and tensors by kind."""
-    if isinstance(inner, HostAdamW):
-        yield from inner.host_slices(main)
+    if isinstance(inner, ChunkedAdamW):
+        yield from inner.slices_of(main)
     else:
         yield 0, {"param": main, **{kind: inner.state[main][kind] for kind in MOMENTS}}
 

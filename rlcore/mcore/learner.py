@@ -207,6 +207,10 @@ class MegatronLearner:
         for part in made.chained_optimizers:
             if train.offload_optimizer and part.optimizer is not None:
                 adam.replace_inner(part)
+        moments = torch.bfloat16 if train.moments_dtype == "bfloat16" else None
+        for part in made.chained_optimizers if train.offload_optimizer or moments else ():
+            if part.optimizer is not None:
+                adam.replace_inner(part, offload=train.offload_optimizer, moments=moments)
         for part in made.chained_optimizers if self.device.type == "cuda" else ():
             if isinstance(part.optimizer, torch.optim.AdamW):  # neither TE's nor Apex'
                 for group in part.optimizer.param_groups:
@@ -220,6 +224,7 @@ class MegatronLearner:
         text += f", layers {' + '.join(map(str, train.pp_layers))}" if train.pp_layers else ""
         text += ", distributed optimizer" if train.distributed_optimizer else ""
         text += ", optimizer states in host memory" if train.offload_optimizer else ""
+        text += ", bfloat16 moments" if train.moments_dtype == "bfloat16" else ""
         text += ", layer inputs in host memory" if train.offload_activations else ""
         text += ", fused policy loss" if lm and train.fused_loss else ""
         chunk = train.head_chunk_tokens if lm else 0
@@ -344,7 +349,7 @@ class MegatronLearner:
         if not (self._train.offload_activations or self._train.offload_optimizer):
             return {}
         inner = (part.optimizer for part in self._optimizer.chained_optimizers)
-        kept = (one for one in inner if isinstance(one, adam.HostAdamW))
+        kept = (one for one in inner if isinstance(one, adam.ChunkedAdamW))
         total = self._layer_inputs.copied_bytes + sum(one.copied_bytes for one in kept)
         new, self._copied_bytes = total - self._copied_bytes, total
         return {f"{self._role}/offloaded_gb": new / 1e9}
@@ -751,6 +756,8 @@ class MegatronLearner:
         own = {identity(p.data.untyped_storage()) for p in self._parameters()}
         for part in self._optimizer.chained_optimizers:
             tensors = [p.data for p in part.get_parameters()]
+            if isinstance(part.optimizer, adam.ChunkedAdamW):
+                tensors += part.optimizer.on_device()
             for state in part.optimizer.state.values() if part.optimizer else ():
                 tensors += [v for v in state.values() if isinstance(v, Tensor) and v.dim()]
             yield from (t for t in tensors if identity(t.untyped_storage()) not in own)

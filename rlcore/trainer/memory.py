@@ -182,16 +182,22 @@ def optimizer_bytes(
     expert_owners = layout.edp if train.distributed_optimizer else 1
     owned = dense // owners + experts // expert_owners
     size = ITEMSIZE[model.dtype]
+    moment = 2 if train.moments_dtype == "bfloat16" else max(size, 4)
     # A bfloat16 model keeps float32 main parameters.
-    return (4 if size == 2 else 0) * owned, 2 * max(size, 4) * owned
+    return (4 if size == 2 else 0) * owned, 2 * moment * owned
 
 
-def chunk_bytes(kept: tuple[int, int]) -> int:
-    """Return the bytes on the device of a step through states in host memory (mcore/adam.py).
+def chunk_bytes(train: TrainConfig, kept: tuple[int, int]) -> int:
+    """Return the bytes on the device of a step through chunks of the states (mcore/adam.py).
     `kept`: bytes of main parameters and of both moments."""
     main, moments = kept
-    kinds = 2 + bool(main)
-    return min(kinds * UNDER_WAY * CHUNK_BYTES, main + moments)
+    rounded = train.moments_dtype == "bfloat16"
+    held = 0
+    if train.offload_optimizer:
+        size = CHUNK_BYTES * bool(main) + CHUNK_BYTES * (1 if rounded else 2)
+        held = min(UNDER_WAY * size, main + moments)
+    # Moments in bfloat16 have float32 copies of one chunk.
+    return held + rounded * min(2 * CHUNK_BYTES, 2 * moments)
 
 
 def copied_bytes(hf: HFConfig, model: ModelConfig, layout: ParallelLayout, head: str) -> int:
@@ -443,7 +449,7 @@ def make(
     last = [*heads.values()][-1]  # the head of the model that is built last
     copy = copied_bytes(hf, cfg.model, layout, last) if train.distributed_optimizer else 0
     mains = {name: main for name, (main, _) in optimizers.items()}
-    chunks = max(map(chunk_bytes, optimizers.values())) if train.offload_optimizer else 0
+    chunks = max(chunk_bytes(train, kept) for kept in optimizers.values())
     phases = {
         "build": [*_build(states, copy, mains, train.offload_optimizer), *engine()],
         "gen": [

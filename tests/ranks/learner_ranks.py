@@ -99,7 +99,13 @@ def step(learner: MegatronLearner, number: int) -> dict[str, float]:
     """One update on the rows of this number."""
     batch = rows(number)
     learner.accumulate(mine(learner, batch), Loss())
-    return learner.apply(float(batch.mask.sum()))
+    return apply(learner, batch)
+
+
+def apply(learner: MegatronLearner, batch: Batch) -> dict[str, float]:
+    """The metrics of an update, without what depends on where its memory is."""
+    metrics = learner.apply(float(batch.mask.sum()))
+    return {name: value for name, value in metrics.items() if "offloaded_gb" not in name}
 
 
 def observe(learner: MegatronLearner, steps: int = 3) -> dict[str, Any]:
@@ -113,7 +119,7 @@ def observe(learner: MegatronLearner, steps: int = 3) -> dict[str, Any]:
         learner.accumulate(mine(learner, batch), Loss())
         found[f"kept {number}"] = list(learner.kept())
         found[f"to keep {number}"] = to_keep(batch)
-        metrics = learner.apply(float(batch.mask.sum()))
+        metrics = apply(learner, batch)
         found |= {f"{k} {number}": v for k, v in metrics.items()}
     found["weights"] = kit.state(learner.export())
     return found

@@ -537,6 +537,21 @@ def test_settings_without_effect_are_named_and_the_run_goes_on():
     assert rules.warnings(parse([])) == []
 
 
+def test_moments_in_bfloat16_need_decay_rates_that_rounding_does_not_undo():
+    """Between neighbouring numbers of bfloat16 is at least 1/256 of the smaller one."""
+    keys = ["--model.path", "m", "--data.train", "label", "--data.val", "label", "--train.beta2"]
+    rounded = ["--train.moments_dtype", "bfloat16"]
+    assert rules.broken(parse([*keys, "0.996", *rounded])) == []
+    assert rules.broken(parse([*keys, "0.999"])) == []
+    [line] = rules.broken(parse([*keys, "0.999", *rounded]))
+    assert line.startswith("--train.beta2 0.999: must be at most 0.996 with train.moments_dtype")
+    [line] = rules.broken(parse([*keys, "0.9", *rounded, "--train.beta1", "0.998"]))
+    assert line.startswith("--train.beta1 0.998: must be at most")
+    [line] = rules.broken(parse([*keys, "0.9", *rounded, "--model.dtype", "float64",
+                                 "--train.no_distributed_optimizer"]))  # fmt: skip
+    assert line.startswith("--train.moments_dtype bfloat16: needs a model.dtype")
+
+
 def test_names_of_other_frameworks_lead_to_keys_that_exist():
     """Every old name is gone, and every key that the tables name exists in some configuration."""
     known = set(resolve.SELECTORS)

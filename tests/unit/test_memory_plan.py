@@ -127,6 +127,21 @@ def test_an_offloaded_optimizer_is_in_host_memory_and_three_chunks_on_the_gpu(
     assert size_of(plain, "update_actor", "learner optimizer") == kept
 
 
+@pytest.mark.parametrize("dtype, main", [("bfloat16", 4), ("float32", 0)])
+def test_moments_in_bfloat16_take_half_and_float32_copies_of_a_chunk(dtype: str, main: int) -> None:
+    sizes = SMALL | {"vocab_size": 16_000_000, "hidden_size": 64}
+    keys = "--train.offload", "--model.dtype", dtype, "--train.moments_dtype", "bfloat16"
+    count, _ = memory.parameters(small(**sizes), layout_of(TrainConfig(), 8, 0))
+    kept, chunk = (main + 4) * (count // 8), 64 * 2**20
+    found = plan(*keys, **sizes)
+    assert size_of(found, "update_actor", "learner optimizer") == kept
+    assert size_of(found, "optimizer_step", "optimizer chunks") == 2 * chunk
+    away = plan(*keys, "--train.offload_optimizer", **sizes)
+    assert {i.part: i.num_bytes for i in away.host}["learner optimizer"] == kept
+    lanes = 3 * chunk * (1 + main // 4)
+    assert size_of(away, "optimizer_step", "optimizer chunks") == 2 * chunk + lanes
+
+
 OFFLOADED = "--train.recompute", "full", "--train.offload_activations"
 
 
