@@ -571,6 +571,36 @@ def test_a_bucket_that_changed_on_its_way_is_refused_until_all_weights_come_agai
     assert set(sample.versions.tolist()) == {1}
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_buckets_may_be_sent_before_earlier_ones_are_loaded(lab, is_damaged):
+    engine, other, todo = lab.make(), lab.make(), requests(2, tag="ahead")
+    new = weights(HF, 1)
+    every = [(bucket, bytearray(buffer)) for bucket, buffer in pack(new.items(), 4096)]
+    every[1][1][5] ^= is_damaged
+    errors, waits = [], []
+    engine.begin_load(1)
+    for bucket, buffer in every:
+        try:  # an engine in this process loads at once
+            waits.append(engine.send_bucket(bucket, [bytes(buffer)]))
+        except RuntimeError as error:
+            errors.append(str(error))
+    for wait in filter(None, waits):
+        try:
+            wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+    if is_damaged:
+        (error,) = errors
+        assert "changed on its way" in error
+        with pytest.raises(RuntimeError, match="tensors are missing"):
+            engine.end_load()
+        return
+    assert not errors
+    engine.end_load()
+    load_weights(other, new.items(), 1)
+    assert_same(lab, run(engine, todo), run(other, todo), todo)
+
+
 def test_unknown_names_and_wrong_shapes_are_refused(lab):
     engine = lab.make()
     for name, shape, word in (
