@@ -204,9 +204,6 @@ class MegatronLearner:
         made = get_megatron_optimizer(settings, self._models)
         if self.device.type == "cuda":
             patch_norm()
-        for part in made.chained_optimizers:
-            if train.offload_optimizer and part.optimizer is not None:
-                adam.replace_inner(part)
         moments = torch.bfloat16 if train.moments_dtype == "bfloat16" else None
         for part in made.chained_optimizers if train.offload_optimizer or moments else ():
             if part.optimizer is not None:
