@@ -6,12 +6,15 @@
 namespace rlcore::suffix {
 namespace {
 
-constexpr int kBlock = 32;
+constexpr int kBlock = kWarp;
 
-// Grid: one block of one warp per request. A request is one chain of dependent loads, so a warp has
-// one lane at work: requests that wait for memory do not hold up others, as they would in one warp.
+// Grid: one block of one warp per request. Most of a request is one chain of dependent loads by one
+// lane: requests that wait for memory do not hold up others, as they would in one warp. All lanes
+// compare the candidates of the own stream.
 __global__ void __launch_bounds__(kBlock) step_kernel(const StepJob job) {
-  if (threadIdx.x == 0) step_request(job, blockIdx.x);
+  __shared__ StepShared shared;
+  CudaBlock block;
+  step_body(block, shared, job, blockIdx.x);
 }
 
 }  // namespace

@@ -230,22 +230,37 @@ RL_HD int32_t window_for(const Options& o, int32_t window, int32_t length) {
   return most < window ? static_cast<int32_t>(most) : window;
 }
 
-// The history's draft, or the own stream's where that matches longer or the history has none.
-// `indexed`: the own stream is filed up to its end. Returns the number of tokens.
+// A draft of `count` tokens, and the length of the match that it continues; 0: none.
+struct Draft {
+  int32_t count;
+  int32_t matched;
+};
+
+// The history's draft. `window` is above 0.
+RL_HD Draft draft_history(const History& h, Match m, const Options& o, int32_t window,
+                          int32_t* out) {
+  const Match from = shrink(h, m, o.min_match);
+  if (from.length == 0) return {0, 0};
+  const int32_t n = follow(h, from.state, window_for(o, window, from.length), o.min_prob, out);
+  return {n, n > 0 ? from.length : 0};
+}
+
+// The own stream's draft over the history's where that matches longer or the history has none.
+// Returns the number of tokens.
+RL_HD int32_t draft_live(const Live& live, LiveMatch own, Draft d, const Options& o, int32_t window,
+                         int32_t* out) {
+  if (own.length <= d.matched) return d.count;
+  return copy_live(live, own, window_for(o, window, own.length), out);
+}
+
+// The better draft of both. `indexed`: the own stream is filed up to its end. Returns the number of
+// tokens.
 RL_HD int32_t draft(const History& h, Match m, const Live& live, bool indexed, const Options& o,
                     int32_t window, int32_t* out) {
   if (window <= 0) return 0;
-  const Match from = shrink(h, m, o.min_match);
-  int32_t n = 0;
-  if (from.length > 0) {
-    n = follow(h, from.state, window_for(o, window, from.length), o.min_prob, out);
-  }
-  const int32_t length = n > 0 ? from.length : 0;
-  if (indexed && length < longest_live(o)) {
-    const LiveMatch own = find_live(live, o);
-    if (own.length > length) n = copy_live(live, own, window_for(o, window, own.length), out);
-  }
-  return n;
+  const Draft d = draft_history(h, m, o, window, out);
+  if (!indexed || d.matched >= longest_live(o)) return d.count;
+  return draft_live(live, find_live(live, o), d, o, window, out);
 }
 
 // ---- window --------------------------------------------------------------------------------

@@ -123,6 +123,40 @@ void check_against_counting(Random& random) {
   }
 }
 
+// A warp takes the step that one thread takes, here both on copies of the requests.
+void check_warp(const StepJob& job, const std::vector<DeviceRequest>& requests,
+                const std::vector<LiveToken>& text, const std::vector<LiveSlot>& slots) {
+  struct Copy {
+    std::vector<DeviceRequest> requests;
+    std::vector<LiveToken> text;
+    std::vector<LiveSlot> slots;
+    std::vector<int32_t> out, lengths, claims;
+    StepJob job;
+  };
+  const auto rows = static_cast<size_t>(job.batch), width = static_cast<size_t>(job.width);
+  std::vector<Copy> copies(2, {requests, text, slots, std::vector<int32_t>(rows * width, -1),
+                               std::vector<int32_t>(rows), std::vector<int32_t>(rows, -1), job});
+  for (auto& copy : copies) {
+    copy.job.requests = copy.requests.data();
+    copy.job.text = copy.text.data();
+    copy.job.slots = copy.slots.data();
+    copy.job.out = copy.out.data();
+    copy.job.lengths = copy.lengths.data();
+    copy.job.claims = copy.claims.data();
+  }
+  for (int64_t i = 0; i < job.batch; ++i) {
+    step_request(copies[0].job, i);
+    const auto body = [&](rlcore::HostBlock& block, void* shared) {
+      step_body(block, *static_cast<StepShared*>(shared), copies[1].job, i);
+    };
+    rlcore::HostBlock::Fibers(rlcore::kWarp, sizeof(StepShared), body).run();
+  }
+  CHECK(copies[0].lengths == copies[1].lengths && copies[0].out == copies[1].out);
+  for (size_t i = 0; i < requests.size(); ++i) {
+    CHECK(std::memcmp(&copies[0].requests[i], &copies[1].requests[i], sizeof(DeviceRequest)) == 0);
+  }
+}
+
 // The forest, which walks in batches, and the device's body give the same drafts and windows.
 void check_batches(Random& random) {
   constexpr size_t kRequests = 40;  // more than walk at once
@@ -131,6 +165,7 @@ void check_batches(Random& random) {
   o.limit = random.below(2) ? 0 : o.min_match + random.below(5);
   o.min_prob = random.below(3) * 0.2;
   o.live_match = 1 + random.below(3);
+  o.candidates = 1 + random.below(random.below(2) ? 4 : 40);
   o.factor = random.below(2) * 1.5;
   o.knee = random.below(2) * 400;
   o.stream = 0;
@@ -172,7 +207,7 @@ void check_batches(Random& random) {
     Text more;
     std::vector<int64_t> offsets = {0};
     for (size_t i = 0; i < kRequests; ++i) {
-      const Text one = random.text(random.below(12), letters + 1);
+      const Text one = random.text(round == 0 ? 100 : random.below(12), letters + 1);
       more.insert(more.end(), one.begin(), one.end());
       offsets.push_back(static_cast<int64_t>(more.size()));
     }
@@ -205,6 +240,7 @@ void check_batches(Random& random) {
                    .lengths = there_lengths.data(),
                    .claims = claims.data(),
                    .options = o};
+    if (round % 4 == 3) check_warp(job, requests, text, slots);
     for (int64_t i = 0; i < job.batch; ++i) step_request(job, i);
     CHECK(lengths == there_lengths);
     CHECK(here == there);
@@ -217,6 +253,50 @@ void check_batches(Random& random) {
   }
   forest.close(handles);
   CHECK(forest.stats().live_bytes <= Pool::kSlab);
+}
+
+// More candidates than lanes, all equally long: the most recent one is followed.
+void check_many_candidates() {
+  const Index index = index_of({{1000}}, {1});
+  Options o;
+  o.live_match = 1;
+  o.candidates = 40;
+  Text tokens;
+  for (int32_t k = 0; k < 40; ++k) tokens.insert(tokens.end(), {1, 100 + k});
+  tokens.push_back(1);
+  const std::vector<DeviceRequest> requests(
+      1, {0, index.states.data(), index.edges.data(), {kRoot, 0}, {}, 0, 0, 0, 0});
+  const std::vector<LiveToken> text(100);
+  const std::vector<LiveSlot> slots(128);
+  const int64_t handle = 0, offsets[] = {0, static_cast<int64_t>(tokens.size())};
+  std::vector<DeviceRequest> mine = requests;
+  std::vector<LiveToken> my_text = text;
+  std::vector<LiveSlot> my_slots = slots;
+  int32_t out[] = {-1, -1}, length = -1, claim = -1;
+  StepJob job = {.requests = mine.data(),
+                 .num_requests = 1,
+                 .text = my_text.data(),
+                 .slots = my_slots.data(),
+                 .stream = 100,
+                 .mask = 127,
+                 .handles = &handle,
+                 .accepted = nullptr,
+                 .tokens = tokens.data(),
+                 .num_tokens = offsets[1],
+                 .offsets = offsets,
+                 .counts = nullptr,
+                 .row = 0,
+                 .windows = nullptr,
+                 .batch = 1,
+                 .running = 1,
+                 .width = 2,
+                 .out = out,
+                 .lengths = &length,
+                 .claims = &claim,
+                 .options = o};
+  check_warp(job, requests, text, slots);
+  step_request(job, 0);
+  CHECK(length == 2 && out[0] == 139 && out[1] == 1);
 }
 
 // What the host would refuse, the device's body holds in range.
@@ -325,6 +405,7 @@ int main() {
   for (int i = 0; i < 150; ++i) check_against_counting(random);
   for (int i = 0; i < 25; ++i) check_batches(random);
   check_device_bounds();
+  check_many_candidates();
   check_full_table();
   check_block_sizes();
   check_pool(random);
