@@ -13,6 +13,7 @@ from tests import kit
 from tests.ranks import learner_ranks as ranks
 
 OFFLOAD = {"offload_optimizer": True}
+DIST = {"distributed_optimizer": True}
 
 
 @pytest.fixture(autouse=True)
@@ -125,8 +126,8 @@ def test_nothing_of_the_optimizer_is_on_the_device(dtype: str) -> None:
 @pytest.mark.parametrize(
     "first, then, dtype",
     [
-        ({}, OFFLOAD, "bfloat16"),
-        (OFFLOAD, {}, "bfloat16"),
+        (DIST, DIST | OFFLOAD, "bfloat16"),
+        (DIST | OFFLOAD, DIST, "bfloat16"),
         (OFFLOAD, {}, "float32"),
         (OFFLOAD, OFFLOAD, "float32"),
     ],
