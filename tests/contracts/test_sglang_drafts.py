@@ -175,8 +175,12 @@ def test_the_law_of_two_tokens_is_the_models(engine):
 
 
 @pytest.mark.slow
-def test_with_the_gate_and_an_index_in_the_background_samples_are_the_same(todo, want, others):
-    engine = start(max_model_tokens=LENGTH, **DRAFTS | {"draft_settings": {}})
+@pytest.mark.parametrize("matcher", ["host", "device"])
+def test_with_the_gate_and_an_index_in_the_background_samples_are_the_same(
+    todo, want, others, matcher
+):
+    options = DRAFTS | {"draft_settings": {}, "draft_matcher": matcher}
+    engine = start(max_model_tokens=LENGTH, **options)
     try:
         load(engine)
         for _ in range(3):
@@ -188,8 +192,9 @@ def test_with_the_gate_and_an_index_in_the_background_samples_are_the_same(todo,
 
 
 @pytest.mark.slow
-def test_two_ranks_check_the_same_drafts(todo, want, others):
-    leader, other = ranks = start_two(max_model_tokens=LENGTH, **DRAFTS)
+@pytest.mark.parametrize("matcher", ["host", "device"])
+def test_two_ranks_check_the_same_drafts(todo, want, others, matcher):
+    leader, other = ranks = start_two(max_model_tokens=LENGTH, draft_matcher=matcher, **DRAFTS)
     try:
         push_to(leader, 2, SHARP)
         got, sums = finish(leader, todo, others)
@@ -202,8 +207,10 @@ def test_two_ranks_check_the_same_drafts(todo, want, others):
 
 
 @pytest.mark.slow
-def test_in_a_small_cache_requests_are_thrown_out_and_change_no_sample(todo, want, others):
-    engine = start(max_model_tokens=LENGTH, max_running=5, cache_tokens=200, **DRAFTS)
+@pytest.mark.parametrize("matcher", ["host", "device"])
+def test_in_a_small_cache_requests_are_thrown_out_and_change_no_sample(todo, want, others, matcher):
+    options = DRAFTS | {"draft_matcher": matcher}
+    engine = start(max_model_tokens=LENGTH, max_running=5, cache_tokens=200, **options)
     try:
         load(engine)
         got, sums = finish(engine, todo, others)
