@@ -91,6 +91,8 @@ class Handover:
         self.resize(tp)
         self._engine: WeightReceiver | None = None
         self._given, self._last = 0, ""
+        self._is_read = True
+        """Whether the engine still reads buckets, as far as this rank knows."""
 
     def resize(self, tp: int) -> None:
         """Set the tensor-parallel size of the engines; call it only between weight updates."""
@@ -120,7 +122,7 @@ class Handover:
     def begin(self, engine: WeightReceiver | None, version: int) -> None:
         """Begin the engine's update to `version`; `engine` is None if this rank has no engine."""
         self._error: tuple[str, Exception] | None = None
-        self._given, self._last = 0, ""
+        self._given, self._last, self._is_read = 0, "", True
         self._engine = engine if self.leads else None
         self._tell("begin_load", version)
         self.check()
@@ -159,7 +161,12 @@ class Handover:
         if self.leads:
             self._settle(IN_FLIGHT - 1)
         if self.transport == "cuda_ipc":
-            payloads: list[Any] = self._gather(buckets.cuda_handle(buffer), where, number)
+            if self.leads:
+                self._is_read = self._engine is not None
+            # Memory behind a handle that no process opens is never freed.
+            mine = buckets.cuda_handle(buffer) if self._is_read else b""
+            payloads: list[Any] = self._gather(mine, where, number)
+            self._is_read = bool(payloads[0])
             self._settle(IN_FLIGHT - 1)  # the leader has waited for these loads
         elif isinstance(self._room, SharedRoom):
             payloads = [self._room.path.encode()] * self._tp
@@ -192,11 +199,14 @@ class Handover:
         """Wait until the engine has loaded all buckets but the last `most`, and free the memory of
         the loaded ones."""
         while len(self._sent) > most:
-            sent = self._sent.popleft()
-            if sent.wait is not None:
-                self._guarded(sent.where, sent.wait)
-            if sent.room is not None:
-                self._rooms.append(sent.room)
+            # No reference to the buffer here: an error keeps the variables of its callers.
+            where, wait, room = self._sent[0].where, self._sent[0].wait, self._sent[0].room
+            if wait is not None:
+                self._guarded(where, wait)
+            if self._sent:  # a time-out has cleared it
+                self._sent.popleft()
+            if room is not None:
+                self._rooms.append(room)
 
     def _gather(self, mine: bytes, where: str, number: int) -> list[bytes]:
         """Gather `mine` from the ranks of this engine, in the order of its ranks."""

@@ -199,60 +199,100 @@ def test_an_engine_that_dies_meanwhile_does_not_fail_the_update() -> None:
 # ---- an engine of several ranks, which reads the memory of each
 
 
-@pytest.mark.parametrize("route", ["gather", "intranode"])
-def test_every_rank_keeps_its_bucket_until_the_engine_has_loaded_it(
-    route: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alive: dict[bytes, Any] = {}
-    lock = threading.Lock()
+class Handles:
+    """A stand-in for CUDA's handles, over host memory: weak references by name."""
 
-    def handle(buffer: Tensor) -> bytes:
-        with lock:
-            name = f"{threading.current_thread().name} {len(alive)}".encode()
-            alive[name] = weakref.ref(buffer.untyped_storage())
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        monkeypatch.setattr(buckets, "cuda_handle", self._made)
+        monkeypatch.setattr(colocated, "_gpu", lambda: torch.device("cpu"))
+        monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+        self._memory: dict[bytes, Any] = {}
+        self._lock = threading.Lock()
+
+    def _made(self, buffer: Tensor) -> bytes:
+        with self._lock:
+            name = f"{threading.current_thread().name} {len(self._memory)}".encode()
+            self._memory[name] = weakref.ref(buffer.untyped_storage())
         return name
 
-    def held(rank: int) -> int:
-        names = [name for name in alive if name.startswith(f"rank{rank}".encode())]
-        return sum(alive[name]() is not None for name in names)
+    def open(self, name: bytes) -> Any:
+        return self._memory[bytes(name)]()
 
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(buckets, "cuda_handle", handle)
-    monkeypatch.setattr(colocated, "_gpu", lambda: torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    most = [0, 0]
+    def of(self, rank: int) -> list[Any]:
+        """Memory behind the handles of a rank; None if it is free."""
+        names = [name for name in self._memory if name.startswith(f"rank{rank} ".encode())]
+        return [self._memory[name]() for name in names]
 
-    class Reader(Late):
-        def open(self, bucket: Bucket, payloads: Any) -> Any:
-            assert len(payloads) == 2
-            memory = [alive[bytes(name)]() for name in payloads]
-            assert all(storage is not None for storage in memory)
-            for rank in range(2):
-                most[rank] = max(most[rank], held(rank))
-            return torch.empty(0, dtype=torch.uint8).set_(memory[0])
 
-    store, engines, found = dist.HashStore(), [Reader([]), Reader([])], {}
-    gathers = []
+class Reader(Late):
+    """Reads the memory of two ranks."""
+
+    def __init__(self, handles: Handles, **options: Any) -> None:
+        super().__init__([], **options)
+        self._handles, self.most = handles, [0, 0]
+
+    def open(self, bucket: Bucket, payloads: Any) -> Any:
+        assert len(payloads) == 2
+        memory = [self._handles.open(name) for name in payloads]
+        assert all(storage is not None for storage in memory)
+        for rank in range(2):
+            held = sum(storage is not None for storage in self._handles.of(rank))
+            self.most[rank] = max(self.most[rank], held)
+        return torch.empty(0, dtype=torch.uint8).set_(memory[0])
+
+
+def push_to_two(route: str, engine: Reader, gathers: list[str]) -> None:
+    """Eight buckets from two ranks to their engine; `gathers` gets what they exchanged."""
+    store, found = dist.HashStore(), {}
 
     def work(rank: int) -> None:
         peers = Peers(rank, 2, store, timeout_s=20)
         gather = peers.gather
-        monkeypatch.setattr(peers, "gather", lambda *a: gathers.append(a[2]) or gather(*a))
+
+        def told(group: Any, mine: bytes, where: str, bucket: int = -1) -> list[bytes]:
+            gathers.append(where)
+            return gather(group, mine, where, bucket)
+
+        peers.gather = told  # type: ignore[method-assign]
         options: Any = {"transport": "cuda_ipc", "tp": 2, "max_bytes": BYTES, "peers": peers}
         channel = make_channel(route, **options)  # type: ignore[arg-type]
         learner = Weights([], [ROWS] * 8)
         if route == "intranode" and rank:
             learner.full = {}
-        found[rank] = channel.update_weights(learner, engines[rank], 1)
+        found[rank] = channel.update_weights(learner, engine if rank == 0 else Late([]), 1)
 
     threads = [threading.Thread(target=work, args=(r,), name=f"rank{r}") for r in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(found) == 2 and engines[0].is_whole and not engines[0].waiting
-    assert len(engines[0].came) == 8 and not engines[1].came
-    assert max(most) <= IN_FLIGHT + 1
-    assert not any(storage() is not None for storage in alive.values())
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("route", ["gather", "intranode"])
+def test_every_rank_keeps_its_bucket_until_the_engine_has_loaded_it(
+    route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles, gathers = Handles(monkeypatch), []
+    engine = Reader(handles)
+    push_to_two(route, engine, gathers)
+    assert engine.is_whole and not engine.waiting and len(engine.came) == 8
+    assert max(engine.most) <= IN_FLIGHT + 1
+    assert handles.of(0) == handles.of(1) == [None] * 8
     # One exchange for each bucket, and one that says that all are loaded.
     assert sum("bucket" in where for where in gathers) == 2 * (8 + 1)
+
+
+@pytest.mark.parametrize("route", ["gather", "intranode"])
+def test_no_rank_shares_memory_with_an_engine_that_is_gone(
+    route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA keeps memory that is shared until it has been opened and released."""
+    handles, gathers = Handles(monkeypatch), []
+    engine = Reader(handles, bad=1)
+    engine.failure = "engine process 1 was killed by signal 9"
+    push_to_two(route, engine, gathers)
+    assert not engine.is_whole and sum("bucket" in where for where in gathers) == 2 * (8 + 1)
+    assert len(handles.of(0)) == 3 and len(handles.of(1)) == 4
+    assert handles.of(0) == [None] * 3 and handles.of(1) == [None] * 4
