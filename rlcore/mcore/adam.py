@@ -62,14 +62,6 @@ class _Chunk:
     """What is kept between steps, in host memory or on the device, by kind of value."""
 
 
-@dataclass(slots=True)
-class _Lane:
-    """Device memory for one chunk at a time."""
-
-    values: dict[str, Tensor]
-    is_free: Event
-
-
 class ChunkedAdamW:
     """Replacement for the inner optimizer of a Megatron optimizer."""
 
@@ -160,22 +152,23 @@ class ChunkedAdamW:
         wide = {}
         if self._moments is not None:
             wide = {kind: self._like(most[kind], torch.float32) for kind in MOMENTS}
-        begin = self._up.now()
+        # Device memory of the chunks under way, and the event after which it is free.
         lanes = [
-            _Lane({kind: self._like(kept) for kind, kept in most.items()}, begin)
+            {kind: self._like(kept) for kind, kept in most.items()}
             for _ in self._chunks[: UNDER_WAY * self._offload]
         ]
+        free = [self._up.now() for _ in lanes]
         for number, chunk in enumerate(self._chunks):
             if not self._offload:
                 self._step(chunk.slices, chunk.kept, wide)
                 continue
-            lane = lanes[number % len(lanes)]
-            here = {kind: lane.values[kind][: kept.numel()] for kind, kept in chunk.kept.items()}
-            wait(self._up.run(partial(_copy, here, chunk.kept), lane.is_free))
+            i = number % len(lanes)
+            here = {kind: lanes[i][kind][: kept.numel()] for kind, kept in chunk.kept.items()}
+            wait(self._up.run(partial(_copy, here, chunk.kept), free[i]))
             self._step(chunk.slices, here, wide)
-            lane.is_free = self._down.run(partial(_copy, chunk.kept, here), self._down.now())
-        for lane in lanes:
-            wait(lane.is_free)
+            free[i] = self._down.run(partial(_copy, chunk.kept, here), self._down.now())
+        for event in free:
+            wait(event)
         self.copied_bytes += self.host_bytes
         self._stepped = self._down.now()
 

@@ -39,6 +39,26 @@ class _Input:
     before: "_Input | None"
     """Input of the layer before, in the same micro-batch."""
 
+    def leave(self) -> None:
+        """Free the memory on the device once the copy to host memory is complete."""
+        wait(self.ready)
+        self.here = None
+
+    def fetch(self, stream: SideStream, device: torch.device) -> None:
+        """Begin to copy the input back, unless it is on the device."""
+        if self.here is None:
+            self.here = torch.empty(self.shape, dtype=self.dtype, device=device)
+            copies = partial(_copy, self.here, self.pages, to_pages=False)
+            # After what the computation has done with this memory before.
+            self.ready = stream.run(copies, stream.now())
+
+    def take(self) -> Tensor:
+        """Return the input, and forget it."""
+        wait(self.ready)
+        here, self.here, self.before = self.here, None, None
+        assert here is not None
+        return here
+
 
 @dataclass(slots=True)
 class _Forward:
@@ -48,6 +68,11 @@ class _Forward:
     """Address of the input that another stage has sent, which Megatron's schedule keeps anyway."""
     shape: torch.Size
     last: _Input | None = None
+
+    def add(self, saved: Tensor, pages: list[Tensor], ready: Event) -> _Input:
+        """Add the input of the next layer."""
+        self.last = _Input(saved, saved.shape, saved.dtype, pages, ready, self.last)
+        return self.last
 
 
 class LayerInputs:
@@ -80,37 +105,26 @@ class LayerInputs:
         pages = self._take(saved.nbytes)
         copies = partial(_copy, saved, pages, to_pages=True)
         ready = self._stream.run(copies, self._stream.now())
-        forward.last = _Input(saved, saved.shape, saved.dtype, pages, ready, forward.last)
+        kept = forward.add(saved, pages, ready)
         self.copied_bytes += saved.nbytes
-        self._on_device.append(forward.last)
+        self._on_device.append(kept)
         if len(self._on_device) > ON_DEVICE:
-            oldest = self._on_device.popleft()
-            wait(oldest.ready)
-            oldest.here = None
-        return forward.last
+            self._on_device.popleft().leave()
+        return kept
 
     def _give(self, kept: Tensor | _Input) -> Tensor:
         """Return what autograd has kept, and fetch the input that it will ask for next."""
         if isinstance(kept, Tensor):
             return kept
-        self._fetch(kept)
-        wait(kept.ready)
+        kept.fetch(self._stream, self._device)
         if kept in self._on_device:
             self._on_device.remove(kept)
-        if kept.before is not None:
-            self._fetch(kept.before)
-        here, kept.here, kept.before = kept.here, None, None
-        assert here is not None
         # Later copies into these pages are on the same stream, after the one from them.
         self._pages.extend(kept.pages)
+        before, here = kept.before, kept.take()
+        if before is not None:
+            before.fetch(self._stream, self._device)
         return here
-
-    def _fetch(self, kept: _Input) -> None:
-        if kept.here is None:
-            kept.here = torch.empty(kept.shape, dtype=kept.dtype, device=self._device)
-            copies = partial(_copy, kept.here, kept.pages, to_pages=False)
-            # After what the computation has done with this memory before.
-            kept.ready = self._stream.run(copies, self._stream.now())
 
     def _take(self, num_bytes: int) -> list[Tensor]:
         count = -(-num_bytes // PAGE_BYTES)

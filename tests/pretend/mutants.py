@@ -77,7 +77,7 @@ MUTANTS = (
     Mutant(
         "wait",
         f"{LEARNER}/adam.py",
-        "partial(_copy, here, chunk.kept), lane.is_free)",
+        "partial(_copy, here, chunk.kept), free[i])",
         "partial(_copy, here, chunk.kept))",
         STATES,
     ),
@@ -91,15 +91,15 @@ MUTANTS = (
     Mutant(
         "wait",
         f"{LEARNER}/layer_inputs.py",
-        "            wait(oldest.ready)\n",
-        "",
+        "        wait(self.ready)\n        self.here = None",
+        "        self.here = None",
         INPUTS,
     ),
     Mutant(
         "wait",
         f"{LEARNER}/layer_inputs.py",
-        "        wait(kept.ready)\n",
-        "",
+        "        wait(self.ready)\n        here, self.here",
+        "        here, self.here",
         INPUTS,
     ),
     Mutant(

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 OTHERS = {
     "cli/sim.py": {"p": "argparse"},
     "hf/tokenizer.py": {"backend": "tokenizers"},
+    "mcore/adam.py": {"part": "Megatron"},
     "mcore/build.py": {
         "attention": "Megatron",
         "chunk": "Megatron",
@@ -24,6 +25,7 @@ OTHERS = {
     },
     "mcore/experts.py": {"weight": "torch: a parameter, marked for Megatron"},
     "mcore/head.py": {"chunk.output_layer": "Megatron"},
+    "mcore/layer_inputs.py": {"block": "Megatron"},
     "mcore/learner.py": {"torch.utils.deterministic": "torch"},
     "mcore/norm.py": {"self.weight": "torch: a parameter, marked for Megatron"},
     "mcore/reference.py": {"p": "torch: a parameter"},
