@@ -186,6 +186,8 @@ def warnings(cfg: Config) -> list[str]:
         )
     if r.fp32_lm_head and engine_dtype(cfg) != "bfloat16":
         out.append("--rollout.fp32_lm_head: has no effect, the engine computes in full precision")
+    if cfg.train.fp32_lm_head and cfg.model.dtype in ("float32", "float64"):
+        out.append("--train.fp32_lm_head: has no effect, the learner computes in full precision")
     return out
 
 
@@ -722,6 +724,11 @@ def _train(cfg: Config) -> list[str]:
         )
     if t.moments_dtype == "bfloat16" and cfg.model.dtype == "float64":
         out.append("--train.moments_dtype bfloat16: needs a model.dtype other than float64")
+    if t.fp32_lm_head and not t.head_chunk_tokens:
+        out.append(
+            "--train.fp32_lm_head True: needs train.head_chunk_tokens above 0, such as 2048, or "
+            "all logits would be in memory in fp32"
+        )
     if t.offload_activations and t.recompute != "full":
         out.append(
             f"--train.offload_activations: needs train.recompute full, not {t.recompute}, under "

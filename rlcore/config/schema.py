@@ -338,6 +338,9 @@ class TrainConfig:
     head_chunk_tokens: Annotated[int, at_least(0)] = 0
     """Maximum number of tokens whose logits are in memory at a time; 0: the whole micro-batch. If
     set without train.fused_loss, the output layer is computed twice."""
+    fp32_lm_head: bool | None = None
+    """Whether logits of a bfloat16 or float16 model stay in fp32, as with rollout.fp32_lm_head;
+    only with train.head_chunk_tokens. None: on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

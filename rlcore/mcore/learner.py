@@ -137,6 +137,9 @@ class MegatronLearner:
         self._late = None
         if train.head_chunk_tokens and self.layout.is_last_stage and whole:
             self._late = LateHead(chunks[-1])
+        self._fp32_logits = train.fp32_lm_head is True or (
+            train.fp32_lm_head is None and chunked.gives_float32(self.device, dtype_of(model))
+        )
         self._layer_inputs = LayerInputs(self.device)
         for chunk in chunks if train.offload_activations else ():
             self._layer_inputs.attach(chunk.decoder)
@@ -225,7 +228,8 @@ class MegatronLearner:
         text += ", layer inputs in host memory" if train.offload_activations else ""
         text += ", fused policy loss" if lm and train.fused_loss else ""
         chunk = train.head_chunk_tokens if lm else 0
-        return text + (f", output layer in chunks of {chunk} tokens" if chunk else "")
+        text += f", output layer in chunks of {chunk} tokens" if chunk else ""
+        return text + (", logits in fp32" if chunk and self._fp32_logits else "")
 
     def _parameters(self) -> Iterator[Tensor]:
         for model in self._models:
@@ -560,6 +564,7 @@ class MegatronLearner:
             *args,
             chunk_tokens=self._train.head_chunk_tokens,
             weight_grad=self._late.weight_grad,
+            fp32_logits=self._fp32_logits,
             **where,
         )
 

@@ -84,11 +84,12 @@ class Cutter:
         """`flash` and `padded`: see `attention.plan`."""
         self._layout, self._flash, self._padded = layout, flash, padded
         self._fill = layout.tp if sequence_parallel else 1
-        self._device, self._dtype, self._budget = device, dtype, budget
-        self._inverse = inverse_frequencies.to(
-            torch.float64 if dtype is torch.float64 else torch.float32
-        )
-        self._cos, self._sin = rope.tables(self._inverse, torch.arange(0), dtype)
+        self._device, self._budget = device, budget
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        self._inverse = inverse_frequencies.to(wide)
+        # On a GPU SGLang's tables are float32, too; elsewhere those of transformers have the dtype.
+        self._dtype = wide if device.type == "cuda" else dtype
+        self._cos, self._sin = rope.tables(self._inverse, torch.arange(0), self._dtype)
 
     def groups(self, batch: Batch) -> list[list[int]]:
         """Return the indices of the sequences in each micro-batch of this batch."""

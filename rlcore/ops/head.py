@@ -43,6 +43,7 @@ def log_probs(
     group: dist.ProcessGroup | None = None,
     entropy_grad: bool = True,
     weight_grad: Tensor | None = None,
+    fp32_logits: bool = False,
 ) -> LogProbs:
     """Return log-prob and entropy of each token, [T], differentiable; logits = hidden weight^T.
 
@@ -54,6 +55,8 @@ def log_probs(
         group: tensor-parallel group, None or of size 1 for the whole vocabulary.
         weight_grad: [V/tp, H] buffer to which backward adds the weight's gradient, instead of
             `weight.grad`. None: autograd returns the gradient in the weight's dtype.
+        fp32_logits: do not round logits to the hidden states' 16-bit dtype. Their gradient is
+            rounded to it before the two products.
 
     Raises:
         ValueError: an argument is invalid.
@@ -63,7 +66,7 @@ def log_probs(
     )
     where = (*shard, temperature)
     logp, entropy = _HeadLogProb.apply(
-        hidden, weight, tokens, where, group, chunk_tokens, weight_grad
+        hidden, weight, tokens, where, group, chunk_tokens, weight_grad, fp32_logits
     )
     if tokens.device.type != "cpu":
         logp = torch.where((tokens >= 0) & (tokens < vocab_size), logp, float("nan"))
@@ -82,6 +85,7 @@ def policy_loss(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
     weight_grad: Tensor | None = None,
+    fp32_logits: bool = False,
 ) -> PolicyLoss:
     """Compute `policy.policy_loss` for logits = hidden weight^T, and all gradients in this call.
 
@@ -111,6 +115,7 @@ def policy_loss(
         group,
         chunk_tokens,
         weight_grad,
+        fp32_logits,
         wanted,
     )
     return PolicyLoss(loss, stats[0], stats[1], out)
@@ -170,24 +175,26 @@ class _HeadLogProb(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunk_tokens: int,
         weight_grad: Tensor | None,
+        fp32_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         stats = hidden.new_empty((4, hidden.size(0)), dtype=logprob.statistics_dtype(hidden.dtype))
-        for chunk, logits in _chunks(hidden, weight, chunk_tokens):
+        for chunk, logits in _chunks(hidden, weight, chunk_tokens, fp32_logits):
             stats[:, chunk] = logprob.row_stats(logits, tokens[chunk], *where)
         logp, entropy, lse = logprob.combined(logprob.gathered(stats, group))
         ctx.save_for_backward(hidden, weight, tokens, lse, entropy)
-        ctx.where, ctx.chunk_tokens, ctx.weight_grad = where, chunk_tokens, weight_grad
+        ctx.where, ctx.weight_grad = where, weight_grad
+        ctx.chunks = chunk_tokens, fp32_logits
         ctx.set_materialize_grads(False)
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple:
         if grad_logp is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 8
         hidden, weight, tokens, lse, entropy = ctx.saved_tensors
         made = _Gradients(hidden, weight, ctx.needs_input_grad[:2], ctx.weight_grad)
         where: tuple[int, int, float] = ctx.where
-        for chunk, logits in _chunks(hidden, weight, ctx.chunk_tokens):
+        for chunk, logits in _chunks(hidden, weight, *ctx.chunks):
             grads = (
                 None if grad_logp is None else grad_logp[chunk],
                 None if grad_entropy is None else grad_entropy[chunk],
@@ -195,7 +202,7 @@ class _HeadLogProb(torch.autograd.Function):
             about = (tokens[chunk], *where, lse[:, chunk], entropy[chunk])
             logprob.row_grad(logits, *about, *grads, logits)
             made.add(chunk, logits)
-        return made.hidden, made.weight(), None, None, None, None, None
+        return made.hidden, made.weight(), *(None,) * 6
 
 
 # ---- the fused loss: the logits are computed once
@@ -214,6 +221,7 @@ class _HeadPolicyLoss(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunk_tokens: int,
         weight_grad: Tensor | None,
+        fp32_logits: bool,
         wanted: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, dtype = hidden.size(0), logprob.statistics_dtype(hidden.dtype)
@@ -222,7 +230,7 @@ class _HeadPolicyLoss(torch.autograd.Function):
         made = None
         if wanted:
             made = _Gradients(hidden, weight, ctx.needs_input_grad[:2], weight_grad)
-        for chunk, logits in _chunks(hidden, weight, chunk_tokens):
+        for chunk, logits in _chunks(hidden, weight, chunk_tokens, fp32_logits):
             cut = policy.cut(inputs, chunk)
             stats[:, chunk], out[:, chunk] = policy.rows_(
                 logits, tokens[chunk], *where, cut, params, group, wanted
@@ -242,20 +250,29 @@ class _HeadPolicyLoss(torch.autograd.Function):
         hidden = made.hidden
         if hidden is not None:
             hidden = policy.scaled_(hidden, upstream, ctx.unit)
-        return hidden, made.weight(upstream), *(None,) * 8
+        return hidden, made.weight(upstream), *(None,) * 9
 
 
 # ---- the output layer
 
 
-def _chunks(hidden: Tensor, weight: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+def _chunks(
+    hidden: Tensor, weight: Tensor, size: int, fp32: bool
+) -> Iterator[tuple[slice, Tensor]]:
     """Yield each chunk of tokens, as a slice, and its logits. All chunks use the same buffer."""
     rows = hidden.size(0)
-    buffer = hidden.new_empty(min(size, rows), weight.size(0))
+    wide = logprob.statistics_dtype(hidden.dtype)
+    dtype = wide if fp32 else hidden.dtype
+    buffer = hidden.new_empty(min(size, rows), weight.size(0), dtype=dtype)
     for start in range(0, rows, size):
         chunk = slice(start, min(start + size, rows))
         logits = buffer[: chunk.stop - start]
-        torch.mm(hidden[chunk], weight.t(), out=logits)
+        if dtype is hidden.dtype:
+            torch.mm(hidden[chunk], weight.t(), out=logits)
+        elif gives_float32(hidden.device, hidden.dtype):
+            torch.mm(hidden[chunk], weight.t(), out_dtype=dtype, out=logits)
+        else:
+            torch.mm(hidden[chunk].to(dtype), weight.t().to(dtype), out=logits)
         yield chunk, logits
 
 
@@ -281,6 +298,7 @@ class _Gradients:
 
     def add(self, chunk: slice, grad: Tensor) -> None:
         """Add a chunk's part of the gradients; `grad` is the gradient of the chunk's logits."""
+        grad = grad.to(self._matrix.dtype)
         if self.hidden is not None:
             torch.mm(grad, self._matrix, out=self.hidden[chunk])
         if self._sum is None:
@@ -320,5 +338,19 @@ def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
             f"the gradient's products are rounded to {dtype} before they are added, "
             f"since torch {torch.__version__} cannot add these in float32 ({reason})",
         )
+        return False
+    return True
+
+
+@cache
+def gives_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies half-precision matrices on a GPU into a float32 one."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    ones = torch.ones(16, 16, device=device, dtype=dtype)
+    out = torch.zeros(16, 16, device=device)
+    try:
+        torch.mm(ones, ones, out_dtype=torch.float32, out=out)
+    except (RuntimeError, TypeError):
         return False
     return True

@@ -270,12 +270,14 @@ def logits_bytes(
     hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: ParallelLayout, tokens: int
 ) -> int:
     """Estimate the bytes of the logits, and of the head's input, its norm and its gradient. The
-    logits' gradient overwrites them and needs no memory."""
+    logits' gradient overwrites them and needs no memory, except for a copy of fp32 ones in the
+    model's dtype."""
     if not layout.is_last_stage:
         return 0
-    rows = min(train.head_chunk_tokens or tokens, tokens)
-    values = rows * -(-hf.vocab_size // train.tp) + 3 * tokens * hf.hidden_size
-    return values * ITEMSIZE[model.dtype]
+    rows, size = min(train.head_chunk_tokens or tokens, tokens), ITEMSIZE[model.dtype]
+    is_wide = size == 2 and train.head_chunk_tokens and train.fp32_lm_head is not False
+    logits = rows * -(-hf.vocab_size // train.tp) * (4 + size if is_wide else size)
+    return logits + 3 * tokens * hf.hidden_size * size
 
 
 # ---- memory of an engine

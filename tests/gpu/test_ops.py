@@ -154,9 +154,10 @@ def test_the_fused_loss_is_that_of_the_cpu(build: str, dtype: torch.dtype, vocab
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("lent", [False, True])
+@pytest.mark.parametrize("fp32", [False, True], ids=["rounded logits", "fp32 logits"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_chunked_head_is_that_of_the_cpu(
-    build: str, fused: bool, lent: bool, dtype: torch.dtype
+    build: str, fused: bool, lent: bool, fp32: bool, dtype: torch.dtype
 ) -> None:
     """With a lent buffer the weight's gradient adds up in float32 inside the product."""
     hidden, weight = randn(300, 64).to(dtype), (randn(1003, 64) / 8).to(dtype)
@@ -167,6 +168,7 @@ def test_the_chunked_head_is_that_of_the_cpu(
         w = weight.detach().to(device).requires_grad_()
         buffer = torch.zeros(1003, 64, device=device) if lent else None
         where = {"vocab_size": 1000, "chunk_tokens": 128, "weight_grad": buffer}
+        where["fp32_logits"] = fp32
         if fused:
             loss = head.policy_loss(h, w, tokens.to(device), *terms(300, device), **where).loss
         else:
@@ -179,6 +181,18 @@ def test_the_chunked_head_is_that_of_the_cpu(
     for a, b in zip(here, there, strict=True):
         assert side.apart(a, b) < (2e-5 if dtype is torch.float32 else 2e-2)
     assert all(torch.equal(a, b) for a, b in zip(here, gradients(side.DEVICE), strict=True))
+
+
+@side.needs_gpu
+@side.needs_real_gpu
+def test_logits_in_fp32_are_not_rounded() -> None:
+    assert head.gives_float32(side.DEVICE, torch.bfloat16)
+    hidden, weight = (8 * randn(300, 64)).bfloat16(), randn(1003, 64, seed=1).bfloat16()
+    tokens = torch.arange(300) * 3
+    exact = logprob.log_probs(hidden.double() @ weight.double().t(), tokens, vocab_size=1000).logp
+    here = (x.to(side.DEVICE) for x in (hidden, weight, tokens))
+    found = head.log_probs(*here, vocab_size=1000, chunk_tokens=128, fp32_logits=True).logp
+    assert (found.cpu() - exact).abs().max() < 1e-3
 
 
 @side.needs_gpu  # CPUs round the product before they add it

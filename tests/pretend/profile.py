@@ -134,6 +134,7 @@ def _train(cfg: Any, hf: Any, rank: int) -> dict[str, Any]:
     c10d._new_process_group_helper = fake
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     bridge.init_random = zeroed
+    _multiply_into_float32()
     _balance_experts()
     learner.isfinite = lambda x: True  # nothing is computed, so a norm may be anything
     phases = Phases()
@@ -207,6 +208,23 @@ def zeroed(chunks: Any, *_: Any, **__: Any) -> None:
     for chunk in chunks:
         for p in chunk.parameters():
             p.data.zero_()
+
+
+def fp32_product(a: Any, b: Any, out: Any) -> Any:
+    """Stand in for `torch.mm` with a float32 result, which the pretend device does not have."""
+    return out
+
+
+def _multiply_into_float32() -> None:
+    import torch
+
+    from rlcore.ops import head
+
+    def mm(a: Any, b: Any, *, out_dtype: Any = None, out: Any = None) -> Any:
+        return plain(a, b, out=out) if out_dtype is None else fp32_product(a, b, out)
+
+    plain, torch.mm = torch.mm, mm
+    head.gives_float32 = lambda device, dtype: dtype is torch.bfloat16  # type: ignore[assignment]
 
 
 def _judge(cfg: Any, hf: Any) -> dict[str, Any]:

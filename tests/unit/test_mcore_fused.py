@@ -22,6 +22,7 @@ WAYS = {
     "fused": {"fused_loss": True},
     "chunks": {"head_chunk_tokens": 7},
     "fused, chunks": {"fused_loss": True, "head_chunk_tokens": 7},
+    "chunks, fp32 logits": {"head_chunk_tokens": 7, "fp32_lm_head": True},
 }
 SETTINGS = {
     "kl_coef": 0.1,
@@ -70,6 +71,8 @@ def test_every_way_trains_alike_and_reports_alike(dtype: str) -> None:
     trained = int(batch.mask.sum())
     assert 0 < want["figures 0"]["tokens"] < trained  # rejection is at work
     for way in list(WAYS)[1:]:
+        if dtype == "bfloat16" and WAYS[way].get("fp32_lm_head"):
+            continue  # the other ways round logits
         _, found = two_updates(way, dtype, batch)
         for name, value in want.items():
             if isinstance(value, dict):
@@ -239,3 +242,22 @@ def test_the_configuration_refuses_fused_loss_exactly_where_it_cannot_be(algo: s
 def test_a_negative_chunk_is_refused() -> None:
     broken = rules.broken(replace(Config(), train=TrainConfig(head_chunk_tokens=-1)))
     assert "--train.head_chunk_tokens -1: must be 0 or more" in broken
+
+
+def test_fp32_logits_need_chunks_and_half_precision() -> None:
+    alone = replace(Config(), train=TrainConfig(fp32_lm_head=True))
+    assert any(
+        "--train.fp32_lm_head True: needs train.head" in line for line in rules.broken(alone)
+    )
+    chunks = replace(Config(), train=TrainConfig(fp32_lm_head=True, head_chunk_tokens=64))
+    assert not any("fp32_lm_head" in line for line in rules.broken(chunks))
+
+
+def test_log_probs_of_a_bfloat16_learner_do_not_round_logits() -> None:
+    batch, found = objective_ranks.rows(), {}
+    for name, layout in {"rounded": WAYS["chunks"], "fp32": WAYS["chunks, fp32 logits"]}.items():
+        learner = learner_ranks.make(layout, dtype="bfloat16")
+        found[name] = learner.logprobs(batch)
+        learner.close()
+    gap = (found["rounded"] - found["fp32"]).abs().max()
+    assert 1e-4 < gap < 0.1

@@ -82,6 +82,24 @@ def test_loss_and_gradients_are_those_of_whole_logits(fused: bool, chunk_tokens:
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_of_a_half_precision_head_stay_in_fp32(fused: bool, dtype: torch.dtype) -> None:
+    hidden, weight = leaves(dtype)
+    with torch.no_grad():
+        scaled = hidden * 8, weight * 4  # large logits, whose rounding matters
+        exact = whole(*(x.double() for x in scaled), fused)[1]
+        wide = by_chunks(*scaled, fused, chunk_tokens=5, fp32_logits=True)[1]
+        rounded = by_chunks(*scaled, fused, chunk_tokens=5)[1]
+    assert (wide - exact).abs().max() < 1e-4 < 1e-2 < (rounded - exact).abs().max()
+    want = torch.autograd.grad(whole(hidden, weight, fused)[0], (hidden, weight))
+    loss = by_chunks(hidden, weight, fused, chunk_tokens=5, fp32_logits=True)[0]
+    for a, b in zip(torch.autograd.grad(loss, (hidden, weight)), want, strict=True):
+        assert a.dtype is dtype and torch.allclose(
+            a, b, rtol=0.05, atol=0.02 * float(b.abs().max())
+        )
+
+
+@pytest.mark.parametrize("fused", [False, True])
 def test_the_gradients_are_those_of_finite_differences(fused: bool) -> None:
     def loss(hidden: Tensor, weight: Tensor) -> Tensor:
         return by_chunks(hidden, weight, fused, chunk_tokens=10)[0]
