@@ -196,9 +196,8 @@ class Cutter:
             cos, sin = rope.tables(self._inverse, every, self._dtype)
             self._cos, self._sin = cos.to(self._device), sin.to(self._device)
         where = micro.positions.squeeze(0)
-        micro.packed.cos = self._cos.index_select(0, where)
-        micro.packed.sin = self._sin.index_select(0, where)
-        return micro
+        cos, sin = (table.index_select(0, where) for table in (self._cos, self._sin))
+        return replace(micro, packed=replace(micro.packed, cos=cos, sin=sin))
 
 
 def _fields(batch: Batch) -> dict[str, Tensor]:

@@ -31,6 +31,7 @@ OTHERS = {
     "mcore/reference.py": {"p": "torch: a parameter"},
     "mcore/shim.py": {
         "module": "Megatron",
+        "clip_grads": "Megatron",
         "moe_utils": "Megatron",
         "spec.loader": "importlib",
         "torch.Tensor": "torch",

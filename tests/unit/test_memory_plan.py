@@ -71,7 +71,7 @@ def test_stages_hold_the_layers_that_are_set() -> None:
     first, last = (memory.parameters(hf, layout_of(uneven, 2, r))[0] for r in (0, 1))
     assert (first, last) == (3 * LAYER + 80, LAYER + 80 + 8)
     kept = [
-        [memory.kept_bytes(hf, model, train, layout_of(train, 2, r), 10) for r in (0, 1)]
+        [memory.kept_bytes(hf, model, train, layout_of(train, 2, r), 10)[0] for r in (0, 1)]
         for train in (even, uneven)
     ]
     assert [2 * bytes_ for bytes_ in kept[1]] == [3 * kept[0][0], kept[0][1]]
