@@ -112,8 +112,8 @@ class Handover:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held for buckets: of those that the engine still needs, and of the one that is
-        packed. Buffers that are kept for later buckets count too."""
+        """Bytes of all buckets: the one that is being packed, those that the engine has not loaded
+        yet, and empty buffers that later buckets reuse."""
         used = [self._room, *(sent.room for sent in self._sent), *self._rooms]
         on_host = sum(room.num_bytes for room in used if room is not None)
         on_gpu = sum(len(sent.buffer) for sent in self._sent if sent.room is None)
@@ -267,11 +267,6 @@ class Handover:
         self._rooms = [room for room in self._rooms if room.num_bytes <= most]
         for room in large:
             room.close()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the engine still accepts buckets in this weight update."""
-        return self._engine is not None
 
     def _tell(self, method: str, *args: Any) -> None:
         if self._engine is not None:

@@ -353,9 +353,8 @@ def bucket_bytes(cfg: Config, hf: HFConfig) -> int:
 
 
 def handover_bytes(cfg: Config, hf: HFConfig) -> int:
-    """Return the bytes of the buckets that are under way from a rank to its engine: the one that is
-    packed, and those that the engine may still read. The latter are not larger than
-    sync.bucket_mb."""
+    """Return the bytes of the buckets under way from a rank to its engine: one that is being packed
+    and `IN_FLIGHT` that the engine may still be reading, of at most sync.bucket_mb each."""
     return bucket_bytes(cfg, hf) + IN_FLIGHT * cfg.sync.bucket_mb * 2**20
 
 

@@ -428,7 +428,7 @@ for others, few in (((5, 6), True), ((5, -1), False)):
     info.merge_batch(told(*others))
     assert info.npu_top_k_top_p_eligible == few, others
 
-# Two shares of 4 ranks: those that SGLang itself would start on two nodes, on devices of theirs.
+# Two shares of 4 ranks have the ranks that SGLang would start on two nodes, but one node's devices.
 parallel = get_parallel()
 sizes = {"tp_size": 4, "pp_size": 1}
 with parallel.override(nnodes=2, **sizes):

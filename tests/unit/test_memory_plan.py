@@ -78,7 +78,8 @@ def test_stages_hold_the_layers_that_are_set() -> None:
 
 
 def test_ranks_that_share_a_key_value_head_each_keep_it() -> None:
-    """Of 2 query heads each has one; of a group's 4 heads, 2 copies are held while a layer runs."""
+    """Two ranks, 2 query heads, 1 key-value head: each rank keeps 1 query head, a key and a value.
+    A running layer also holds all 4 of them twice, as gathered and as joined."""
     norms, heads, mlp = 4 * 8 // 2, 2 * (4 + 2 * 4) + 4, 3 * 16 // 2
     kept, gathered = norms + heads + mlp, 2 * (2 + 2) * 4
     found = memory.layer_activations(small(), TrainConfig(tp=2), 10)

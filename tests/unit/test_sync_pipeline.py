@@ -24,8 +24,8 @@ ROWS = 16
 
 
 class Late:
-    """An engine that opens a bucket only when somebody waits for it, as late as an engine in
-    another process may. It fails at bucket `bad`, or falls silent there."""
+    """An engine that opens a bucket as late as possible: when the caller waits for its load. It
+    raises an error at bucket `bad`, or never answers there."""
 
     failure = ""
 

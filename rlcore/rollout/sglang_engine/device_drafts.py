@@ -105,6 +105,9 @@ class DeviceDrafts(Drafts):
         if self._index is not None:
             self._index.close()
 
+    def _accepted(self, counts: np.ndarray) -> None:
+        """Do nothing: the forest has read the counts on the device."""
+
     def _rows(self, batch: Any) -> Tensor:
         if self._table is None:
             size = len(batch.req_to_token_pool.req_to_token)

@@ -9,6 +9,7 @@ length of a step.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class Step:
     """Number of drafted tokens, on the host; valid once the step has ended."""
 
 
-class Drafts:
+class Drafts(ABC):
     """Base of the drafters of an SGLang engine, on its first tensor-parallel rank."""
 
     def __init__(self, gate: DraftGate, *, stream_interval: int, counters: Counters) -> None:
@@ -52,22 +53,22 @@ class Drafts:
         self._steps: deque[Step] = deque()
         self._end = 0.0
 
+    @abstractmethod
     def remember(self, histories: Sequence[History], wanted: Sequence[int]) -> None:
         """Index `histories`. Remove earlier histories of prompts that are not in `wanted`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def propose(self, batch: Any) -> Tensor:
         """Return drafts [N, L] int32 for a decode batch, padded with -1."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prefill(self, batch: Any) -> None:
         """Forget the requests of a batch, which is prefilled, some of them again. The next
         `propose` reads their tokens from the start."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """Stop the thread that indexes histories."""
-        raise NotImplementedError
 
     def verified(self, reqs: Sequence[Any], tokens: np.ndarray, taken: np.ndarray) -> None:
         """Record the result of the oldest step that was proposed, before SGLang processes it.
@@ -106,6 +107,7 @@ class Drafts:
             verify_s=min(seconds, step_s),  # overlapped steps begin before the last one ends
         )
 
+    @abstractmethod
     def _accepted(self, counts: np.ndarray) -> None:
         """Record the number of accepted draft tokens [N] of the step that has just ended."""
 
