@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -295,3 +296,42 @@ def test_what_is_not_there_says_so() -> None:
         torch.cuda.CUDAGraph()
     with pytest.raises(NotImplementedError, match="interprocess"):
         torch.cuda.Event(interprocess=True)
+
+
+def test_micro_batches_come_from_pinned_memory_without_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rlcore.config.schema import TrainConfig
+    from rlcore.hf.rope import inverse_frequencies
+    from rlcore.mcore import microbatch
+    from rlcore.mcore.layout import layout_of
+    from rlcore.tensors import Batch, cumulative
+
+    copied: list[bool] = []
+    plain = torch.Tensor.to
+
+    def to(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if self.numel() and not self.is_cuda and args[0] == device:
+            copied.append(self.is_pinned() and options.get("non_blocking", False))
+        return plain(self, *args, **options)
+
+    device = torch.device("cuda", 0)
+    cutter = microbatch.Cutter(
+        layout_of(TrainConfig(), 1, 0),
+        sequence_parallel=False,
+        inverse_frequencies=inverse_frequencies(8, 1e4),
+        dtype=torch.bfloat16,
+        device=device,
+        budget=8,
+    )
+    lengths = [5, 3, 7]
+    batch = Batch(
+        tokens=torch.arange(sum(lengths)),
+        cu_seqlens=cumulative(lengths),
+        mask=torch.ones(sum(lengths), dtype=torch.bool),
+    )
+    list(cutter.cut(batch, [[2]], 1).micro_batches)  # the longest row makes the tables of RoPE
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    made = list(cutter.cut(batch, [[2], [0, 1]], 3).micro_batches)
+    assert len(made) == 3 and all(micro.tokens.is_cuda for micro in made)
+    assert len(copied) > 16 and all(copied)
