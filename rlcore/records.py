@@ -359,6 +359,9 @@ class Stats(Event):
     """Number of episode attempts that ended because the environment raised an exception."""
     env_lost_tokens: int = 0
     """Number of tokens sampled in episode attempts that failed (timeout, crash or error)."""
+    cached_tokens: int = 0
+    """Number of prompt tokens that needed no prefill, because another request had them in the KV
+    cache."""
 
 
 class Down(Event):

@@ -49,6 +49,7 @@ ARMS = ("rlcore", "rlcore deterministic=true", "transformers")
 TINY = (128, 256, 3, 4, 2, 32, 512)
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, head size, vocabulary
     "tiny": TINY,
+    "4m": (256, 768, 4, 4, 2, 64, 4096),
     "0.2b": (1024, 3072, 6, 16, 8, 128, 65536),  # a checkpoint of 2.3 GB
     "0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
     "1.7b": (2048, 6144, 28, 16, 8, 128, 151936),

@@ -86,6 +86,7 @@ VERL = {
     "actor.ppo_epochs": "train.epochs",
     "actor.ppo_max_token_len_per_gpu": "train.tokens_per_micro_batch",
     "actor.ppo_mini_batch_size": "train.samples_per_update: samples, where verl counts prompts",
+    "actor.use_prefix_grouper": "train.share_prefix",
     "algorithm.adv_estimator": "algo.adv_estimator",
     "algorithm.filter_groups.enable": "algo.equal_reward_groups: replace, where verl has True",
     "algorithm.filter_groups.max_num_gen_batches": "algo.max_replaced_groups: in prompts of a step",

@@ -19,6 +19,7 @@ from rlcore.config.schema import (
     MuxConfig,
     StreamConfig,
     TailConfig,
+    TrainConfig,
     reward_sections,
 )
 from rlcore.utils import bounds
@@ -111,6 +112,18 @@ def saves_async(cfg: Config, *, cuda: bool) -> bool:
     """Return whether training continues while a checkpoint is written: --checkpoint.async_save,
     with None resolved for learners on a GPU (`cuda`) or on the CPU."""
     return cuda if cfg.checkpoint.async_save is None else cfg.checkpoint.async_save
+
+
+def shares_prefix(train: TrainConfig) -> bool:
+    """Return whether the learner computes common prefixes of a micro-batch's samples once."""
+    if train.share_prefix == "auto":
+        return train.transformer_impl == "local"
+    return train.share_prefix == "true"
+
+
+def has_own_attention(train: TrainConfig) -> bool:
+    """Return whether the core attention is rlcore's own, also in Transformer Engine's layers."""
+    return train.transformer_impl == "local" or shares_prefix(train)
 
 
 def has_fp32_lm_head(cfg: Config, *, cuda: bool) -> bool:

@@ -286,6 +286,10 @@ class TrainConfig:
     tokens_per_micro_batch: Annotated[int, above(0)] = 16384
     """Maximum number of packed tokens in a micro-batch; a longer sequence is a micro-batch of its
     own."""
+    share_prefix: Literal["auto", "true", "false"] = "auto"
+    """Whether tokens that samples of a micro-batch have in common before their first trained token,
+    such as a group's prompt, are computed once. `auto`: with the local layers. `true`: also in
+    Transformer Engine's layers, with the attention of the local ones."""
     samples_per_update: Annotated[int, at_least(0)] = 0
     """Number of samples per optimizer step; 0: all samples of a step."""
     epochs: Annotated[int, above(0)] = 1

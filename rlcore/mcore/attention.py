@@ -8,8 +8,11 @@ On CUDA in half precision, flash attention runs if it supports the head size (fl
 sequences of similar length form dense batches (buckets) with padding on the right, which the causal
 mask hides.
 
-Context-parallel rank r holds chunks r and 2 cp - 1 - r of every sequence (zigzag); sequences are
-padded to a multiple of 2 cp. Keys and values are gathered; each chunk attends to its prefix.
+Sequences with common prefixes may form a tree of nodes (prefix_tree.py), each packed once. A node's
+tokens attend to the nodes above and to their own prefix in the node.
+
+Context-parallel rank r holds chunks r and 2 cp - 1 - r of every node (zigzag); nodes are padded to
+a multiple of 2 cp. Keys and values are gathered; each chunk attends to its prefix.
 
 Own code instead of Transformer Engine's attention, because plain torch also runs on CPUs.
 """
@@ -27,6 +30,7 @@ from torch import Tensor
 
 from rlcore.mcore import compat
 from rlcore.mcore.flash import Kernel
+from rlcore.mcore.prefix_tree import PrefixTree
 from rlcore.mcore.rope import rotate
 
 SHRINK = 0.8
@@ -35,8 +39,8 @@ SHRINK = 0.8
 
 @dataclass(frozen=True, slots=True)
 class PaddedBucket:
-    """Bucket of `count` sequences or chunks, padded to `query` queries and `key` keys. With context
-    parallelism, a chunk's queries may start after its first key, so the bucket needs a `mask`."""
+    """Bucket of `count` units, padded to `query` queries and `key` keys. If queries start after
+    their unit's first key, the bucket needs a `mask`."""
 
     count: int
     query: int
@@ -52,19 +56,19 @@ class PaddedPlan:
     query_index: Tensor  # [padded queries] index of this rank's token in each padded query row
     key_index: Tensor  # [padded keys] token in each padded key row, as index in the packed batch
     query_rows: Tensor  # [T] padded query row of each token of this rank
-    key_rows: Tensor | None  # [T] padded key row of each token; None if cp > 1: keys repeat in rows
+    key_rows: Tensor | None  # [T] padded key row of each token; None if keys repeat in rows
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Lengths and positions of the units of packed sequences. A unit is a sequence or, with context
-    parallelism, a chunk of a sequence."""
+    """Lengths and positions of the units of packed sequences. A unit is a node of the prefix tree
+    (a sequence, if it shares nothing) or, with context parallelism, a chunk of a node."""
 
     padded: PaddedPlan | None  # None with flash attention or Transformer Engine
     gathered: Tensor | None  # [cp*T] position of each token in the all-gather's output, if cp > 1
-    cu_query: Tensor  # [sequences or chunks + 1] int32: this rank's cumulative query counts
-    cu_key: Tensor  # [sequences or chunks + 1] int32: this rank's cumulative key counts
-    prefix: Tensor | None  # [all chunks' keys] index of each key in the packed batch, if cp > 1
+    cu_query: Tensor  # [units + 1] int32: this rank's cumulative query counts
+    cu_key: Tensor  # [units + 1] int32: this rank's cumulative key counts
+    prefix: Tensor | None  # [all units' keys] index of each key in the packed batch, if keys repeat
     max_query: int
     max_key: int
     flash: Kernel | None  # None: attention runs on the padded buckets
@@ -87,54 +91,76 @@ class Packed(PackedSeqParams):
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    rows: range  # indices of the sequence's or chunk's tokens among this rank's tokens
-    start: int  # index of the sequence's first token in the whole packed batch
-    first: int  # position of the first query in the sequence
+    rows: range  # indices of the unit's tokens among this rank's tokens
+    start: int  # index of the first token of the unit's node in the whole packed batch
+    above: tuple[range, ...]  # indices of the tokens before the node in the whole packed batch
+    depth: int  # number of the tokens before the node
+    first: int  # position of the first query in its sequences
     key: int  # number of keys that the last query attends to
 
     @property
     def query(self) -> int:
         return len(self.rows)
 
+    def keys(self) -> Tensor:
+        """Return the index of each key in the packed batch, [key]."""
+        own = range(self.start, self.start + self.key - self.depth)
+        return torch.cat([torch.arange(r.start, r.stop) for r in (*self.above, own)])
 
-def local_positions(lengths: Sequence[int], cp: int, cp_rank: int) -> tuple[Tensor, Tensor]:
+
+def local_positions(
+    lengths: Sequence[int], cp: int, cp_rank: int, tree: PrefixTree | None = None
+) -> tuple[Tensor, Tensor]:
     """Return two int64 tensors [T/cp] for the tokens of one context-parallel rank: each token's
-    index in the packed batch, and its position in its sequence.
-
-    If cp > 1, all `lengths` must be multiples of 2 cp.
-    """
+    index in the packed batch, and its position in its sequence. Arguments as in `plan`."""
     index, position = [], []
-    for unit in _units(lengths, cp, cp_rank):
-        here = torch.arange(unit.first, unit.first + unit.query)
-        position.append(here)
-        index.append(here + unit.start)
+    for unit in _units(lengths, cp, cp_rank, tree):
+        here = torch.arange(unit.query)
+        position.append(here + unit.first)
+        index.append(here + (unit.start - unit.depth + unit.first))
     return torch.cat(index), torch.cat(position)
 
 
-def _units(lengths: Sequence[int], cp: int, cp_rank: int) -> list[_Unit]:
+def _units(
+    lengths: Sequence[int], cp: int, cp_rank: int, tree: PrefixTree | None = None
+) -> list[_Unit]:
     units, row, start = [], 0, 0
-    for length in lengths:
+    above: list[tuple[range, ...]] = []  # by node
+    ranges: list[range] = []  # without padding
+    nodes = tree.nodes if tree is not None else ()
+    for i, length in enumerate(lengths):
+        before: tuple[range, ...] = ()
+        depth = 0
+        if i < len(nodes):
+            depth, parent = nodes[i].start, nodes[i].parent
+            before = (*above[parent], ranges[parent]) if parent >= 0 else ()
+            ranges.append(range(start, start + nodes[i].size))
+            above.append(before)
         if cp == 1:
-            units.append(_Unit(range(row, row + length), start, 0, length))
+            rows = range(row, row + length)
+            units.append(_Unit(rows, start, before, depth, depth, depth + length))
             row += length
         else:
             chunk = length // (2 * cp)
             assert chunk * 2 * cp == length, (length, cp)
             for part in (cp_rank, 2 * cp - 1 - cp_rank):
-                first = part * chunk
-                units.append(_Unit(range(row, row + chunk), start, first, first + chunk))
+                rows, first = range(row, row + chunk), depth + part * chunk
+                units.append(_Unit(rows, start, before, depth, first, first + chunk))
                 row += chunk
         start += length
     return units
 
 
 def _bucketed(units: Sequence[_Unit]) -> list[list[_Unit]]:
-    """Group units (sequences or chunks) of similar length into buckets, longest units first."""
+    """Group units with similar numbers of queries and of keys into buckets."""
     buckets: list[list[_Unit]] = []
-    for unit in sorted(units, key=lambda u: (-u.key, -u.query, u.rows.start)):
-        head = buckets[-1][0] if buckets else None
-        if head and unit.key >= SHRINK * head.key - 4 and 2 * unit.query >= head.query:
-            buckets[-1].append(unit)
+    for unit in sorted(units, key=lambda u: (-u.query, -u.key, u.rows.start)):
+        for bucket in buckets:
+            head = bucket[0]
+            low, high = sorted((unit.key, head.key))
+            if unit.query >= SHRINK * head.query - 4 and low >= SHRINK * high - 4:
+                bucket.append(unit)
+                break
         else:
             buckets.append([unit])
     return buckets
@@ -143,58 +169,70 @@ def _bucketed(units: Sequence[_Unit]) -> list[list[_Unit]]:
 def plan(
     lengths: Sequence[int],
     *,
+    tree: PrefixTree | None = None,
     cp: int = 1,
     cp_rank: int = 0,
     flash: Kernel | None = None,
     padded: bool = True,
 ) -> AttentionPlan:
-    """Make the attention plan of packed sequences. If cp > 1, lengths must be multiples of 2 cp.
-    `flash`: kernel of flash.py; without one, attention runs on padded buckets, whose masks take
-    query * key bytes. `padded`: false with Transformer Engine, whose attention needs no buckets."""
-    units = _units(lengths, cp, cp_rank)
-    gathered = prefix = None
+    """Make the attention plan of packed sequences, or of the nodes of a prefix tree.
+
+    Args:
+        lengths: number of tokens of each sequence or node, with padding; if cp > 1, multiples of
+            2 cp. After the nodes of `tree`, there may be one more length, of a dummy sequence.
+        flash: kernel of flash.py; without one, attention runs on padded buckets, whose masks take
+            query * key bytes.
+        padded: false with Transformer Engine, whose attention needs no buckets.
+    """
+    units = _units(lengths, cp, cp_rank, tree)
+    repeats = cp > 1 or any(unit.depth for unit in units)
+    gathered = None
     if cp > 1:
         order = torch.cat([local_positions(lengths, cp, rank)[0] for rank in range(cp)])
         gathered = torch.empty_like(order)
         gathered[order] = torch.arange(order.numel())
-        prefix = torch.cat([torch.arange(unit.start, unit.start + unit.key) for unit in units])
     return AttentionPlan(
-        padded=_padded(units, cp) if padded and flash is None else None,
+        padded=_padded(units, repeats) if padded and flash is None else None,
         gathered=gathered,
         cu_query=_cumulative([unit.query for unit in units]),
         cu_key=_cumulative([unit.key for unit in units]),
-        prefix=prefix,
+        prefix=torch.cat([unit.keys() for unit in units]) if repeats else None,
         max_query=max(unit.query for unit in units),
         max_key=max(unit.key for unit in units),
         flash=flash,
     )
 
 
-def _padded(units: Sequence[_Unit], cp: int) -> PaddedPlan:
+def _padded(units: Sequence[_Unit], repeats: bool) -> PaddedPlan:
+    """Make the padded buckets. `repeats`: whether a key may be in several rows."""
     total = sum(unit.query for unit in units)
     query_index, key_index, buckets = [], [], []
     query_rows = torch.empty(total, dtype=torch.int64)
-    key_rows = torch.empty(total, dtype=torch.int64) if cp == 1 else None
+    key_rows = None if repeats else torch.empty(total, dtype=torch.int64)
     queries = 0
     for group in _bucketed(units):
         query = max(unit.query for unit in group)
         key = max(unit.key for unit in group)
         at_query, at_key = torch.arange(query), torch.arange(key)
         rows = torch.tensor([unit.rows.start for unit in group]).unsqueeze(1)
-        starts = torch.tensor([unit.start for unit in group]).unsqueeze(1)
         firsts = torch.tensor([unit.first for unit in group]).unsqueeze(1)
         q_len = torch.tensor([unit.query for unit in group]).unsqueeze(1)
         k_len = torch.tensor([unit.key for unit in group]).unsqueeze(1)
+        starts = torch.tensor([unit.start - unit.depth for unit in group]).unsqueeze(1)
         # Padding repeats the last real token to stay finite; no real token attends to padding.
         query_index.append((rows + at_query.minimum(q_len - 1)).flatten())
-        key_index.append((starts + at_key.minimum(k_len - 1)).flatten())
+        keys = starts + at_key.minimum(k_len - 1)
+        for i, unit in enumerate(group):
+            if unit.depth:
+                keys[i, : unit.key] = unit.keys()
+        key_index.append(keys.flatten())
         real = (at_query < q_len).flatten()
         place = torch.arange(len(group) * query)[real] + queries
         query_rows[query_index[-1][real]] = place
         if key_rows is not None:
             key_rows[query_index[-1][real]] = place
         mask = None
-        if cp > 1:
+        if any(unit.key > unit.query for unit in group):
             # A padded query attends at least to key 0: softmax of an empty mask row would be NaN.
             mask = at_key <= (firsts + at_query.minimum(q_len - 1)).unsqueeze(-1)
             mask = mask.unsqueeze(1)

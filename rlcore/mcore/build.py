@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 
+from rlcore.config import rules
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.mcore import parallel, wgrad
@@ -161,6 +162,8 @@ def _block_spec(
             qk_layernorm=config.qk_layernorm,
         )
         _share_heads(config, layer.submodules.self_attention)
+        if rules.has_own_attention(train):
+            layer.submodules.self_attention.submodules.core_attention = CoreAttention
         return layer
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
@@ -227,8 +230,8 @@ def build(
             pre_process=layout.is_first_stage and stage == 0,
             post_process=layout.is_last_stage and stage == layout.vpp - 1,
             share_embeddings_and_output_weights=hf.tie_word_embeddings and head == "lm",
-            # The local layers apply RoPE inside the core attention (rope.py).
-            position_embedding_type="rope" if train.transformer_impl == "te" else "none",
+            # The own core attention applies RoPE itself (rope.py).
+            position_embedding_type="none" if rules.has_own_attention(train) else "rope",
             rotary_base=hf.rope_theta,
             rope_scaling=hf.rope_scaling is not None,
             rope_scaling_factor=(hf.rope_scaling or {}).get("factor", 8.0),

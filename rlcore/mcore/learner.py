@@ -32,6 +32,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlcore.algos import sequence
+from rlcore.config import rules
 from rlcore.config.schema import ClusterConfig, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
@@ -122,7 +123,7 @@ class MegatronLearner:
 
     def _build(self, model: ModelConfig, seed: int, keep_reference: bool) -> None:
         hf, train = self.hf, self._train
-        local = train.transformer_impl == "local"
+        own_attention = rules.has_own_attention(train)
         self.model_parallel_groups: Sequence[Sequence[int]] = model_parallel_groups(
             train, self.layout.world_size
         )
@@ -146,6 +147,7 @@ class MegatronLearner:
         self._models = [self._wrapped(chunk, dtype_of(model)) for chunk in chunks]
         self._optimizer = self._make_optimizer(dtype_of(model))
         self._reference = ReferenceModel(self._parameters()) if keep_reference else None
+        self._shares_prefix = rules.shares_prefix(train)
         self._cutter = Cutter(
             self.layout,
             sequence_parallel=self._config.sequence_parallel,
@@ -154,12 +156,14 @@ class MegatronLearner:
             device=self.device,
             budget=train.tokens_per_micro_batch,
             flash=flash.choose(train.attention_backend, self.device, dtype_of(model), hf.head_dim)
-            if local
+            if own_attention
             else None,
-            padded=local,
+            padded=own_attention,
+            share_prefix=self._shares_prefix,
         )
         self._sums: dict[str, Tensor] = {}
         self._kept = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self._tokens, self._computed = 0, 0  # of the batches since the last update
         self._compared: set[bool] = set()
         """Kinds of batches for which fused and torch policy loss were compared and agreed. True:
         batches without old log-probs. False: batches with old log-probs."""
@@ -226,6 +230,7 @@ class MegatronLearner:
         text += ", optimizer states in host memory" if train.offload_optimizer else ""
         text += ", bfloat16 moments" if train.moments_dtype == "bfloat16" else ""
         text += ", layer inputs in host memory" if train.offload_activations else ""
+        text += ", shared prefixes" if rules.shares_prefix(train) else ""
         text += ", fused policy loss" if lm and train.fused_loss else ""
         chunk = train.head_chunk_tokens if lm else 0
         text += f", output layer in chunks of {chunk} tokens" if chunk else ""
@@ -363,7 +368,7 @@ class MegatronLearner:
             model.zero_grad_buffer()
         self._accumulated = False
         self._kept.zero_()
-        self._sums = {}
+        self._forget_sums()
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights under Hugging Face names, full on every rank. Collective: every rank
@@ -586,10 +591,11 @@ class MegatronLearner:
 
     def _rows_about(self, micro: MicroBatch, values: Tensor) -> Tensor:
         """Convert token values [..., T] to this rank's output rows [..., L]: each row gets the
-        value of the token that it predicts; rows that predict no token get 0."""
+        value of the token that it predicts; rows that predict no trained token get 0."""
         length, cp = micro.targets.numel(), self.layout.cp
-        # No row predicts a sequence's first token, so its value goes to an extra last row.
-        index = torch.where(micro.predicted, micro.take, cp * length)
+        # At most one of the tokens that share a row is trained on. Values of all others, such as a
+        # sequence's first token, which no row predicts, go to an extra last row.
+        index = torch.where(micro.predicted & micro.batch.mask, micro.take, cp * length)
         rows = values.new_zeros(*values.shape[:-1], cp * length + 1)
         rows = rows.index_copy_(-1, index, values)[..., :-1]
         if cp > 1:
@@ -651,7 +657,8 @@ class MegatronLearner:
         text = {"loss": torch.where(kept, out.per_token.detach() * weight, 0.0), "gradient": slope}
         trained = int(x.mask.sum())
         for what, want in text.items():
-            found = self._about(micro, fused[what])
+            # An untrained token may share the row of a trained one (prefix_tree.py).
+            found = torch.where(x.mask, self._about(micro, fused[what]), 0.0)
             limit = 1e-3 * want.abs() + 1e-5 * want.abs().nan_to_num().amax()
             apart = ~((found - want).abs() <= limit) & ~(found.isnan() & want.isnan())
             count = int(apart.sum())
@@ -699,6 +706,9 @@ class MegatronLearner:
         # Tensor- and context-parallel ranks have the same tokens, so only one rank counts them.
         own = self.layout.tp_rank == self.layout.cp_rank == 0
         counted = kept if own else kept & False
+        if own:
+            self._tokens += micro.batch.num_tokens
+            self._computed += micro.num_rows
         self._add("loss", torch.where(counted, terms, 0.0).sum())
         self._add("count", counted.sum())
         tokens = sequence.count(counted, x.sequence, x.num_sequences)
@@ -741,15 +751,25 @@ class MegatronLearner:
 
     def _metrics(self, normaliser: float) -> dict[str, float]:
         names = sorted(self._sums)
-        sums = torch.stack([self._sums[name] for name in names])
+        numbers = (self._tokens, self._computed)
+        more = (self._kept.new_full((), n, dtype=torch.float64) for n in numbers)
+        sums = torch.stack([*(self._sums[name] for name in names), *more])
         if self.layout.world_size > 1:
             dist.all_reduce(sums)
-        self._sums = {}
-        total = dict(zip(names, sums.tolist(), strict=True))
+        self._forget_sums()
+        *values, tokens, computed = sums.tolist()
+        total = dict(zip(names, values, strict=True))
         loss, count = total.pop("loss"), total.pop("count")
-        return {name: value / max(count, 1.0) for name, value in total.items()} | {
-            f"{self._role}/loss": loss / normaliser
-        }
+        found = {name: value / max(count, 1.0) for name, value in total.items()}
+        found[f"{self._role}/loss"] = loss / normaliser
+        if self._shares_prefix:
+            found[f"{self._role}/shared_tokens"] = 1 - computed / max(tokens, 1)
+        return found
+
+    def _forget_sums(self) -> None:
+        """Drop what `accumulate` has counted for the metrics."""
+        self._sums = {}
+        self._tokens = self._computed = 0
 
     # ---- tensors that can be offloaded
 

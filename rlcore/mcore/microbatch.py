@@ -1,22 +1,26 @@
 """Divide a batch into micro-batches in the layout that the model needs.
 
 Sequences are sorted by length, so that a micro-batch has sequences of similar length; `Cut.order`
-restores the batch's order. Context parallelism pads every sequence to a multiple of 2 cp. Sequence
-parallelism adds a dummy sequence, so that the number of tokens is a multiple of tp.
+restores the batch's order. Sequences with a common prefix are in one micro-batch, which holds the
+prefix once (prefix_tree.py). Context parallelism pads every node of the prefix tree, that is every
+sequence that shares nothing, to a multiple of 2 cp. Sequence parallelism adds a dummy sequence, so
+that the number of tokens is a multiple of tp.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlcore.mcore import attention, rope
+from rlcore.mcore import attention, prefix_tree, rope
 from rlcore.mcore.attention import Packed
 from rlcore.mcore.flash import Kernel
 from rlcore.mcore.layout import ParallelLayout
+from rlcore.mcore.prefix_tree import PrefixTree
 from rlcore.tensors import Batch, cumulative
 
 
@@ -30,6 +34,7 @@ class MicroBatch:
     targets: Tensor  # [L] token that each row predicts; 0 for rows that predict no token
     packed: Packed
     take: Tensor  # [T] row, over all cp ranks, that predicts each token; undefined for first tokens
+    num_rows: int  # tokens that all cp ranks compute; below T if prefixes are shared
     predicted: Tensor  # [T] bool: False for the first token of each sequence
     sequence: Tensor  # [T] int64 index of the token's sequence
 
@@ -43,17 +48,31 @@ class Cut:
     order: Tensor = field(repr=False)  # [T] each token's index in the batch, in micro-batch order
 
 
-def groups(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def groups(lengths: Sequence[int], budget: int, tree: PrefixTree | None = None) -> list[list[int]]:
     """Divide sequences into micro-batches of at most `budget` tokens, longest sequences first. A
-    sequence longer than `budget` gets a separate micro-batch."""
+    sequence longer than `budget` gets a separate micro-batch. Sequences that share a root of `tree`
+    stay together, unless their nodes have more than `budget` tokens."""
+    tree = tree or prefix_tree.apart(lengths)
+    pieces: list[list[int]] = []
+    sizes: list[int] = []
+    for row in tree.order():
+        common = tree.common(pieces[-1][-1], row, lengths) if pieces else 0
+        if not common or sizes[-1] + lengths[row] - common > budget:
+            pieces.append([])
+            sizes.append(0)
+            common = 0
+        pieces[-1].append(row)
+        sizes[-1] += lengths[row] - common
+    longest = [max(lengths[row] for row in piece) for piece in pieces]
     found: list[list[int]] = []
-    tokens = 0
-    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
-        if not found or tokens + lengths[row] > budget:
+    room: list[int] = []
+    for i in sorted(range(len(pieces)), key=lambda i: (-longest[i], pieces[i][0])):
+        place = next((p for p, left in enumerate(room) if sizes[i] <= left), len(found))
+        if place == len(found):
             found.append([])
-            tokens = 0
-        found[-1].append(row)
-        tokens += lengths[row]
+            room.append(budget)
+        found[place] += pieces[i]
+        room[place] -= sizes[i]
     return found
 
 
@@ -80,9 +99,12 @@ class Cutter:
         budget: int,
         flash: Kernel | None = None,
         padded: bool = True,
+        share_prefix: bool = False,
     ) -> None:
-        """`flash` and `padded`: see `attention.plan`."""
+        """`flash` and `padded`: see `attention.plan`. `share_prefix`: whether common prefixes of
+        sequences are computed once."""
         self._layout, self._flash, self._padded = layout, flash, padded
+        self._share_prefix = share_prefix
         self._fill = layout.tp if sequence_parallel else 1
         self._device, self._budget = device, budget
         wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -93,7 +115,13 @@ class Cutter:
 
     def groups(self, batch: Batch) -> list[list[int]]:
         """Return the indices of the sequences in each micro-batch of this batch."""
-        return groups(batch.lengths, self._budget)
+        return groups(batch.lengths, self._budget, self._tree(batch))
+
+    def _tree(self, batch: Batch) -> PrefixTree:
+        if not self._share_prefix:
+            return prefix_tree.apart(batch.lengths)
+        tokens, trained = batch.tokens.cpu().numpy(), batch.mask.cpu().numpy()
+        return prefix_tree.build(tokens, trained, batch.lengths)
 
     def cut(self, batch: Batch, rows: list[list[int]], count: int) -> Cut:
         """Make a micro-batch of each list of sequences, then empty micro-batches up to `count`."""
@@ -137,29 +165,28 @@ class Cutter:
 
     def _lay_out(self, batch: Batch) -> MicroBatch:
         layout, multiple = self._layout, 2 * self._layout.cp if self._layout.cp > 1 else 1
-        lengths = batch.lengths
-        padded = [-(-n // multiple) * multiple for n in lengths]
+        tree = self._tree(batch)
+        padded = [-(-node.size // multiple) * multiple for node in tree.nodes]
         rest = -(sum(padded) // layout.cp) % self._fill
         while rest % (2 if layout.cp > 1 else 1):
             rest += self._fill
         filler = rest * layout.cp or (0 if padded else multiple * self._fill)
         full = [*padded, filler] if filler else padded
         total = sum(full)
-        # `place` has the position of each token of the batch in the padded sequences.
+        lengths = batch.lengths
         count = torch.tensor(lengths, dtype=torch.int64)
-        room = torch.tensor(padded, dtype=torch.int64)
-        shift = (room.cumsum(0) - room) - (count.cumsum(0) - count)
         sequence = torch.repeat_interleave(torch.arange(len(lengths)), count)
-        place = torch.arange(batch.num_tokens) + shift[sequence]
+        # `place` has the position of each token of the batch in the padded nodes.
+        place = torch.from_numpy(tree.rows([0, *accumulate(full)], lengths))
         predicted = torch.ones(batch.num_tokens, dtype=torch.bool)
         predicted[batch.cu_seqlens[:-1].long()] = False
         tokens = batch.tokens.cpu()
         inputs = torch.zeros(total, dtype=torch.int64)
         inputs[place] = tokens
-        take = (place - 1).clamp_(min=0)
+        take = torch.roll(place, 1)  # of a first token: any row
         targets = torch.zeros(total, dtype=torch.int64)
         targets[take[predicted]] = tokens[predicted]
-        index, positions = attention.local_positions(full, layout.cp, layout.cp_rank)
+        index, positions = attention.local_positions(full, layout.cp, layout.cp_rank, tree)
         if layout.cp > 1:
             inputs, targets = inputs[index], targets[index]
         cu = cumulative(full)
@@ -171,6 +198,7 @@ class Cutter:
             max_seqlen_kv=max(full),
             plan=attention.plan(
                 full,
+                tree=tree,
                 cp=layout.cp,
                 cp_rank=layout.cp_rank,
                 flash=self._flash,
@@ -184,13 +212,15 @@ class Cutter:
             targets=targets,
             packed=packed,
             take=take,
+            num_rows=tree.num_tokens,
             predicted=predicted,
             sequence=sequence,
         )
 
     def _with_rope(self, micro: MicroBatch) -> MicroBatch:
         """Add the RoPE tables of the micro-batch's positions."""
-        longest = micro.packed.max_seqlen_q
+        assert micro.packed.plan is not None
+        longest = micro.packed.plan.max_key
         if self._cos.size(0) < longest:
             every = torch.arange(max(longest, 2 * self._cos.size(0)))
             cos, sin = rope.tables(self._inverse, every, self._dtype)

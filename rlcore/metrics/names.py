@@ -69,6 +69,7 @@ METRICS = [
     Metric("critic/grad_norm", "", "gradient norm of the critic before clipping"),
     Metric("critic/lr", "", "learning rate of the critic's last update"),
     Metric("critic/offloaded_gb", "GB", "copied to host memory in a critic update, on rank 0"),
+    Metric("critic/shared_tokens", "", "as actor/shared_tokens, in the critic's updates"),
     Metric("critic/skipped", "updates", "critic updates skipped: loss or gradient not finite"),
     Metric("critic/updates", "updates", "optimizer steps of the critic in this step"),
     *_spread("response_length", "tokens", "the lengths of kept responses"),
@@ -97,6 +98,7 @@ METRICS = [
     Metric("actor/grad_norm", "", "gradient norm of the actor before clipping, mean over updates"),
     Metric("actor/lr", "", "learning rate of the actor's last update"),
     Metric("actor/offloaded_gb", "GB", "copied to host memory in an actor update, on rank 0"),
+    Metric("actor/shared_tokens", "", "share of an update's tokens that are not computed again"),
     Metric("actor/skipped", "updates", "actor updates skipped: loss or gradient not finite"),
     Metric("actor/updates", "updates", "optimizer steps of the actor in this step"),
     Metric("actor/moe_aux_loss", "", "load-balancing loss of MoE models"),
@@ -221,6 +223,10 @@ METRICS = [
     Metric("sched/prompts_dropped", "prompts", "prompts dropped in the run, once per epoch"),
     Metric("sched/short_of_groups", "", "1 if a round ended with fewer groups than requested"),
     Metric("sched/rollout_tp", "ranks", "ranks of a rollout engine in this step"),
+    Metric("sched/prefill_tokens", "tokens", "tokens that engines prefilled"),
+    Metric(
+        "sched/cached_tokens", "tokens", "prompt tokens that another request had in the KV cache"
+    ),
     Metric("sched/preemptions", "requests", "requests preempted because the KV cache was full"),
     Metric("sched/cache_used", "", "largest share of its KV cache in use by an engine"),
     Metric("sched/surplus_tokens", "", "share of decoded tokens in responses that were not kept"),

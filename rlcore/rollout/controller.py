@@ -212,7 +212,13 @@ class Controller:
                 self._requests[i].progress(n)
             return []
         if isinstance(event, Stats):
-            for key in ("decode_steps", "decode_tokens", "prefill_tokens", "busy_s"):
+            for key in (
+                "decode_steps",
+                "decode_tokens",
+                "prefill_tokens",
+                "cached_tokens",
+                "busy_s",
+            ):
                 self._count(f"sched/{key}", getattr(event, key))
             return []
         if isinstance(event, Preempted):

@@ -56,7 +56,7 @@ from rlcore.rollout.histospec import history_of
 from rlcore.rollout.transport import Hub
 
 POLL_S = 0.02
-COUNTS = ("decode_steps", "decode_tokens", "prefill_tokens", "busy_s")
+COUNTS = ("decode_steps", "decode_tokens", "prefill_tokens", "cached_tokens", "busy_s")
 """Fields of `Stats` that each rank sums per round. The controller cannot sum them, because an
 engine's last report may arrive after the controller has ended the round."""
 DRAFT_COUNTS = (

@@ -3,8 +3,10 @@
 The number of ranks changes only how the samples of an update are distributed.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from rlcore.algos.advantage import is_equal
 from rlcore.algos.base import AlgoConfig
@@ -18,6 +20,8 @@ class TrainRow:
     """One sample to train on."""
 
     id: str
+    group: str
+    """Id of the group, whose samples have the same prompt."""
     owner: int
     score: float
     """Score returned by the reward function."""
@@ -43,6 +47,8 @@ class StepPlan:
     groups: tuple[tuple[TrainRow, ...], ...] = ()
     """Groups that count for the advantages, with all their rows. Rows that no update trains on are
     included, because they count in the baseline of their group."""
+    shares_prefix: bool = False
+    """Whether a rank computes the prompt of an update's samples once per group."""
 
     def lengths(self, update: int) -> list[int]:
         """Return the number of trained tokens of each row of the update, over all ranks. Rows
@@ -51,17 +57,28 @@ class StepPlan:
         return [row.num_trained for row in rows if row.num_trained]
 
     def loads(self, num_ranks: int) -> list[int]:
-        """Return the number of prompt and response tokens of each data-parallel rank over all
-        updates."""
+        """Return the number of prompt and response tokens that each data-parallel rank computes
+        over all updates."""
         return [
-            sum(r.num_tokens + r.prompt_length for u in self.updates for r in u[d])
+            sum(tokens_to_compute(u[d], self.shares_prefix) for u in self.updates)
             for d in range(num_ranks)
         ]
 
-    def squares(self) -> int:
-        """Return the sum of the squared numbers of prompt and response tokens of all rows."""
+    def num_tokens(self) -> int:
+        """Return the number of prompt and response tokens of all rows."""
         rows = (r for update in self.updates for part in update for r in part)
-        return sum((r.num_tokens + r.prompt_length) ** 2 for r in rows)
+        return sum(r.num_tokens + r.prompt_length for r in rows)
+
+    def squares(self) -> int:
+        """Return the sum of the squared numbers of prompt and response tokens of all rows, less the
+        squares of prompts that are not computed again."""
+        parts = [part for update in self.updates for part in update]
+        total = sum((r.num_tokens + r.prompt_length) ** 2 for part in parts for r in part)
+        if not self.shares_prefix:
+            return total
+        again = sum(r.prompt_length**2 for part in parts for r in part)
+        once = sum(n * n for part in parts for n in _prompts(part).values())
+        return total - again + once
 
     def owners(self) -> dict[str, int]:
         """Return the rank that holds each sample, by sample id."""
@@ -88,7 +105,7 @@ class StepPlan:
             for d, part in zip(dp_ranks, parts, strict=True):
                 spread[d] = part
             updates.append(tuple(spread))
-        return StepPlan(tuple(updates), self.num_equal_groups, self.groups)
+        return replace(self, updates=tuple(updates))
 
 
 def joined(plans: Sequence[StepPlan]) -> StepPlan:
@@ -98,7 +115,46 @@ def joined(plans: Sequence[StepPlan]) -> StepPlan:
         for of_all in zip(*(p.updates for p in plans), strict=True)
     )
     equal = sum(p.num_equal_groups for p in plans)
-    return StepPlan(updates, equal, tuple(g for p in plans for g in p.groups))
+    groups = tuple(g for p in plans for g in p.groups)
+    return StepPlan(updates, equal, groups, any(p.shares_prefix for p in plans))
+
+
+def tokens_to_compute(rows: Sequence[TrainRow], shares_prefix: bool) -> int:
+    """Return how many tokens a rank computes for these rows: responses, and a prompt for each row
+    or, if it shares prefixes, for each group."""
+    responses = sum(r.num_tokens for r in rows)
+    if shares_prefix:
+        return responses + sum(_prompts(rows).values())
+    return responses + sum(r.prompt_length for r in rows)
+
+
+def _prompts(rows: Sequence[TrainRow]) -> dict[str, int]:
+    """Return the length of the prompt of each group."""
+    return {r.group: r.prompt_length for r in rows}
+
+
+def distribute(
+    rows: Sequence[TrainRow], num_ranks: int, shares_prefix: bool
+) -> tuple[tuple[TrainRow, ...], ...]:
+    """Divide rows among `num_ranks` ranks such that they compute nearly equal numbers of tokens. If
+    prefixes are shared, groups stay whole, or are halved until the largest number no longer falls.
+    """
+    groups: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(row.group if shares_prefix else row.id, []).append(i)
+    size, least = max(map(len, groups.values()), default=1), math.inf
+    best: tuple[tuple[TrainRow, ...], ...] = ()
+    while size:
+        pieces = [g[at : at + size] for g in groups.values() for at in range(0, len(g), size)]
+        loads = [tokens_to_compute([rows[i] for i in piece], shares_prefix) for piece in pieces]
+        split = balanced_partitions(loads, num_ranks)
+        picked = [sorted(i for p in part for i in pieces[p]) for part in split]
+        parts = tuple(tuple(rows[i] for i in part) for part in picked)
+        most = max(tokens_to_compute(part, shares_prefix) for part in parts)
+        if most < least:
+            best, least = parts, most
+        size = -(-size // 2) if size > 1 else 0
+    return best
 
 
 def rewards_of(
@@ -136,24 +192,26 @@ def make(
     seed: int,
     max_tokens: int = 1,
     shuffle_rewards: bool = False,
+    shares_prefix: bool = False,
 ) -> StepPlan:
     """Make the plan of a step.
 
     Failed episodes are left out and rewards are shaped by length. If configured, groups of equal
     scores and truncated responses are dropped. Responses that a callback excludes are dropped. The
-    remaining rows are shuffled by `seed`, cut into `num_updates` parts of equal size and balanced
-    over `num_ranks` by length.
+    remaining groups are shuffled by `seed`, their rows are cut into `num_updates` parts of equal
+    size, so that few groups are divided, and balanced over `num_ranks` by length.
 
     Args:
         max_tokens: maximum response length, for length shaping.
+        shares_prefix: whether the learner computes the prompt of a group once.
     """
-    rows: list[TrainRow] = []
+    trained: list[list[TrainRow]] = []
     kept: list[tuple[TrainRow, ...]] = []
     equal = 0
     rewards = rewards_of(groups, algo, max_tokens, seed if shuffle_rewards else None)
     for group, given in zip(groups, rewards, strict=True):
         members = tuple(
-            TrainRow(ref.id, ref.owner, score, reward, n, group.prompt_length, seen)
+            TrainRow(ref.id, group.id, ref.owner, score, reward, n, group.prompt_length, seen)
             for ref, (score, reward), n, seen, finish in zip(
                 group.refs,
                 given,
@@ -176,16 +234,12 @@ def make(
             continue
         kept.append(members)
         drop_cut = algo.truncated_responses == "drop"
-        rows += [
-            r
-            for r, finish in zip(members, finishes, strict=True)
-            if not (drop_cut and finish in CUT) and r.id not in excluded
-        ]
-    seeds.rng(seed, "rows").shuffle(rows)
-    updates = []
-    for u in range(num_updates):
-        part = rows[u::num_updates]
-        lengths = [r.num_tokens + r.prompt_length for r in part]
-        split = balanced_partitions(lengths, num_ranks)
-        updates.append(tuple(tuple(part[i] for i in sorted(s)) for s in split))
-    return StepPlan(tuple(updates), equal, tuple(kept))
+        rows = zip(members, finishes, strict=True)
+        trained.append([r for r, f in rows if not (drop_cut and f in CUT) and r.id not in excluded])
+    seeds.rng(seed, "rows").shuffle(trained)
+    every = [row for members in trained for row in members]
+    ends = [len(every) * u // num_updates for u in range(num_updates + 1)]
+    updates = tuple(
+        distribute(every[start:end], num_ranks, shares_prefix) for start, end in pairwise(ends)
+    )
+    return StepPlan(updates, equal, tuple(kept), shares_prefix)

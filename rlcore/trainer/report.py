@@ -113,9 +113,8 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: StepPlan) -> dict[str, 
 
 def trained(plan: StepPlan, epochs: int) -> dict[str, float]:
     """Return how much work update_actor is: tokens, and squared lengths of samples."""
-    num_ranks = len(plan.updates[0]) if plan.updates else 0
     return {
-        "sched/trained_tokens": float(epochs * sum(plan.loads(num_ranks))),
+        "sched/trained_tokens": float(epochs * plan.num_tokens()),
         "sched/trained_squares": float(epochs * plan.squares()),
     }
 
@@ -343,7 +342,8 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
     if tokens and "timing_s/update_actor" in m:  # Critic-only steps lack `update_actor`.
         out["perf/train_tokens_per_s"] = tokens / m["timing_s/update_actor"]
         out["timing_per_token_ms/update_actor"] = 1000 * m["timing_s/update_actor"] / tokens
-        out |= utilisation(run, tokens, squares, m["timing_s/update_actor"])
+        computed = tokens * (1 - m.get("actor/shared_tokens", 0.0))
+        out |= utilisation(run, computed, squares, m["timing_s/update_actor"])
     return out | memory()
 
 

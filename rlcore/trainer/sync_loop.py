@@ -163,6 +163,7 @@ def plan_of(run: Run, groups: Sequence[Group], num_ranks: int) -> plan.StepPlan:
         seed=seeds.derive(cfg.run.seed, "step", run.step),
         max_tokens=cfg.rollout.max_tokens,
         shuffle_rewards=cfg.debug.shuffle_rewards,
+        shares_prefix=rules.shares_prefix(cfg.train),
     )
 
 

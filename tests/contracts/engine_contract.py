@@ -330,6 +330,7 @@ def test_counters_add_up_and_a_group_is_prefilled_once(lab):
     assert sum(s.decode_tokens for s in stats) == generated
     once = sum(len(p) for p in prompts(6))
     assert once - 6 <= sum(s.prefill_tokens for s in stats) <= once
+    assert 3 * (once - 6) <= sum(s.cached_tokens for s in stats) <= 3 * once
     assert 40 <= sum(s.decode_steps for s in stats) <= generated
     assert sum(s.busy_s for s in stats) > 0
     held = generated + once

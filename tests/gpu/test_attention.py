@@ -1,12 +1,14 @@
 """Attention on a GPU: flash attention on packed tokens against padded sequences in float32."""
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from rlcore.mcore import attention, flash
+from rlcore.mcore import attention, flash, microbatch, prefix_tree
 from tests.gpu import side
 
 pytestmark = pytest.mark.gpu
@@ -42,13 +44,14 @@ def attend(request: pytest.FixtureRequest) -> Attend:
         v: Tensor,
         lengths: list[int],
         scale: float | None = None,
-        **given: int,
+        **given: Any,
     ) -> Tensor:
         kernel = flash.choose(request.param, side.DEVICE, q.dtype, q.size(-1))
         half = q.dtype is not torch.float32 and q.size(-1) % 8 == 0
         want = flash.fa2 if request.param == "fa2" else flash.fa4
         assert kernel is (want if half and side.DEVICE.type == "cuda" else None)
-        made = attention.plan(lengths, device=side.DEVICE, flash=kernel, **given)
+        made = attention.plan(lengths, flash=kernel, **given)
+        made = microbatch._each_tensor(made, lambda x: x.to(side.DEVICE))
         return attention.attend(q, k, v, made, scale)
 
     return call
@@ -117,6 +120,26 @@ def test_the_parts_of_context_parallel_ranks_make_the_whole(cp: int, attend: Att
         index = attention.local_positions(lengths, cp, rank)[0].to(side.DEVICE)
         part = attend(q[index], k, v, lengths, cp=cp, cp_rank=rank)
         ours = ours.index_copy(0, index, part)
+    assert side.apart(ours, want) < 1e-2
+    grads = torch.autograd.grad(ours, tensors, grad)
+    wants = torch.autograd.grad(want, precise, grad.float())
+    for name, a, b in zip("qkv", grads, wants, strict=True):
+        assert side.apart(a, b) < 2e-2, name
+
+
+def test_attention_over_a_prefix_tree(attend: Attend) -> None:
+    prompts, responses = (300, 41), (150, 9, 64, 1, 33)
+    rows = [[*range(p), 1000 + i, *range(n)] for p in prompts for i, n in enumerate(responses)]
+    lengths = [len(row) for row in rows]
+    trained = [np.arange(len(row)) >= len(row) - responses[i % 5] for i, row in enumerate(rows)]
+    tree = prefix_tree.build(np.concatenate(rows), np.concatenate(trained), lengths)
+    sizes = [node.size for node in tree.nodes]
+    assert sum(sizes) < 0.5 * sum(lengths)
+    tensors = inputs(torch.bfloat16, sum(sizes), (8, 2, 64))
+    precise = exact(tensors)
+    grad = heads(sum(sizes), 8, 64, torch.bfloat16, 7)
+    ours = attend(*tensors, sizes, tree=tree)
+    want = attend(*precise, sizes, tree=tree)  # tests/unit/test_mcore_prefix_tree.py
     assert side.apart(ours, want) < 1e-2
     grads = torch.autograd.grad(ours, tensors, grad)
     wants = torch.autograd.grad(want, precise, grad.float())

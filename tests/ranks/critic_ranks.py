@@ -27,7 +27,7 @@ def loss(x: ValueInputs) -> LossOutput:
     return LossOutput(
         per_token=0.5 * errors[0].maximum(errors[1]) + 0.001 * sums[x.sequence].square(),
         metrics={
-            "critic/vf_clipfrac": (errors[1] > errors[0]).float(),
+            "critic/vf_clipfrac": (errors[1] > errors[0] + 1e-5).float(),
             "critic/vpred_mean": x.value.detach(),
         },
         mask=x.returns > LEFT_OUT,

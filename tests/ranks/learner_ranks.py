@@ -45,14 +45,25 @@ class Loss:
         )
 
 
+PROMPTS = {0: 10, 4: 10, 8: 10, 2: 12, 6: 27, 9: 13}
+"""Tokens of the prompts that are not of 3 tokens."""
+COMMON = {4: (0, 10), 8: (0, 10), 6: (2, 25), 9: (11, 12)}
+"""Sequences that begin as another does, and for how many tokens: three samples of a prompt, and two
+turns, a long and a short one, whose history has trained tokens of another."""
+
+
 def rows(step: int, lengths: list[int] = LENGTHS, vocab: int = 53) -> Batch:
     """The samples of one update, the same on every rank."""
     g = torch.Generator().manual_seed(100 + step)
     total = sum(lengths)
-    prompts = [min(3, n - 1) for n in lengths]
+    prompts = [min(PROMPTS.get(i, 3), n - 1) for i, n in enumerate(lengths)]
     mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths, prompts, strict=True)])
+    tokens = torch.randint(0, vocab, (total,), generator=g)
+    each = tokens.split(lengths)
+    for row, (other, count) in COMMON.items() if lengths == LENGTHS else ():
+        each[row][:count] = each[other][:count]
     return Batch(
-        tokens=torch.randint(0, vocab, (total,), generator=g),
+        tokens=tokens,
         cu_seqlens=cumulative(lengths),
         mask=mask,
         old_log_probs=-3 - torch.rand(total, generator=g),

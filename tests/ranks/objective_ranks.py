@@ -8,7 +8,7 @@ from megatron.core.distributed import finalize_model_grads
 
 from rlcore import algos
 from rlcore.algos import reduce
-from rlcore.tensors import Batch, cumulative
+from rlcore.tensors import Batch
 from rlcore.trainer.objective import Objective
 from tests import kit
 from tests.ranks import learner_ranks
@@ -47,16 +47,15 @@ def rows() -> Batch:
     """Samples whose sampler, old policy and reference are all near the model in training, so that
     ratios lie on both sides of the clips; the same on every rank."""
     g = torch.Generator().manual_seed(5)
-    total = sum(LENGTHS)
-    mask = torch.cat([torch.arange(n) >= min(3, n - 1) for n in LENGTHS])
+    like = learner_ranks.rows(0)
     adv = torch.randn(len(LENGTHS), generator=g).repeat_interleave(torch.tensor(LENGTHS))
     return Batch(
-        tokens=torch.randint(0, 53, (total,), generator=g),
-        cu_seqlens=cumulative(LENGTHS),
-        mask=mask,
+        tokens=like.tokens,
+        cu_seqlens=like.cu_seqlens,
+        mask=like.mask,
         advantage=adv,
         score=(adv > 0).float(),
-        versions=torch.zeros(total, dtype=torch.int32),
+        versions=torch.zeros(like.num_tokens, dtype=torch.int32),
         ids=tuple(f"t{i}" for i in range(len(LENGTHS))),
     )
 

@@ -28,7 +28,8 @@ DENSE = kit.cases(ALL, "tp2", "pp2", "cp2 distributed optimizer", "tp2 pp2 full 
 CASES = {name: {"layout": layout} for name, layout in DENSE.items()} | {
     "pp2 ep2": {"layout": {"pp": 2, "ep": 2}, "arch": "qwen3_moe"},
 }
-ALONE = {"qwen3": {"layout": {}}, "qwen3_moe": {"layout": {}, "arch": "qwen3_moe"}}
+APART = {"share_prefix": "false"}  # all layouts share prefixes
+ALONE = {"qwen3": {"layout": APART}, "qwen3_moe": {"layout": APART, "arch": "qwen3_moe"}}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,8 @@ def test_three_updates_equal_those_of_one_rank(
     assert any("head" in rank["parity"][case]["weights"] for rank in gang)
     for rank in gang:
         found = rank["parity"][case]
-        ours = {k: v for k, v in found.items() if isinstance(v, float)}
+        assert 0.05 < found["critic/shared_tokens 0"] < 0.25
+        ours = {k: found[k] for k in figures}
         kit.assert_close_named(ours, figures, rtol=1e-5, atol=1e-5)
         theirs = of_same_ranks(found["weights"], want["weights"])
         kit.assert_close_named(found["weights"], theirs, rtol=1e-5, atol=1e-5)
@@ -99,7 +101,7 @@ def test_what_the_loss_keeps_is_counted_once_over_all_ranks(
         found = rank["parity"][case]
         for number in range(3):
             tokens, sequences = found[f"to keep {number}"]
-            assert 80 < tokens < 178 and 0 < sequences <= len(LENGTHS)
+            assert 50 < tokens < 116 and 0 < sequences <= len(LENGTHS)
             assert found[f"kept {number}"] == [tokens, sequences]
 
 
@@ -149,6 +151,9 @@ def test_actor_and_critic_resume_bit_for_bit_from_folders_of_their_own(
 def test_a_critic_resumes_under_another_layout(gang: list[dict[str, Any]], layout: str) -> None:
     for rank in gang:
         straight, again = rank["checkpoints"]["straight"], rank["checkpoints"][layout]
+        for found in (straight, again):  # which depends on the layout
+            assert found["metrics"].pop("critic/shared_tokens 2", 1) > 0
+            found["metrics"].pop("critic/shared_tokens 3", None)
         kit.assert_close_named(again["metrics"], straight["metrics"])
         theirs = of_same_ranks(again["weights"], straight["weights"])
         kit.assert_close_named(again["weights"], theirs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import kit
-from tests.ranks.objective_ranks import OBJECTIVES
+from tests.ranks.objective_ranks import OBJECTIVES, rows
 from tests.ranks.sizes import LENGTHS
 
 pytestmark = pytest.mark.ranks(4)
@@ -76,7 +76,7 @@ def test_the_layout_changes_nothing(found: Found, objective, n, layout) -> None:
 
 def test_the_objectives_do_what_they_are_here_for(found: Found) -> None:
     """Some tokens are rejected and some sequences, not all; no gradient is nothing."""
-    tokens = sum(max(n - 3, 1) for n in LENGTHS)
+    tokens = int(rows().mask.sum())
     kept = {name: found.want[name]["kept"].tolist() for name in OBJECTIVES}
     assert kept["grpo, token TIS"] == [tokens, len(LENGTHS)]
     for name, (_, settings) in OBJECTIVES.items():

@@ -122,10 +122,10 @@ def test_what_needs_all_samples_first_is_refused(found: Found) -> None:
 
 
 def test_sums_added_up_early_are_the_gradient() -> None:
-    """1e-6, in fp32: dense and packed, means over tokens."""
+    """2e-6, in fp32: dense and packed, means over tokens. Prefixes are shared among other rows."""
     for rank in kit.run_ranks(2, "tests.ranks.stream_ranks:gradients"):
         for name, apart in rank.items():
-            assert apart < 1e-6, (name, apart)
+            assert apart < 2e-6, (name, apart)
 
 
 @pytest.mark.slow

@@ -59,6 +59,9 @@ def test_a_value_is_the_hidden_state_before_the_token_times_the_head(
     assert torch.allclose(found, torch.cat(by_hand), rtol=1e-5, atol=1e-5)
 
 
+METRICS = ("grad_norm", "lr", "loss", "skipped", "shared_tokens")
+
+
 def test_a_new_critic_says_zero_and_learns_from_the_first_update() -> None:
     critic = critics.make({"adam_eps": 1e-8})
     try:
@@ -72,7 +75,7 @@ def test_a_new_critic_says_zero_and_learns_from_the_first_update() -> None:
 
         critic.accumulate(batch, look)
         metrics = critic.apply(float(batch.mask.sum()))
-        assert metrics.keys() == {f"critic/{n}" for n in ("grad_norm", "lr", "loss", "skipped")}
+        assert metrics.keys() == {f"critic/{n}" for n in METRICS}
         want = batch.returns[batch.mask].square().mean()
         assert metrics["critic/loss"] == pytest.approx(float(want), rel=1e-5)
         after = critic.values(batch)

@@ -164,7 +164,7 @@ def test_the_vocabulary_is_padded_to_the_tensor_parallel_size() -> None:
 def test_groups_hold_the_budget_and_every_row_once() -> None:
     lengths = [5, 40, 7, 7, 100, 3]
     found = microbatch.groups(lengths, 50)
-    assert found == [[4], [1, 2], [3, 0, 5]]
+    assert found == [[4], [1, 2, 5], [3, 0]]
     assert microbatch.groups([], 50) == []
 
 

@@ -59,6 +59,59 @@ def test_the_rows_of_an_update_do_not_depend_on_the_number_of_ranks(num_ranks, s
     assert sorted(one.lengths(0)) == sorted(many.lengths(0))
 
 
+def test_few_groups_are_divided_between_updates():
+    p = plan.make(groups(MIXED), AlgoConfig(), num_updates=2, num_ranks=1, seed=1)
+    assert all(rows(p, u) == sorted(rows(p, u)) for u in (0, 1))
+    found = [{i.split(".")[0] for i in rows(p, u)} for u in (0, 1)]
+    assert not found[0] & found[1] and len(found[0]) == len(found[1]) == 2
+    p = plan.make(groups(MIXED), AlgoConfig(), num_updates=3, num_ranks=1, seed=1)
+    assert [len(rows(p, u)) for u in range(3)] == [5, 5, 6]
+    assert sum(len({i.split(".")[0] for i in rows(p, u)}) for u in range(3)) <= 4 + 2
+
+
+def group_of(lengths: list[int], prompt: int, name: str = "g") -> list[plan.TrainRow]:
+    return [
+        plan.TrainRow(f"{name}.{k}", name, 0, 0.0, 0.0, n, prompt) for k, n in enumerate(lengths)
+    ]
+
+
+def loads(parts: tuple[tuple[plan.TrainRow, ...], ...]) -> list[int]:
+    return sorted(plan.tokens_to_compute(part, True) for part in parts)
+
+
+def test_siblings_stay_on_one_rank_unless_that_is_slower():
+    long_prompts = [*group_of([9] * 4, 1000, "a"), *group_of([9] * 4, 1000, "b")]
+    assert loads(plan.distribute(long_prompts, 2, True)) == [1036, 1036]
+    assert sorted(map(len, plan.distribute(long_prompts, 2, False))) == [4, 4]
+    # Halves of a group are faster than the whole, quarters no faster than halves.
+    assert loads(plan.distribute(group_of([100] * 4, 50), 2, True)) == [250, 250]
+    assert loads(plan.distribute(group_of([100] * 4, 50), 4, True)) == [150] * 4
+    assert loads(plan.distribute(group_of([10] * 4, 500), 8, True)) == [0] * 4 + [510] * 4
+    assert plan.distribute((), 2, True) == ((), ())
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=8), min_size=1, max_size=5),
+    st.integers(0, 60),
+    st.integers(1, 6),
+)
+def test_sharing_never_makes_the_busiest_rank_slower(lengths, prompt, num_ranks):
+    every = [r for g, ns in enumerate(lengths) for r in group_of(ns, prompt, f"t{g}")]
+    shared, apart = (plan.distribute(every, num_ranks, shares) for shares in (True, False))
+    assert sorted(r.id for part in shared for r in part) == sorted(r.id for r in every)
+    assert loads(shared)[-1] <= loads(apart)[-1]
+
+
+def test_work_counts_shared_prompts_once():
+    made = groups([[1.0, 0.0]])
+    p = plan.make(made, AlgoConfig(), num_updates=1, num_ranks=1, seed=1, shares_prefix=True)
+    assert p.loads(1) == [4 + 5 + 6] and p.num_tokens() == 2 * 4 + 5 + 6
+    assert p.squares() == 9**2 + 10**2 - 4**2
+    assert plan.joined([p.placed((1,), 2)] * 2).loads(2) == [0, 4 + 2 * (5 + 6)]
+    apart = plan.make(made, AlgoConfig(), num_updates=1, num_ranks=1, seed=1)
+    assert apart.squares() == 9**2 + 10**2
+
+
 def test_loads_are_prompts_and_responses():
     p = plan.make(groups([[1.0, 0.0]]), AlgoConfig(), num_updates=1, num_ranks=2, seed=1)
     assert sorted(p.placed((0, 2), 3).loads(3)) == [0, 4 + 5, 4 + 6]

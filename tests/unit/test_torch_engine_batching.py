@@ -157,6 +157,7 @@ def test_members_that_join_later_share_the_prefill_while_one_of_them_runs():
     engine.submit(todo)
     events = collect(engine, ended(7))
     assert sum(e.prefill_tokens for e in events if isinstance(e, Stats)) == 19
+    assert sum(e.cached_tokens for e in events if isinstance(e, Stats)) == 6 * 19
     engine.submit([Request(id="late.9", prompt=prompt, sampling=Sampling(max_tokens=2))])
     events = collect(engine, ended(1))  # nobody of the group ran: once more
     assert sum(e.prefill_tokens for e in events if isinstance(e, Stats)) == 19

@@ -691,6 +691,7 @@ class SGLangEngine(InProcess):
         self._most_cached = max(self._most_cached, self._cached)
         if not have and new:
             cached = meta.get("cached_tokens") or 0
+            self._totals["cached_tokens"] += cached
             self._totals["prefill_tokens"] += max(0, meta["prompt_tokens"] - cached - 1)
             self._free_followers(job, flight)
         self._totals["decode_tokens"] += len(new)
@@ -894,7 +895,8 @@ def _draft_settings(width: int, settings: Mapping[str, Any] | None) -> dict[str,
 
 
 def _no_counts() -> dict[str, Any]:
-    return {"decode_steps": 0, "decode_tokens": 0, "prefill_tokens": 0, "busy_s": 0.0}
+    names = ("decode_steps", "decode_tokens", "prefill_tokens", "cached_tokens")
+    return dict.fromkeys(names, 0) | {"busy_s": 0.0}
 
 
 def _signed(number: int) -> int:

@@ -269,6 +269,7 @@ class _Totals:
     """Counters since the last report; `Stats` documents each field."""
 
     prefill_tokens: int = 0
+    cached_tokens: int = 0
     busy_s: float = 0.0
     verify_steps: int = 0
     verify_rows: int = 0
@@ -284,6 +285,10 @@ class _Totals:
     def prefill(self, num_tokens: int) -> None:
         """Count a prefill of `num_tokens` tokens."""
         self.prefill_tokens += num_tokens
+
+    def reuse(self, num_tokens: int) -> None:
+        """Count tokens that are copied from another request's cache slot."""
+        self.cached_tokens += num_tokens
 
     def draft(self, seconds: float) -> None:
         """Count the time spent on making drafts."""
@@ -713,6 +718,7 @@ class TorchEngine(InProcess):
         shared = [len(job.prompt) - 1 for job, _ in followers]
         jobs = [job for job, _ in followers]
         cache.move([slot[j] for j in jobs], [slot[s] for _, s in followers], max(shared))
+        self._totals.reuse(sum(shared))
         resumed = sum(bool(len(job.tokens)) for job in jobs)
         self._fill(jobs[:resumed], first + len(leaders), shared[:resumed], cache)
 
