@@ -5,12 +5,7 @@
 #include <limits>
 #include <type_traits>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define RL_X86_TARGETS
-#include <immintrin.h>
-#endif
-
-#define RL_INLINE inline __attribute__((always_inline))
+#include "common/isa.h"
 
 namespace rlcore::loss {
 namespace {
@@ -96,6 +91,7 @@ void raise(Stats<Real>& s, Real top) {
 #pragma GCC target("arch=x86-64-v4")
 namespace avx512 {
 #define RL_LANES 16
+#include "common/simd.h"
 #include "loss/row_simd.h"
 #undef RL_LANES
 }  // namespace avx512
@@ -104,6 +100,7 @@ namespace avx512 {
 #pragma GCC target("arch=x86-64-v3")
 namespace avx2 {
 #define RL_LANES 8
+#include "common/simd.h"
 #include "loss/row_simd.h"
 #undef RL_LANES
 }  // namespace avx2
@@ -111,29 +108,11 @@ namespace avx2 {
 #endif
 namespace baseline {
 #define RL_LANES 4
+#include "common/simd.h"
 #include "loss/row_simd.h"
 #undef RL_LANES
 }  // namespace baseline
 #pragma GCC diagnostic pop
-
-enum class Isa { kBaseline, kAvx2, kAvx512 };
-constexpr const char* kIsaNames[] = {"baseline", "avx2", "avx512"};
-
-bool has(Isa isa) {
-#ifdef RL_X86_TARGETS
-  if (isa == Isa::kAvx512) return __builtin_cpu_supports("x86-64-v4");
-  if (isa == Isa::kAvx2) return __builtin_cpu_supports("x86-64-v3");
-#endif
-  return isa == Isa::kBaseline;
-}
-
-// What runs; written by tests alone.
-Isa& isa() {
-  static Isa chosen = has(Isa::kAvx512) ? Isa::kAvx512
-                      : has(Isa::kAvx2) ? Isa::kAvx2
-                                        : Isa::kBaseline;
-  return chosen;
-}
 
 template <class T>
 const RowKernels<T>& kernels() {
@@ -328,15 +307,6 @@ void dispatch(Dtype dtype, const F& f) {
 }
 
 }  // namespace
-
-bool use_instruction_set(const char* name) {
-  for (const Isa other : {Isa::kBaseline, Isa::kAvx2, Isa::kAvx512}) {
-    if (std::strcmp(name, kIsaNames[static_cast<int>(other)]) != 0 || !has(other)) continue;
-    isa() = other;
-    return true;
-  }
-  return false;
-}
 
 void row_stats(const StatsParams& p, const ParallelFor& parallel_for) {
   dispatch(p.logits.dtype, [&](auto* type) {

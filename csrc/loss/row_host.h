@@ -29,8 +29,4 @@ void policy_tokens(const TokensParams& params, const ParallelFor& parallel_for);
 // lies in the cache that its reading has filled: two passes over memory.
 void policy_rows(const PolicyRowsParams& params, const ParallelFor& parallel_for);
 
-// For tests: the code of "avx512", "avx2" or "baseline" from now on. False where this machine does
-// not have it.
-bool use_instruction_set(const char* name);
-
 }  // namespace rlcore::loss

@@ -1,9 +1,5 @@
-// One row of logits on the CPU: statistics and gradient, in vectors of kLanes floats.
-//
-// row_host.cpp includes this once per instruction set, inside a namespace and a region of that
-// target, so there is no include guard and nothing is included from here. RL_LANES is the width of
-// a register there. GCC's and Clang's vector extension keeps all but the conversions of fp16 free
-// of intrinsics.
+// One row of logits on the CPU: statistics and gradient, in vectors of kLanes floats. row_host.cpp
+// includes this once per instruction set, after common/simd.h.
 //
 // A step takes two vectors. Of 16-bit elements these are the even and the odd ones of one register
 // of words: a shift and a mask instead of shuffles, and no sum or maximum asks for the order.
@@ -13,86 +9,14 @@
 // over kRun elements, these over a block of kBlock, blocks in double. Or every element after a
 // dominant one would be rounded to its last bits.
 
-inline constexpr int kLanes = RL_LANES;
 inline constexpr int64_t kStep = 2 * kLanes;
 inline constexpr int64_t kBlock = 4096;  // stays in L1 between its maximum and its sum
 inline constexpr int64_t kRun = 32 * kStep;
 static_assert(kBlock % kRun == 0);
 
-typedef float Floats __attribute__((vector_size(kLanes * 4)));
-typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
-
 struct Pair {
   Floats a, b;
 };
-
-RL_INLINE Floats floats(float v) { return v - Floats{}; }
-RL_INLINE Words words(uint32_t v) { return v - Words{}; }
-RL_INLINE Floats as_floats(Words v) { return reinterpret_cast<Floats>(v); }
-RL_INLINE Words as_words(Floats v) { return reinterpret_cast<Words>(v); }
-
-template <class V, class T>
-RL_INLINE V read(const T* at) {
-  V v;
-  __builtin_memcpy(&v, at, sizeof v);
-  return v;
-}
-template <class V, class T>
-RL_INLINE void write(T* at, V v) {
-  __builtin_memcpy(at, &v, sizeof v);
-}
-
-// The larger one; of a NaN `v` and a number, v. One instruction, which GCC does not find where
-// `least` is constant.
-RL_INLINE Floats at_least(Floats least, Floats v) {
-#if RL_LANES == 16
-  return _mm512_maskz_max_ps(0xffff, least, v);
-#elif RL_LANES == 8
-  return _mm256_max_ps(least, v);
-#else
-  return least > v ? least : v;
-#endif
-}
-
-#if RL_LANES != 4
-// a b + c, rounded once whatever the compiler is told.
-RL_INLINE Floats fused(Floats a, Floats b, Floats c) {
-#if RL_LANES == 16
-  return _mm512_fmadd_ps(a, b, c);
-#else
-  return _mm256_fmadd_ps(a, b, c);
-#endif
-}
-#endif
-
-// e^d for d <= 88; 0 below -87.7; NaN for NaN. `held` is d from -88 up: a finite factor for the
-// terms d e^d, also where d is -inf.
-RL_INLINE Floats exp(Floats d, Floats& held) {
-  constexpr float kLog2e = 1.44269504088896341f;
-#if RL_LANES != 4
-  constexpr float kLn2 = 0.693147180559945309f;
-#endif
-  // 1.5 * 2^23 rounds to an integer, 127 biases it: the low bits are those of the exponent, and
-  // for -88 they are 0, the exponent of 0.
-  constexpr float kRound = 12582912.0f + 127.0f;
-  held = at_least(floats(-88.0f), d);
-  const Floats shifted = held * kLog2e + kRound;
-#if RL_LANES == 4
-  // Without a fused product: a part of ln 2 whose product is exact, and the rest of it.
-  constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f;
-  const Floats r = (held - (shifted - kRound) * kHigh) - (shifted - kRound) * kLow;
-#else
-  const Floats r = fused(shifted - kRound, floats(-kLn2), held);
-#endif
-  // Minimax on [-ln 2 / 2, ln 2 / 2], relative error 3.1e-9 before rounding.
-  Floats p = r * 1.38145986e-3f + 8.36871702e-3f;
-  p = p * r + 4.16683881e-2f;
-  p = p * r + 1.66665206e-1f;
-  p = p * r + 4.99999934e-1f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  return p * as_floats(as_words(shifted) << 23);
-}
 
 RL_INLINE Pair load(const float* at) { return {read<Floats>(at), read<Floats>(at + kLanes)}; }
 RL_INLINE void store(float* at, Pair v) {

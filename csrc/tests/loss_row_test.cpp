@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "common/isa.h"
 #include "loss/launch.h"
 #include "loss/row.h"
 #include "loss/row_host.h"
@@ -496,7 +497,7 @@ int main() {
   check_conversions();
   check_grids();
   for (const char* name : {"baseline", "avx2", "avx512"}) {
-    const bool here = use_instruction_set(name);
+    const bool here = rlcore::use_instruction_set(name);
     if (here) check_host();
     std::printf("%s: %s\n", here ? "run" : "not run", name);
   }

@@ -26,7 +26,7 @@ step takes .27 s with the engine, .91 s with TRL on transformers (`tools/results
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,7 @@ from rlcore.hf.quantize import (
     quantize_weight,
 )
 from rlcore.hf.rope import inverse_frequencies
+from rlcore.ops import native
 
 Span = tuple[int, int, int]
 """Range of batch rows: first, last (exclusive), and number of cache columns to attend to."""
@@ -82,8 +83,14 @@ class ForwardInputs:
         self.tokens = tokens
         self.positions += 1
         self.spans = [(a, b, length + 1) for a, b, length in self.spans]
-        assert self.index is not None, "advance() before the first forward pass"
-        self.index += 1
+        if self.index is not None:
+            self.index += 1
+
+    def slots(self) -> Tensor:
+        """Return the cache slot of each new token, [T] int64, without padding."""
+        rows, new = self.positions.shape
+        slots = torch.arange(self.slot, self.slot + rows).repeat_interleave(new)
+        return slots if self.place is None else slots[self.place]
 
 
 @dataclass(slots=True)
@@ -107,6 +114,8 @@ class _Weights:
     head: Tensor  # [vocab, hidden]
     norm: Tensor
     layers: Iterable[Layer]
+    are_contiguous: bool = True
+    """Whether the matrices of the layers are [in, out] in memory."""
 
 
 class _New(Protocol):
@@ -255,6 +264,7 @@ class CausalLM:
             views[EMBED] = new(hf.vocab_size, hf.hidden_size)
             views[HEAD] = new(hf.vocab_size, hf.hidden_size, dtype=wide)
         embed, head, norm = views[EMBED], views.get(HEAD, views[EMBED]), views[NORM]
+        is_own = layers is None
         if layers is None:
             layers = []
             for number in range(hf.num_layers):
@@ -262,7 +272,7 @@ class CausalLM:
                 layers.append(layer)
                 views |= {layer_prefix(number) + name: view for name, view in found.items()}
             assert views.keys() == self.shapes.keys()
-        self.views, self._weights = views, _Weights(embed, head, norm, layers)
+        self.views, self._weights = views, _Weights(embed, head, norm, layers, is_own)
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -313,6 +323,8 @@ class CausalLM:
             tokens, positions = tokens[place], positions[place]
         x = weights.embed[tokens].to(self.dtype)
         rope = self._rope[positions].unsqueeze(1)  # [T, 1, D/2]
+        if not fill and (ops := self._native(step)):
+            return self._run_native(ops, x, positions, step, cache)
         key_index, value_index = step.find(cache)
         masks = self._masks(step)
         for number, layer in enumerate(weights.layers):
@@ -346,6 +358,29 @@ class CausalLM:
             gate, up = (self._input(h) @ layer.gate_up).chunk(2, -1)
             x = torch.addmm(x, self._input(F.silu(gate).mul_(up)), layer.down)
         return x if place is not None else x.view(rows, new, hf.hidden_size)
+
+    def _native(self, step: ForwardInputs) -> Any | None:
+        """Return the native ops if they can run this step; they are for float32 on the CPU."""
+        rounds = self._format is not None and self._format.activations
+        if step.causal or rounds or self.hf.num_experts:
+            return None
+        if self.dtype != torch.float32 or self.device.type != "cpu":
+            return None
+        return native.torch_ops("decode_layer") if self._here.are_contiguous else None
+
+    def _run_native(
+        self, ops: Any, x: Tensor, positions: Tensor, step: ForwardInputs, cache: Cache
+    ) -> Tensor:
+        """Run all layers on the embeddings x [T, hidden], with one op for each layer."""
+        positions, slots = positions.contiguous(), step.slots()
+        rope = torch.view_as_real(self._rope)
+        for layer, slab in zip(self._here.layers, cache.layers, strict=True):
+            ops.decode_layer(
+                x, slots, positions, rope, slab, layer.norm1, layer.qkv, layer.qkv_bias,
+                layer.qk_norm, layer.out, layer.norm2, layer.gate_up, layer.down,
+                self.hf.rms_norm_eps,
+            )  # fmt: skip
+        return x if step.place is not None else x.view(*step.tokens.shape, -1)
 
     def _input(self, h: Tensor) -> Tensor:
         """Return the input of a projection: `h`, quantised if the format includes activations."""

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -93,8 +94,7 @@ class Packed(PackedSeqParams):
 class _Unit:
     rows: range  # indices of the unit's tokens among this rank's tokens
     start: int  # index of the first token of the unit's node in the whole packed batch
-    above: tuple[range, ...]  # indices of the tokens before the node in the whole packed batch
-    depth: int  # number of the tokens before the node
+    above: np.ndarray  # int64 indices of the tokens before the node in the whole packed batch
     first: int  # position of the first query in its sequences
     key: int  # number of keys that the last query attends to
 
@@ -102,10 +102,15 @@ class _Unit:
     def query(self) -> int:
         return len(self.rows)
 
+    @property
+    def depth(self) -> int:
+        """Number of tokens before the node."""
+        return len(self.above)
+
     def keys(self) -> Tensor:
         """Return the index of each key in the packed batch, [key]."""
-        own = range(self.start, self.start + self.key - self.depth)
-        return torch.cat([torch.arange(r.start, r.stop) for r in (*self.above, own)])
+        own = np.arange(self.start, self.start + self.key - self.depth)
+        return torch.from_numpy(np.concatenate((self.above, own)))
 
 
 def local_positions(
@@ -125,27 +130,24 @@ def _units(
     lengths: Sequence[int], cp: int, cp_rank: int, tree: PrefixTree | None = None
 ) -> list[_Unit]:
     units, row, start = [], 0, 0
-    above: list[tuple[range, ...]] = []  # by node
-    ranges: list[range] = []  # without padding
+    nothing = np.zeros(0, np.int64)
+    paths: dict[int, np.ndarray] = {-1: nothing}  # tokens of a node and of those above, unpadded
     nodes = tree.nodes if tree is not None else ()
+    parents = {node.parent for node in nodes}
     for i, length in enumerate(lengths):
-        before: tuple[range, ...] = ()
-        depth = 0
-        if i < len(nodes):
-            depth, parent = nodes[i].start, nodes[i].parent
-            before = (*above[parent], ranges[parent]) if parent >= 0 else ()
-            ranges.append(range(start, start + nodes[i].size))
-            above.append(before)
+        above = paths[nodes[i].parent] if i < len(nodes) else nothing
+        depth = len(above)
+        if i in parents:
+            paths[i] = np.concatenate((above, np.arange(start, start + nodes[i].size)))
         if cp == 1:
-            rows = range(row, row + length)
-            units.append(_Unit(rows, start, before, depth, depth, depth + length))
+            units.append(_Unit(range(row, row + length), start, above, depth, depth + length))
             row += length
         else:
             chunk = length // (2 * cp)
             assert chunk * 2 * cp == length, (length, cp)
             for part in (cp_rank, 2 * cp - 1 - cp_rank):
                 rows, first = range(row, row + chunk), depth + part * chunk
-                units.append(_Unit(rows, start, before, depth, first, first + chunk))
+                units.append(_Unit(rows, start, above, first, first + chunk))
                 row += chunk
         start += length
     return units
@@ -224,7 +226,7 @@ def _padded(units: Sequence[_Unit], repeats: bool) -> PaddedPlan:
         keys = starts + at_key.minimum(k_len - 1)
         for i, unit in enumerate(group):
             if unit.depth:
-                keys[i, : unit.key] = unit.keys()
+                keys[i, : unit.depth] = torch.from_numpy(unit.above)
         key_index.append(keys.flatten())
         real = (at_query < q_len).flatten()
         place = torch.arange(len(group) * query)[real] + queries

@@ -51,6 +51,7 @@ from rlcore.ops import head as chunked
 from rlcore.ops import native
 from rlcore.ops.logprob import log_probs, statistics_dtype
 from rlcore.ops.policy import ROWS, PolicyInputs, PolicyLoss, PolicySpec, policy_loss
+from rlcore.ops.products import replace_products
 from rlcore.protocols import PARTS, Part, WrittenFiles
 from rlcore.records import Shard
 from rlcore.tensors import Batch, Loss, LossInputs, LossOutput, ValueInputs, ValueLoss
@@ -98,6 +99,8 @@ class MegatronLearner:
                 "it for the actor only"
             )
         self.device = torch.device(device) if device is not None else parallel.device()
+        if self.device.type == "cpu":
+            replace_products()
         self.hf, self.head, self.temperature = hf, head, temperature
         self._role = "critic" if head == "value" else "actor"
         self.version = 0

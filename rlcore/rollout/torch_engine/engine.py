@@ -35,6 +35,7 @@ from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
 from rlcore.hf.model import CausalLM, ForwardInputs, Span
 from rlcore.hf.quantize import Quantize
+from rlcore.ops.products import replace_products
 from rlcore.protocols import InProcess, PauseMode, Tag
 from rlcore.records import (
     Aborted,
@@ -376,6 +377,8 @@ class TorchEngine(InProcess):
         self.version = -1
         """Version of the weights; -1 before the first weight update."""
         self._device = torch.device(device)
+        if self._device.type == "cpu":
+            replace_products()
         self._dtype = getattr(torch, dtype)
         self._seed = seed
         self._max_running = max_running
