@@ -142,7 +142,7 @@ class Cutter:
 
         def pinned() -> MicroBatch | None:
             micro = next(laid_out, None)
-            return None if micro is None else _each_tensor(micro, Tensor.pin_memory)
+            return None if micro is None else _each_tensor(micro, _pinned)
 
         gpu = torch.cuda.current_device()  # a new thread would use GPU 0
         with ThreadPoolExecutor(1, "layout", torch.cuda.set_device, (gpu,)) as thread:
@@ -228,6 +228,11 @@ class Cutter:
         where = micro.positions.squeeze(0)
         cos, sin = (table.index_select(0, where) for table in (self._cos, self._sin))
         return replace(micro, packed=replace(micro.packed, cos=cos, sin=sin))
+
+
+def _pinned(x: Tensor) -> Tensor:
+    """Return the tensor in pinned memory, or on the GPU if it is there already."""
+    return x if x.is_cuda else x.pin_memory()
 
 
 def _fields(batch: Batch) -> dict[str, Tensor]:

@@ -62,7 +62,10 @@ def test_a_rank_takes_the_memory_of_its_plan(case: str) -> None:
         items = found["plan"][phase].items()
         planned = sum(n for part, n in items if part.split()[0] in PARTS)
         peak = found["phases"][phase]["peak"]
-        assert abs(peak / planned - 1) < 0.05, f"{phase}: {peak / 1e9} of {planned / 1e9} GB"
+        # The plan adds the copy of a layer's experts and the logits, which are not held at once:
+        # 6 % of what a model of 2 layers takes.
+        too_much = 0.07 if case == "grpo_30b_a3b of 2 layers" else 0.05
+        assert -too_much < peak / planned - 1 < 0.05, f"{phase}: {peak / 1e9} of {planned / 1e9} GB"
     if not case.startswith("grpo_30b_a3b"):  # experts need their numbers of tokens on the host
         assert found["phases"]["update_actor"]["syncs"] == 0
         assert found["phases"]["old_log_prob"]["syncs"] <= 6

@@ -43,7 +43,8 @@ def test_the_wait_for_a_slow_engine_is_start_up_and_in_no_share(
     gang.check(mode, 1 if mode == "sync" else 2)
     rows = read_metrics(folder / mode)
     assert rows[0]["step"] == (1 if mode == "async" else 0)  # without an evaluation no row 0
-    assert rows[0]["timing_s/start"] >= LATE_S
+    # The engine begins to be late a little before the run waits for it.
+    assert rows[0]["timing_s/start"] >= 0.8 * LATE_S
     assert all("timing_s/start" not in row for row in rows[1:])
     table = [line.split() for line in final_table(summarise(rows))]
     shares = {line[0]: float(line[2]) for line in table if "%" in line}
