@@ -75,7 +75,7 @@ def test_a_rank_takes_the_memory_of_its_plan(case: str) -> None:
     assert abs(pinned - planned) < 0.05 * planned + 1e7, f"{pinned / 1e9} of {planned / 1e9} GB"
     if "offload" in found["phases"]:
         # What stays is Megatron's buffer for gathered sequences.
-        assert found["phases"]["offload"]["allocated"] < 0.002 * found["resident"]
+        assert found["phases"]["offload"]["allocated"] < 0.002 * found["resident"] + 5e6
     assert len(found["judges"]) == (case == "judge_7b")
     for judge in found["judges"]:
         for phase, planned in judge["plan"].items():
