@@ -39,8 +39,8 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "device",
-        f"{LEARNER}/attention.py",
-        "return value.to(device, non_blocking=True)",
+        f"{LEARNER}/microbatch.py",
+        "return tuple(_each_tensor(part, change) for part in value)",
         "return value",
         "tests/gpu/test_attention.py",
     ),
@@ -54,9 +54,8 @@ MUTANTS = (
     Mutant(
         "device",
         f"{LEARNER}/microbatch.py",
-        "for name, value in _fields(batch).items()}\n    return batch.with_(**moved)",
-        'for name, value in _fields(batch).items() if name != "advantage"}\n'
-        "    return batch.with_(**moved)",
+        "for name, part in _fields(value).items()})",
+        'for name, part in _fields(value).items() if name != "advantage"})',
         "tests/gpu/test_learner.py",
     ),
     Mutant("wait", JUDGE, "self._stream.wait_stream(current)", "pass", LAYERS),
