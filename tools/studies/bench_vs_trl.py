@@ -17,6 +17,7 @@ and runs `--processes` processes.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -42,6 +43,8 @@ REQUIREMENTS = (
     "accelerate==1.15.0",
     "transformers==5.23.0",
 )
+PEER = ROOT / "tools" / "studies" / "peers" / "trl_grpo.py"
+"""TRL's settings; a result names the file's hash."""
 WARMUP_UPDATES = 10
 FIRST_STEP = 3
 HELD_OUT = 1024
@@ -83,6 +86,8 @@ def main() -> int:
             "settings": {k: v for k, v in vars(a).items() if k not in ("json", "dir")},
             "load_before": load,
             "machine": env.report(),
+            "peer_file": PEER.relative_to(ROOT).as_posix(),
+            "peer_sha256": hashlib.sha256(PEER.read_bytes()).hexdigest(),
             "peer": peer,
             "rows": rows,
         }
@@ -184,7 +189,7 @@ def run_trl(
         "warmup_updates": WARMUP_UPDATES,
         "threads": a.threads,
     }
-    command = [str(python), str(ROOT / "tools" / "studies" / "peers" / "trl_grpo.py")]
+    command = [str(python), str(PEER)]
     out = call(command, a.timeout, threads=a.threads, stdin=json.dumps(settings))
     return json.loads(out.strip().splitlines()[-1])
 
