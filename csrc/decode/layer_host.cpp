@@ -28,8 +28,6 @@ struct Kernels {
 namespace avx512 {
 #define RL_LANES 16
 #include "common/simd.h"
-#include "product/product_simd.h"
-
 #include "decode/layer_simd.h"
 #undef RL_LANES
 }  // namespace avx512
@@ -39,8 +37,6 @@ namespace avx512 {
 namespace avx2 {
 #define RL_LANES 8
 #include "common/simd.h"
-#include "product/product_simd.h"
-
 #include "decode/layer_simd.h"
 #undef RL_LANES
 }  // namespace avx2
@@ -49,8 +45,6 @@ namespace avx2 {
 namespace baseline {
 #define RL_LANES 4
 #include "common/simd.h"
-#include "product/product_simd.h"
-
 #include "decode/layer_simd.h"
 #undef RL_LANES
 }  // namespace baseline

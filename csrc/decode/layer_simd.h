@@ -1,13 +1,13 @@
 // The parts of a layer, in vectors of kLanes floats. layer_host.cpp includes this once per
-// instruction set, after common/simd.h and product/product_simd.h.
+// instruction set, after common/simd.h.
+
+#include "product/product_simd.h"
 
 RL_INLINE float total(Floats v) {
-  float sum = 0;
   for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) v[i] += v[i + width];
   }
-  sum = v[0];
-  return sum;
+  return v[0];
 }
 
 RL_INLINE Floats exp(Floats d) {

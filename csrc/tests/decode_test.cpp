@@ -235,7 +235,8 @@ void check_layer(const Sizes& s) {
                                 parallel_for);
     };
     run(x, 0, 3, keys, values, halves);
-    for (int64_t token = 0; token < 3; ++token) run(alone, token, 1, keys_alone, values_alone, whole);
+    for (int64_t token = 0; token < 3; ++token)
+      run(alone, token, 1, keys_alone, values_alone, whole);
     require(apart(x, want) < 1e-5, "a layer differs by", apart(x, want));
     require(x == alone, "a token differs alone in step", static_cast<double>(step));
   }
@@ -248,7 +249,8 @@ int main() {
   for (const char* name : {"baseline", "avx2", "avx512"}) {
     const bool here = rlcore::use_instruction_set(name);
     for (int64_t rows = 1; here && rows <= 13; ++rows) check_product(rows, 7, 70, rows % 2);
-    for (int64_t width = 1; here && width <= 131; width += 5) check_product(9, 130, width, width % 2);
+    for (int64_t width = 1; here && width <= 131; width += 5)
+      check_product(9, 130, width, width % 2);
     if (here) check_product(40, 300, 64, false), check_product(2, 1, 1, true);
     if (here) check_layer({32, 4, 2, 8, 48, false, true});
     if (here) check_layer({40, 3, 1, 6, 37, true, false});
