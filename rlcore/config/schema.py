@@ -288,8 +288,8 @@ class TrainConfig:
     own."""
     share_prefix: Literal["auto", "true", "false"] = "auto"
     """Whether tokens that samples of a micro-batch have in common before their first trained token,
-    such as a group's prompt, are computed once. `auto`: with the local layers. `true`: also in
-    Transformer Engine's layers, with the attention of the local ones."""
+    such as a group's prompt, are computed once. `auto`: with the local layers, on a GPU where flash
+    attention is used. `true`: always, in Transformer Engine's layers with own attention."""
     samples_per_update: Annotated[int, at_least(0)] = 0
     """Number of samples per optimizer step; 0: all samples of a step."""
     epochs: Annotated[int, above(0)] = 1

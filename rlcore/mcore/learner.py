@@ -150,7 +150,14 @@ class MegatronLearner:
         self._models = [self._wrapped(chunk, dtype_of(model)) for chunk in chunks]
         self._optimizer = self._make_optimizer(dtype_of(model))
         self._reference = ReferenceModel(self._parameters()) if keep_reference else None
-        self._shares_prefix = rules.shares_prefix(train)
+        kernel = None
+        if own_attention:
+            kernel = flash.choose(
+                train.attention_backend, self.device, dtype_of(model), hf.head_dim
+            )
+        # Without flash attention the masks of a GPU would take memory by the square of the length.
+        fits = kernel is not None or self.device.type == "cpu" or train.share_prefix == "true"
+        self._shares_prefix = fits and rules.shares_prefix(train)
         self._cutter = Cutter(
             self.layout,
             sequence_parallel=self._config.sequence_parallel,
@@ -158,9 +165,7 @@ class MegatronLearner:
             dtype=dtype_of(model),
             device=self.device,
             budget=train.tokens_per_micro_batch,
-            flash=flash.choose(train.attention_backend, self.device, dtype_of(model), hf.head_dim)
-            if own_attention
-            else None,
+            flash=kernel,
             padded=own_attention,
             share_prefix=self._shares_prefix,
         )
@@ -233,7 +238,7 @@ class MegatronLearner:
         text += ", optimizer states in host memory" if train.offload_optimizer else ""
         text += ", bfloat16 moments" if train.moments_dtype == "bfloat16" else ""
         text += ", layer inputs in host memory" if train.offload_activations else ""
-        text += ", shared prefixes" if rules.shares_prefix(train) else ""
+        text += ", shared prefixes" if self._shares_prefix else ""
         text += ", fused policy loss" if lm and train.fused_loss else ""
         chunk = train.head_chunk_tokens if lm else 0
         text += f", output layer in chunks of {chunk} tokens" if chunk else ""

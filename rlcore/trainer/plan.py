@@ -153,7 +153,7 @@ def distribute(
         most = max(tokens_to_compute(part, shares_prefix) for part in parts)
         if most < least:
             best, least = parts, most
-        size = -(-size // 2) if size > 1 else 0
+        size = 0 if size == 1 or num_ranks == 1 else -(-size // 2)
     return best
 
 
