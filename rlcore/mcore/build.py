@@ -162,8 +162,9 @@ def _block_spec(
             qk_layernorm=config.qk_layernorm,
         )
         _share_heads(config, layer.submodules.self_attention)
+        attention = layer.submodules.self_attention.submodules
         if rules.has_own_attention(train):
-            layer.submodules.self_attention.submodules.core_attention = CoreAttention
+            attention.core_attention = CoreAttention
         return layer
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,

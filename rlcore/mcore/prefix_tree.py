@@ -137,10 +137,19 @@ class _Branch:
 
     def _split(self, size: int) -> None:
         """Cut this node after `size` tokens; the rest becomes its only branch."""
-        rest = _Branch(self.start + size, self.tokens[size:], self.trained[size:])
-        rest.sequences, rest.branches = list(self.sequences), self.branches
+        rest = _Branch(
+            start=self.start + size,
+            tokens=self.tokens[size:],
+            trained=self.trained[size:],
+            sequences=list(self.sequences),
+            branches=self.branches,
+        )
         self.tokens, self.trained = self.tokens[:size], self.trained[:size]
         self.branches = [rest]
+
+    def _end_in(self, rows: list[int]) -> None:
+        """Count these sequences as some of this node, in which they end."""
+        self.sequences += rows
 
     def place(
         self,
@@ -166,6 +175,6 @@ class _Branch:
         if self.branches:
             goes_on = set().union(*(branch.sequences for branch in self.branches))
             ends = (row for row in self.sequences if row not in goes_on)
-            self.branches[0].sequences += [row for row in ends if lengths[row] > start + kept]
+            self.branches[0]._end_in([row for row in ends if lengths[row] > start + kept])
         for branch in self.branches:
             branch.place(parent, end - start - kept, lengths, nodes, paths)
