@@ -11,7 +11,10 @@ from tests.pretend import ranks
 pytestmark = [pytest.mark.ranks(2), pytest.mark.timeout(1200)]
 
 STEPS = 5
-SETTINGS = ("--train.offload", "--checkpoint.every", 1, "--algo.kl_coef", 0.1, "--eval.every", 2)
+SETTINGS = (
+    *("--train.offload", "--checkpoint.every", 1, "--algo.kl_coef", 0.1, "--eval.every", 2),
+    *("--train.share_prefix", "true"),  # on the device without flash attention, too
+)
 JOBS: dict[str, tuple[object, ...]] = {"inline": (), "child": ("--rollout.process", "child")}
 
 
