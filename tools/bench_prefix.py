@@ -33,6 +33,7 @@ from bench_learner import SHAPES, Ours, config_of, write_model  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from rlcore.hf.config import HFConfig  # noqa: E402
+from rlcore.hf.size import size_of  # noqa: E402
 from rlcore.mcore import prefix_tree  # noqa: E402
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.tensors import Batch, cumulative  # noqa: E402
@@ -83,15 +84,10 @@ def make_batch(a: argparse.Namespace, shape: str, vocab: int) -> Batch:
 
 
 def bound(hf: HFConfig, lengths: Sequence[int], computed: int) -> float:
-    """Return the speed-up by FLOPs of linear layers for `computed` tokens alone."""
-    inner = hf.num_heads * hf.head_dim
-    layer = hf.hidden_size * (2 * inner + 2 * hf.num_kv_heads * hf.head_dim)
-    layer += 3 * hf.hidden_size * hf.intermediate_size
-    attention = hf.num_layers * inner * sum(n * n for n in lengths)  # causal: half of q k and p v
-    head = hf.vocab_size * hf.hidden_size * sum(lengths)
-    linears = hf.num_layers * layer
-    rest = attention + head
-    return (linears * sum(lengths) + rest) / (linears * computed + rest)
+    """Return the speed-up by FLOPs if only linear layers compute no more than `computed` tokens."""
+    whole = size_of(hf).train_flops(sum(lengths), sum(n * n for n in lengths))
+    linears = size_of(hf).products - size_of(hf).head
+    return whole / (whole - 6 * linears * (sum(lengths) - computed))
 
 
 def seconds(call: Callable[[], Any], device: str) -> float:

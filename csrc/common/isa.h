@@ -1,10 +1,4 @@
-// Which instruction set the CPU kernels use. A kernel's text is compiled once per set:
-//
-//   #pragma GCC push_options
-//   #pragma GCC target("arch=x86-64-v4")       // v3 for AVX2, nothing for the baseline
-//   namespace avx512 {
-//   #define RL_LANES 16                        // 8, 4
-//   #include "common/simd.h"
+// Which instruction set the CPU kernels use. common/each_isa.h compiles a kernel once per set.
 #pragma once
 
 #include <cstdint>

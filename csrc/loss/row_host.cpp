@@ -83,44 +83,12 @@ void raise(Stats<Real>& s, Real top) {
   s.top = top;
 }
 
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
-
-#ifdef RL_X86_TARGETS
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4")
-namespace avx512 {
-#define RL_LANES 16
-#include "common/simd.h"
-#include "loss/row_simd.h"
-#undef RL_LANES
-}  // namespace avx512
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v3")
-namespace avx2 {
-#define RL_LANES 8
-#include "common/simd.h"
-#include "loss/row_simd.h"
-#undef RL_LANES
-}  // namespace avx2
-#pragma GCC pop_options
-#endif
-namespace baseline {
-#define RL_LANES 4
-#include "common/simd.h"
-#include "loss/row_simd.h"
-#undef RL_LANES
-}  // namespace baseline
-#pragma GCC diagnostic pop
+#define RL_KERNELS "loss/row_simd.h"
+#include "common/each_isa.h"
 
 template <class T>
 const RowKernels<T>& kernels() {
-#ifdef RL_X86_TARGETS
-  if (isa() == Isa::kAvx512) return avx512::kernels<T>;
-  if (isa() == Isa::kAvx2) return avx2::kernels<T>;
-#endif
-  return baseline::kernels<T>;
+  return RL_CHOSEN(kernels<T>);
 }
 
 // Element types as the scalar code sees them.

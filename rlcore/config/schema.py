@@ -287,9 +287,9 @@ class TrainConfig:
     """Maximum number of packed tokens in a micro-batch; a longer sequence is a micro-batch of its
     own."""
     share_prefix: Literal["auto", "true", "false"] = "auto"
-    """Whether tokens that samples of a micro-batch have in common before their first trained token,
-    such as a group's prompt, are computed once. `auto`: with the local layers, on a GPU where flash
-    attention is used. `true`: always, in Transformer Engine's layers with own attention."""
+    """Whether a prefix that samples of a micro-batch have in common, such as a group's prompt, is
+    computed once. `auto`: with the local layers; on a GPU, only if flash attention runs. `true`:
+    always; Transformer Engine's layers then use the attention of the local ones."""
     samples_per_update: Annotated[int, at_least(0)] = 0
     """Number of samples per optimizer step; 0: all samples of a step."""
     epochs: Annotated[int, above(0)] = 1

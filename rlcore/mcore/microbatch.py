@@ -49,9 +49,9 @@ class Cut:
 
 
 def groups(lengths: Sequence[int], budget: int, tree: PrefixTree | None = None) -> list[list[int]]:
-    """Divide sequences into micro-batches of at most `budget` tokens, longest sequences first. A
-    sequence longer than `budget` gets a separate micro-batch. Sequences that share a root of `tree`
-    stay together, unless their nodes have more than `budget` tokens."""
+    """Divide sequences into micro-batches of at most `budget` tokens, longest sequences first, each
+    into the first micro-batch with room. A sequence longer than `budget` gets its own. Sequences
+    that share a root of `tree` stay together, unless their nodes have more than `budget` tokens."""
     tree = tree or prefix_tree.apart(lengths)
     pieces: list[list[int]] = []
     sizes: list[int] = []

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 LEAST = 8
-"""Minimum number of tokens of a shared node. Each node is a separate piece of attention."""
+"""Minimum number of tokens of a shared node: attention of one more node costs time, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,6 @@ class PrefixTree:
     @property
     def num_tokens(self) -> int:
         return sum(node.size for node in self.nodes)
-
-    @property
-    def is_flat(self) -> bool:
-        """Return whether no sequences share a node."""
-        return len(self.nodes) == len(self.paths)
 
     def order(self) -> list[int]:
         """Return the indices of the sequences such that sequences with a common prefix are
@@ -148,7 +143,7 @@ class _Branch:
         self.branches = [rest]
 
     def _end_in(self, rows: list[int]) -> None:
-        """Count these sequences as some of this node, in which they end."""
+        """Add sequences that end in this node."""
         self.sequences += rows
 
     def place(

@@ -40,7 +40,7 @@ def test_a_group_shares_its_prompt_but_for_the_last_token() -> None:
     tree = tree_of([([*P, 1, 2], 20), ([*P, 1, 2, 3], 20), ([*P, 4], 20)])
     assert sizes(tree) == [(-1, 0, 19), (0, 19, 4), (0, 19, 3), (0, 19, 2)]
     assert tree.paths == ((0, 2), (0, 1), (0, 3))
-    assert tree.num_tokens == 28 and not tree.is_flat
+    assert tree.num_tokens == 28
     assert tree.rows(offsets(tree), [22, 23, 21]).tolist() == [
         *(*range(19), 23, 24, 25),
         *(*range(19), 19, 20, 21, 22),
@@ -63,7 +63,7 @@ def test_short_prefixes_are_not_shared() -> None:
     rows = [(P[: LEAST + 1] + [n], LEAST + 1) for n in range(3)]
     assert tree_of(rows).num_tokens == LEAST + 6
     rows = [(P[:LEAST] + [n], LEAST) for n in range(3)]
-    assert tree_of(rows).is_flat
+    assert tree_of(rows).num_tokens == 3 * (LEAST + 1)
 
 
 def test_a_sequence_that_ends_where_others_part() -> None:
