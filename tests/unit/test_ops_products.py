@@ -1,5 +1,7 @@
 """Matrix products in native code: `rlcore/ops/products.py`."""
 
+import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +99,17 @@ def test_the_process_multiplies_natively_after_the_switch() -> None:
     command = [sys.executable, "-W", "error", "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, cwd=kit.ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_bench_measures_every_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = kit.ROOT / "tools" / "bench_products.py"
+    spec = importlib.util.spec_from_file_location("bench_products", path)
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    monkeypatch.setattr(tool, "SHAPES", ((40, 40, 41), (3, 5, 7)))
+    tool.main(["--rounds", "2", "--json", str(tmp_path / "out.json")])
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    arms = {"torch", "native", "onednn", "onednn, new rows"}
+    assert [row["gflops"].keys() for row in rows] == [arms, arms]
+    assert all(value > 0 for row in rows for value in row["gflops"].values())
