@@ -1,9 +1,9 @@
 """Let float32 matrix products on AMD processors run in native code.
 
-torch's products call MKL, which does not use AVX-512 on AMD processors: 105 GFLOP/s on a core of an
-EPYC, where csrc/product reaches 255. oneDNN, which is part of torch, reaches 240, but compiles a
-kernel for each new number of rows, which takes longer than the product. torch has no setting to
-leave MKL, so the kernel of `aten::mm` is replaced.
+torch's products call MKL, which does not use AVX-512 on AMD processors: csrc/product is twice as
+fast (`tools/bench_products.py`, figures in csrc/README.md). oneDNN, which is part of torch, is as
+fast, but compiles a kernel for each new number of rows, which takes longer than a small product.
+torch has no setting to leave MKL, so the kernel of `aten::mm` is replaced.
 """
 
 import functools
