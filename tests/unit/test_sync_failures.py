@@ -354,10 +354,15 @@ def test_causes_come_before_what_follows_and_unknown_errors_last_without_being_l
 
 
 class Rooms:
-    """Memory that really lives, by thread: every room is known by a weak reference."""
+    """Memory that really lives, by thread: every room is known by a weak reference.
+
+    gloo's own thread lets go of a broadcast a moment later, on a busy machine only when the next
+    bucket is there. A new maximum waits `patience_s` for that before it counts.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.most: dict[int, int] = defaultdict(int)
+        self.patience_s = 0.0
         self._alive: dict[int, list[Any]] = defaultdict(list)
         for module in (relay, colocated):
             monkeypatch.setattr(module, "torch", _Torch(self))
@@ -365,9 +370,15 @@ class Rooms:
     def made(self, tensor: Tensor) -> Tensor:
         here = threading.get_ident()
         self._alive[here].append(weakref.ref(tensor.untyped_storage()))
-        alive = [storage for ref in self._alive[here] if (storage := ref()) is not None]
-        self.most[here] = max(self.most[here], sum(storage.nbytes() for storage in alive))
+        until = time.monotonic() + self.patience_s
+        while (now := self._nbytes(here)) > self.most[here] and time.monotonic() < until:
+            time.sleep(0.001)
+        self.most[here] = max(self.most[here], now)
         return tensor
+
+    def _nbytes(self, thread: int) -> int:
+        alive = [storage for ref in self._alive[thread] if (storage := ref()) is not None]
+        return sum(storage.nbytes() for storage in alive)
 
 
 class _Torch:
@@ -424,13 +435,12 @@ def test_a_push_takes_two_buckets_at_most_and_says_what_it_takes(
         bucket = sent._relay.plan.bucket_bytes
         return rooms.most[threading.get_ident()] / bucket, figures["transient_gb"] * 1e9 / bucket
 
-    # Checksums beside the parts; gloo's own thread lets go of a broadcast a moment later, on a busy
-    # machine only when the next bucket is there: the least of three counts.
+    # Checksums beside the parts.
     slack = 0.1 if all(len(site) == 1 for site in sites) else 0.6
-    for last in (False, False, True):
+    for rooms.patience_s in (0.0, 0.0, 0.2, 2.0):
         rooms.most.clear()
         found = ranks(n, work)
-        if last or all(real <= 2 + slack and abs(said - real) <= slack for real, said in found):
+        if all(real <= 2 + slack and abs(said - real) <= slack for real, said in found):
             break
     for real, said in found:
         assert real <= 2 + slack and said <= 2.1
