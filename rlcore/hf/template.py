@@ -149,6 +149,38 @@ def _receive(child: Child) -> bytes:
     raise TimeoutError
 
 
+class JsonObject(dict[str, Any]):
+    """Arguments of a tool call: a dict for templates that read it by key, and its JSON text, as it
+    was given, for those that write it as text or with `tojson`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(json.loads(text))
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _with_objects(variables: dict[str, Any]) -> dict[str, Any]:
+    """Replace the text of arguments in the messages, which `hf/messages.py` writes, by objects."""
+    for message in _list(variables.get("messages")):
+        for call in _list(message.get("tool_calls") if isinstance(message, dict) else None):
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                function["arguments"] = JsonObject(function["arguments"])
+    return variables
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def compile_template(source: str) -> Any:
     """Compile a chat template in jinja2's sandbox, with the functions that transformers provides.
     Raise jinja2.TemplateError if it is invalid."""
@@ -169,6 +201,8 @@ def compile_template(source: str) -> Any:
         raise jinja2.TemplateError(message)
 
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        if isinstance(value, JsonObject) and not ensure_ascii and not options:
+            return str(value)
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
@@ -198,7 +232,7 @@ def main() -> None:
                 try:
                     if template is None:
                         template = compile_template(start.source)
-                    reply = Rendered(text=template.render(variables))
+                    reply = Rendered(text=template.render(_with_objects(variables)))
                 except jinja2.TemplateError as error:
                     reply = Rendered(error=str(error))
                 except Exception as error:  # a template may raise anything

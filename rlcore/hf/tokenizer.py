@@ -6,6 +6,7 @@ no tokenizer.json. Unlike in transformers, decoding never "cleans up" spaces.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from rlcore.hf.config import as_ids
+from rlcore.hf.messages import template_messages
 from rlcore.hf.template import Template
 from rlcore.utils.errors import ConfigError, LimitError
 from rlcore.utils.files import fault, folder_fault, read_json, read_text
@@ -35,6 +37,7 @@ _WHITE = [chr(i) for i in range(1 << 16) if chr(i).isspace()]
 _SPACES = str.maketrans("", "", "\u0120\u010a\u0109\u010d\u2581")
 """Removes the signs for space, newline, tab, return (byte-level) and space (SentencePiece)."""
 _KEEPING = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
+_READS_TOOLS = re.compile(r"\btools\b")
 _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -93,6 +96,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether the folder has a chat template; otherwise `render_chat` uses ChatML."""
         return self._template is not None
+
+    @property
+    def chat_template(self) -> str:
+        """Source of the chat template that `render_chat` uses."""
+        return self._template or CHATML
 
     def token_id(self, token: str) -> int:
         """Return the id of one token, spelled as in the vocabulary. Raise ConfigError if the
@@ -163,10 +171,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Render messages (`role`, `content`) with the chat template, by default up to the start of
-        the assistant's answer. `variables` are passed to the template, such as
+        """Render messages in OpenAI's form with the chat template, by default up to the start of
+        the assistant's answer. Messages may have `tool_calls`, `reasoning_content` and the role
+        `tool`. `variables` are passed to the template, such as `tools` (OpenAI's form) or
         `enable_thinking=False`. Raise ConfigError if the template fails for the messages, for
-        whatever reason, or exceeds the limits of `hf/template.py`."""
+        whatever reason, does not show the tools, or exceeds the limits of `hf/template.py`."""
         variables["add_generation_prompt"] = add_generation_prompt
         (found,) = self.render_chats([messages], **variables)
         if isinstance(found, ConfigError):
@@ -181,10 +190,23 @@ class Tokenizer:
         often."""
         common = {"tools": None, "documents": None, "add_generation_prompt": True}
         common |= self._specials | variables
+        if common["tools"] and not _READS_TOOLS.search(self.chat_template):
+            raise ConfigError(
+                f"{self._name}: the chat template does not show tools to the model; use a model "
+                "trained for tool calls, or describe the tools in the system message"
+            )
+        asked: list[dict[str, Any]] = []
+        errors: dict[int, ConfigError] = {}
+        for i, chat in enumerate(chats):
+            try:
+                asked.append({**common, "messages": template_messages(chat, self.chat_template)})
+            except ConfigError as error:
+                errors[i] = error
         try:
-            found = self._renderer.render([{**common, "messages": list(chat)} for chat in chats])
+            texts = iter(self._renderer.render(asked))
         except LimitError as error:
             raise LimitError(f"{self._name}: {error}") from error
+        found = [errors[i] if i in errors else next(texts) for i in range(len(chats))]
         return [
             ConfigError(f"{self._name}: {f}") if isinstance(f, ConfigError) else f for f in found
         ]
@@ -203,7 +225,7 @@ class Tokenizer:
     def _renderer(self) -> Template:
         if self._template is None:
             announce("chat template", f"{self._name} has none, using ChatML")
-        return Template(self._template or CHATML)
+        return Template(self.chat_template)
 
 
 def load_tokenizer(
