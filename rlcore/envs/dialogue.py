@@ -11,10 +11,25 @@ from typing import Any, Protocol
 
 from rlcore.envs.kind import Seen
 from rlcore.envs.pool import EnvError
+from rlcore.hf.tool_calls import ParsedTurn
+from rlcore.hf.tool_formats import MalformedCall
 from rlcore.utils.errors import ConfigError
 
 _TURN = "\u2766turn\u2766"
 """Placeholder for the assistant's turn in the template."""
+
+
+def replies(turn: ParsedTurn, results: Sequence[str]) -> list[str]:
+    """Return what the model is told about each call of a turn, in the order of the calls: the
+    result of a well-formed one, the reason of a malformed one. `results` are those of `turn.calls`.
+    Raises ValueError if there are more or fewer."""
+    if len(results) != len(turn.calls):
+        raise ValueError(f"{len(results)} results for {len(turn.calls)} calls: give one for each")
+    left = iter(results)
+    return [
+        f"error: {call.reason}" if isinstance(call, MalformedCall) else next(left)
+        for call in turn.attempts
+    ]
 
 
 class Texts(Protocol):
@@ -52,12 +67,21 @@ class Dialogue:
             return []
         if not self._is_chat:
             return self._tokenizer.encode(self._tokenizer.defused(seen))
+        return self._messages([{"role": "user", "content": seen}], last)
+
+    def tool_results(self, results: Sequence[str], last: int) -> list[int]:
+        """Return the tokens to append after a turn that ended with the token `last`, for the
+        results of its calls (`replies`). They are messages of the role `tool`. Raises ConfigError
+        as `observation` does."""
+        return self._messages([{"role": "tool", "content": text} for text in results], last)
+
+    def _messages(self, new: Sequence[dict[str, str]], last: int) -> list[int]:
         messages = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": _TURN},
-            {"role": "user", "content": self._tokenizer.defused(seen)},
+            *({**m, "content": self._tokenizer.defused(m["content"])} for m in new),
         ]
-        before, found, after = self._tokenizer.render_chat(messages).partition(_TURN)
+        _, found, after = self._tokenizer.render_chat(messages).partition(_TURN)
         if not found:
             raise ConfigError(
                 "--env: the chat template drops earlier assistant turns, so a conversation "

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlcore.envs.dialogue import Dialogue, replies
 from rlcore.hf.tokenizer import Tokenizer, load_tokenizer, make_char_tokenizer
 from rlcore.hf.tool_calls import (
     Reasoning,
@@ -312,6 +313,40 @@ def test_tools_and_their_results_reach_the_prompt(
     else:
         text = tokenizer(model).render_chat(chat, tools=TOOLS)
         assert "Weather of a city." in text and "None" not in text
+
+
+class Letters:
+    """A tokenizer with the letters of a text as tokens, so that every template can be encoded."""
+
+    def __init__(self, inner: Tokenizer) -> None:
+        self.defused, self.render_chat = inner.defused, inner.render_chat
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+@every_model
+def test_results_are_appended_as_the_template_writes_them(
+    model: Model, tokenizer: Callable[[Model], Tokenizer]
+) -> None:
+    calls = texts.TEXTS[model.family]["two" if model.many_calls else "one"]
+    text = THOUGHTS[model.family] + calls if model.thinks else calls
+    turn = parse(model.family, text, TOOLS, "tagged" if model.thinks else "none")
+    results = ["Noon.", "Rain."][: len(turn.calls)]
+    chat = [USER, assistant_message(turn), *({"role": "tool", "content": r} for r in results)]
+    shown = Dialogue(Letters(tokenizer(model)), is_chat=True).tool_results(results, last=0)
+    added = "".join(map(chr, shown))
+    assert tokenizer(model).render_chat(chat).endswith(text + added) and results[-1] in added
+
+
+def test_a_malformed_call_is_answered_with_its_reason() -> None:
+    turn = parse("qwen", texts.TEXTS["qwen"]["unknown tool"], TOOLS)
+    assert replies(turn, ["Noon."]) == [
+        "error: there is no tool fly; the tools are: weather, now",
+        "Noon.",
+    ]
+    with pytest.raises(ValueError, match="2 results for 1 calls: give one for each"):
+        replies(turn, ["Noon.", "Rain."])
 
 
 def test_reasoning_is_open_where_the_prompt_begins_it(
