@@ -2,7 +2,7 @@
 them.
 
     bash tools/setup.sh --sglang
-    python -m tests.contracts.record_tool_calls   # after a change of SGLang's pin, or of a text
+    python -m tests.contracts.record_tool_calls [FILE]   # after a change of SGLang's pin or a text
 
 SGLang's reasoning parser splits a text first, if its family has one, and the tool parser reads the
 other part, as in its server.
@@ -10,9 +10,15 @@ other part, as in its server.
 
 import importlib
 import json
+import os
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from tests.kit import ROOT
 
 FILE = Path(__file__).with_name("tool_calls.json")
 
@@ -249,10 +255,13 @@ def of_sglang(family: str, text: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    if torch.version.cuda is None:
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        sys.path.insert(0, str(ROOT / "rlcore" / "rollout" / "sglang_engine" / "cpu"))
     cases = [
         {"family": family, "name": name, "text": text, "sglang": of_sglang(family, text)}
-        for family, texts in TEXTS.items()
-        for name, text in texts.items()
+        for family, of_family in TEXTS.items()
+        for name, text in of_family.items()
     ]
     record = {
         "command": "python -m tests.contracts.record_tool_calls",
@@ -260,7 +269,8 @@ def main() -> None:
         "tools": TOOLS,
         "cases": cases,
     }
-    FILE.write_text(json.dumps(record, indent=1) + "\n")
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else FILE
+    file.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,10 @@
 `tool_calls.json` has texts and what SGLang makes of them; `record_tool_calls.py` writes it.
 """
 
+import importlib.util
 import json
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +84,18 @@ def test_the_record_is_of_the_pinned_sglang_and_of_these_texts() -> None:
         (family, name): text for family, of in texts.TEXTS.items() for name, text in of.items()
     }
     assert RECORD["tools"] == TOOLS and DIFFERS.keys() <= recorded.keys()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None,
+    reason="needs SGLang: bash tools/setup.sh --sglang",
+)
+def test_sglang_reads_the_texts_as_recorded(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.contracts.record_tool_calls", tmp_path / "now.json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "now.json").read_text()) == RECORD
 
 
 @pytest.mark.parametrize("case", CASES)
