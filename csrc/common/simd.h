@@ -76,3 +76,15 @@ RL_INLINE Floats exp(Floats d, Floats& held) {
   p = p * r + 1.0f;
   return p * as_floats(as_words(shifted) << 23);
 }
+
+RL_INLINE Floats exp(Floats d) {
+  Floats held;
+  return exp(d < floats(88.0f) ? d : floats(88.0f), held);
+}
+
+RL_INLINE float sum_of(Floats v) {
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) v[i] += v[i + width];
+  }
+  return v[0];
+}

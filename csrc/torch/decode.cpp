@@ -6,25 +6,11 @@
 #include "decode/layer.h"
 #include "decode/sample.h"
 #include "product/product.h"
-#include "torch/checks.h"
+#include "torch/host.h"
 
 namespace {
 
 using namespace rlcore;
-
-const float* floats_of(const Tensor& t, const char* name, int64_t count) {
-  RL_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::Float && t.is_contiguous(), name,
-           ": must be contiguous float32 on the CPU");
-  RL_CHECK(t.numel() == count, name, ": ", t.numel(), " elements; ", count, " are needed");
-  return static_cast<const float*>(t.data_ptr());
-}
-
-const int64_t* ints_of(const Tensor& t, const char* name, int64_t count) {
-  RL_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::Long && t.is_contiguous(), name,
-           ": must be contiguous int64 on the CPU");
-  RL_CHECK(t.numel() == count, name, ": ", t.numel(), " elements; ", count, " are needed");
-  return static_cast<const int64_t*>(t.data_ptr());
-}
 
 void decode_layer(Tensor x, const Tensor& slots, const Tensor& positions, const Tensor& rope,
                   Tensor slab, const Tensor& norm1, const Tensor& qkv,
