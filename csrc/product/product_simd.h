@@ -12,25 +12,6 @@ inline constexpr int kRows = 4, kVectors = 2;
 // Rows of weights whose part of a tile stays in L1 for all rows of x.
 inline constexpr int64_t kPanel = 128;
 
-RL_INLINE Floats add_product(Floats a, Floats b, Floats c) {
-#if RL_LANES == 4
-  return a * b + c;
-#else
-  return fused(a, b, c);
-#endif
-}
-
-RL_INLINE float dot(const float* a, const float* b, int64_t count) {
-  Floats sums = {};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    sums = add_product(read<Floats>(a + i), read<Floats>(b + i), sums);
-  }
-  float sum = sum_of(sums);
-  for (; i < count; ++i) sum += a[i] * b[i];
-  return sum;
-}
-
 // out += x w for R rows and V vectors of columns.
 template <int R, int V>
 RL_INLINE void tile(const Left& x, const float* w, int64_t width, int64_t depth, float* out) {

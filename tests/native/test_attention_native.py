@@ -61,6 +61,15 @@ def test_attention_and_its_gradient_equal_those_in_float64(
         assert all(map(torch.equal, found, results(ours, given)))  # bits repeat
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_nan_is_seen_by_all_that_attend_to_it(ops: Any, name: str) -> None:
+    made = plans.plan([30, 30], flash=attention.attend)
+    given = inputs(made, 60, 32)
+    given["qkv".index(name)][9] = torch.nan
+    bad = results(made, given)[0].isnan().flatten(1).any(1)
+    assert bad[9 : 10 if name == "q" else 30].all() and not bad[30:].any()
+
+
 def test_threads_change_no_bit(ops: Any) -> None:
     made = plans.plan([30, 80, 5, 64], flash=attention.attend)
     given = inputs(made, 179, 32)
