@@ -68,6 +68,9 @@ inline void multiply(const Left& x, const float* w, int64_t depth, int64_t width
     for (; column + kVectors * kLanes <= width; column += kVectors * kLanes) {
       tiles<kVectors>(part, panel + column, stride, count, out + column);
     }
+    for (; kVectors > 2 && column + 2 * kLanes <= width; column += 2 * kLanes) {
+      tiles<2>(part, panel + column, stride, count, out + column);
+    }
     for (; column + kLanes <= width; column += kLanes) {
       tiles<1>(part, panel + column, stride, count, out + column);
     }

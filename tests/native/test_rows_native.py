@@ -1,5 +1,7 @@
 """Native RMSNorm, RoPE and SwiGLU: the program of csrc/tests, modules beside float64, checks."""
 
+import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from rlcore.mcore.activation import SwiGLU
 from rlcore.mcore.norm import rms_norm
 from rlcore.mcore.rope import rotate
 from rlcore.ops import native, rows
+from tests import kit
 from tests.native import host
 
 
@@ -98,3 +101,29 @@ def test_bad_tensors_are_named(ops: Any) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.fixture
+def tool(ops: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """tools/bench_layers.py with short sequences."""
+    path = kit.ROOT / "tools" / "bench_layers.py"
+    spec = importlib.util.spec_from_file_location("bench_layers", path)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    monkeypatch.setattr(found, "LENGTHS", {"short": [3, 5]})
+    return found
+
+
+def test_the_bench_measures_every_arm(tool: Any, tmp_path: Path) -> None:
+    tool.main(["--rounds", "2", "--json", str(tmp_path / "out.json")])
+    made = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert len(made) == 3 + 3
+    assert all(row["ms"].keys() == {"torch", "native"} for row in made)
+    assert all(t > 0 for row in made for arm in row["ms"].values() for t in arm.values())
+
+
+def test_arms_of_the_bench_compute_the_same(tool: Any) -> None:
+    for given, arms in (tool.attention_cases(0) | tool.row_cases(0)).values():
+        want, found = (call(*given) for call in (arms["torch"], arms["native"]))
+        assert (want - found).abs().max() < 1e-5
