@@ -4,6 +4,7 @@ Megatron's own wrapper does not support sequence parallelism. With rlcore's RMSN
 the weight makes Megatron sum the weight's gradient over the tensor-parallel ranks.
 """
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class _RMSNorm(torch.autograd.Function):
     """RMSNorm with a backward of one pass; torch's takes several times as long."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernels: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernels: ModuleType) -> Tensor:
         out, scales = kernels.rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scales)
         ctx.kernels = kernels
