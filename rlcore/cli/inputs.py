@@ -19,7 +19,7 @@ from rlcore.cli.builders.engine import check_engine
 from rlcore.cli.builders.folder import cannot_be_made, run_folder
 from rlcore.cli.builders.learner import total_updates
 from rlcore.cli.builders.model import with_room
-from rlcore.cli.builders.prompts import counts_rows, load_data, with_tasks
+from rlcore.cli.builders.prompts import counts_rows, load_data, run_tokenizer, with_tasks
 from rlcore.cli.builders.rewards import judge_sections, own_judges
 from rlcore.cli.builders.sharing import address_of, check_mux
 from rlcore.cli.builders.sizes import size_policy
@@ -262,7 +262,7 @@ def tokenizer(cfg: Config, hf: HFConfig | None, found: Findings) -> Tokenizer | 
     if f"--model.path {folder}" in found.unchecked or (hf is None and not cfg.model.tokenizer):
         return None  # the error in --model.path is already reported
     with found.check(f"--model.tokenizer {folder}", may_lack=found.may_lack(folder)):
-        return load_tokenizer(folder, eos_ids=hf.eos_ids if hf is not None else ())
+        return run_tokenizer(cfg, hf.eos_ids if hf is not None else ())
     return None
 
 

@@ -109,7 +109,9 @@ class EnvHost:
         place = self._envs[call.key]
         env = place.env
         assert env is not None, "step() before reset()"
-        action = list(call.tokens) if getattr(env, "wants_tokens", False) else call.text
+        action: Any = list(call.tokens) if getattr(env, "wants_tokens", False) else call.text
+        if call.turn is not None:
+            action = call.turn
         with place.lock:
             seen, reward, ended, cut, info = env.step(action)
         seen, reward, numbers = checked(seen, reward, info)

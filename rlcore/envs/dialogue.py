@@ -6,17 +6,21 @@ and begin the next. For every observation, a conversation of two turns is render
 tokens, so that no template is reproduced here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rlcore.envs.kind import Seen
+import numpy as np
+
+from rlcore.envs.kind import Seen, ToolTurn, TurnCall
 from rlcore.envs.pool import EnvError
-from rlcore.hf.tool_calls import ParsedTurn
+from rlcore.hf.tool_calls import ParsedTurn, family_of, parse, reasoning_of
 from rlcore.hf.tool_formats import MalformedCall
 from rlcore.utils.errors import ConfigError
 
 _TURN = "\u2766turn\u2766"
 """Placeholder for the assistant's turn in the template."""
+_PROMPT_END = 16
+"""Tokens at the end of a prompt that say whether it opens the reasoning."""
 
 
 def replies(turn: ParsedTurn, results: Sequence[str]) -> list[str]:
@@ -32,8 +36,19 @@ def replies(turn: ParsedTurn, results: Sequence[str]) -> list[str]:
     ]
 
 
+def tool_turn(turn: ParsedTurn) -> ToolTurn:
+    """Return a turn as an environment gets it."""
+    calls = tuple(TurnCall(call.name, dict(call.arguments)) for call in turn.calls)
+    return ToolTurn(turn.content, calls, len(turn.malformed))
+
+
 class Texts(Protocol):
     """Tokenizer methods used here; `hf.tokenizer.Tokenizer` has them."""
+
+    @property
+    def chat_template(self) -> str: ...
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str: ...
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -45,10 +60,45 @@ class Texts(Protocol):
 class Dialogue:
     """Converter of observations to tokens that continue a conversation."""
 
-    def __init__(self, tokenizer: Texts, *, is_chat: bool, num_tokens: int = 2**31) -> None:
+    def __init__(
+        self,
+        tokenizer: Texts,
+        *,
+        is_chat: bool,
+        num_tokens: int = 2**31,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Store the settings. `is_chat`: an observation becomes a user message, else it is used
-        unchanged. `num_tokens`: size of the model's vocabulary."""
+        unchanged. `num_tokens`: size of the model's vocabulary. `tools`: tools that the chat
+        template shows; raises ConfigError if its format of calls is unknown."""
         self._tokenizer, self._is_chat, self._num_tokens = tokenizer, is_chat, num_tokens
+        self._tools = tools
+        self._family = family_of(tokenizer.chat_template) if tools else ""
+
+    def parsed(self, tokens: Sequence[int], context: np.ndarray) -> ParsedTurn | None:
+        """Return the parts of a turn that was sampled after `context`; None without tools."""
+        if not self._tools:
+            return None
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        before = self._tokenizer.decode(context[-_PROMPT_END:].tolist(), skip_special_tokens=False)
+        reasoning = reasoning_of(self._tokenizer.chat_template, before)
+        return parse(self._family, text, self._tools, reasoning)
+
+    def answer(self, turn: ParsedTurn | None, seen: Seen, last: int) -> list[int]:
+        """Return the tokens to append after a turn: an observation, or the results of its calls.
+
+        Raises:
+            EnvError: the environment has not returned one result for each call.
+        """
+        if turn is None or isinstance(seen, str):
+            return self.observation(seen, last)
+        try:
+            results = replies(turn, [str(text) for text in seen])
+        except ValueError as error:
+            raise EnvError("error", str(error)) from error
+        if not results:
+            raise EnvError("error", "no result for a turn without calls; end it or return a text")
+        return self.tool_results(results, last)
 
     def observation(self, seen: Seen, last: int) -> list[int]:
         """Return the tokens to append after a turn that ended with the token `last`.
@@ -58,11 +108,12 @@ class Dialogue:
         not keep the turn unchanged, and EnvError for ids outside of the vocabulary.
         """
         if not isinstance(seen, str):
-            if strange := [i for i in seen if not 0 <= i < self._num_tokens]:
+            ids = [int(i) for i in seen]
+            if strange := [i for i in ids if not 0 <= i < self._num_tokens]:
                 raise EnvError(
                     "error", f"shows token {strange[0]}, but the model has only {self._num_tokens}"
                 )
-            return list(seen)
+            return ids
         if not seen:
             return []
         if not self._is_chat:

@@ -146,6 +146,7 @@ class EpisodeEngine:
         self._inner, self._name, self._kind, self._config = inner, name, kind, config
         self._dialogue, self._decode, self._prompt_of = dialogue, decode, prompt_of
         self._seed, self._barrier = seed, barrier
+        self._has_tools = bool(kind.tools(config))
         self.outcomes: dict[RequestId, EpisodeOutcome] = {}
         """Outcomes of finished episodes, until the scorer takes them."""
         # fields used by the caller's thread only
@@ -427,6 +428,7 @@ class EpisodeEngine:
             "env/turns": float(so_far.num_turns),
             "env/wait_s": so_far.env_s,
             "env/cut": float(finish in CUT),
+            **({"env/malformed_calls": float(so_far.num_malformed)} if self._has_tools else {}),
             **{f"env/{name}": value for name, value in so_far.numbers.items()},
         }
         outcome = EpisodeOutcome(so_far.score, so_far.text, details)

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
-from rlcore.envs.dialogue import Dialogue
+from rlcore.envs.dialogue import Dialogue, tool_turn
 from rlcore.envs.kind import EnvStep
 from rlcore.envs.pool import EnvSlot
+from rlcore.hf.tool_calls import ParsedTurn
 from rlcore.records import Finish, Prompt, Request, RequestId, Sample, Sampling, turn_of
 
 Policy = Callable[[Request], Awaitable[Sample]]
@@ -45,6 +46,8 @@ class Transcript:
     """Text of the policy's last turn."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Numbers in the environment's latest `info` that has numbers."""
+    num_malformed: int = 0
+    """Number of calls of tools that could not be made."""
     env_s: float = 0.0
     num_calls: int = 0
 
@@ -64,6 +67,10 @@ class Transcript:
         self.versions += turn.versions.tolist()
         self.num_turns += 1
         self.text = text
+
+    def called(self, turn: ParsedTurn) -> None:
+        """Count the malformed calls of a turn."""
+        self.num_malformed += len(turn.malformed)
 
     def observed(self, tokens: list[int]) -> None:
         """Append an observation of the environment."""
@@ -123,18 +130,24 @@ async def play(
             return "length"
         so_far.observed(seen)
         most = min(limits.turn_tokens or room(), room())
+        context = so_far.context()
         turn = await policy(
             Request(
                 id=turn_of(name, so_far.num_turns),
-                prompt=so_far.context(),
+                prompt=context,
                 sampling=structs.replace(sampling, max_tokens=most),
             )
         )
         tokens = turn.tokens.tolist()
         so_far.sampled(turn, decode(tokens))
-        step = await place.step(so_far.text, tuple(tokens))
+        parsed = dialogue.parsed(tokens, context)
+        if parsed is None:
+            step = await place.step(so_far.text, tuple(tokens))
+        else:
+            so_far.called(parsed)
+            step = await place.step(so_far.text, tuple(tokens), tool_turn(parsed))
         so_far.answered(step)
         if step.is_over:
             return "length" if turn.finish == "length" and not room() else "stop"
-        seen = dialogue.observation(step.seen, so_far.last)
+        seen = dialogue.answer(parsed, step.seen, so_far.last)
     return "turns"

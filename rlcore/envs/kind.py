@@ -9,11 +9,13 @@ process (child.py). If it blocks, raises, crashes or loops there, only its episo
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+from msgspec import Struct
+
 from rlcore.config.schema import EnvConfig
 from rlcore.utils.scores import LARGEST, number, plain_name
 
-Seen = str | Sequence[int]
-"""Observation: text, or token ids that are used unchanged."""
+Seen = str | Sequence[int | str]
+"""Observation: text, or token ids that are used unchanged, or a result for each call of a turn."""
 _MOST_NUMBERS, _NAME_CHARS = 16, 40
 
 
@@ -37,6 +39,28 @@ class TextEnv(Protocol):
         """Close the environment at the end of the episode."""
 
 
+class TurnCall(Struct, frozen=True):
+    """Call of a tool: a name that `EnvKind.tools` has, and its arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class ToolTurn(Struct, frozen=True):
+    """Turn of the policy, as an environment with `EnvKind.tools` gets it."""
+
+    content: str
+    """Text of the turn before its calls."""
+    calls: tuple[TurnCall, ...]
+    num_malformed: int = 0
+    """Number of further calls, which cannot be made; the policy is told the reason of each."""
+
+
+def no_tools(config: Any) -> Sequence[Mapping[str, Any]]:
+    """Return the tools of a kind without any."""
+    return ()
+
+
 class EnvKind(NamedTuple):
     """Environment kind: a config section and a function that creates environments."""
 
@@ -46,6 +70,10 @@ class EnvKind(NamedTuple):
     scored_by: Literal["env", "reward"] = "env"
     """Source of an episode's score. `env`: the sum of the environment's rewards. `reward`: that sum
     plus the score of `--reward` for the text of the last turn."""
+    tools: Callable[[Any], Sequence[Mapping[str, Any]]] = no_tools
+    """Function that returns the tools of a config section in OpenAI's form. If there are any, the
+    chat template shows them, `step` takes a `ToolTurn`, and it returns a result per call, a list of
+    texts, or a text for the next message of the user."""
 
 
 class EnvStep(NamedTuple):
@@ -58,7 +86,9 @@ class EnvStep(NamedTuple):
     seconds: float
 
 
-def checked(seen: Any, reward: Any, info: Any) -> tuple[str | list[int], float, dict[str, float]]:
+def checked(
+    seen: Any, reward: Any, info: Any
+) -> tuple[str | list[int | str], float, dict[str, float]]:
     """Check an observation, a reward and the numbers of an `info` dict. Raises TypeError or
     ValueError if any is invalid."""
     if not isinstance(seen, str):
@@ -67,7 +97,7 @@ def checked(seen: Any, reward: Any, info: Any) -> tuple[str | list[int], float, 
                 f"the observation is a {type(seen).__name__}; return text or a sequence of token "
                 "ids"
             )
-        seen = [int(i) for i in seen]
+        seen = [i if isinstance(i, str) else int(i) for i in seen]
     value = number("the reward", reward)
     if not isinstance(info, Mapping):
         raise TypeError(f"info is a {type(info).__name__}; return a dict")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlcore.config.schema import EnvConfig
-from rlcore.envs.kind import EnvStep
+from rlcore.envs.kind import EnvStep, ToolTurn
 from rlcore.envs.wire import READY, EnvCall, EnvReply, EnvStart
 from rlcore.records import Prompt
 from rlcore.utils import net
@@ -127,9 +127,11 @@ class EnvSlot:
         """Create the environment and reset it. Raises EnvError."""
         return await self._ask(what="reset", seed=seed, prompt=prompt, episode=episode)
 
-    async def step(self, text: str, tokens: tuple[int, ...]) -> EnvStep:
-        """Pass a turn of the policy to the environment. Raises EnvError."""
-        return await self._ask(what="step", text=text, tokens=tokens)
+    async def step(
+        self, text: str, tokens: tuple[int, ...], turn: ToolTurn | None = None
+    ) -> EnvStep:
+        """Pass a turn of the policy to the environment; `turn` has its calls. Raises EnvError."""
+        return await self._ask(what="step", text=text, tokens=tokens, turn=turn)
 
     async def _ask(self, **what: Any) -> EnvStep:
         reply = await self._pool.ask(self._process, key=self._key, **what)

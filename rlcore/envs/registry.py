@@ -6,6 +6,7 @@ the section `--env.*`.
 
 import importlib
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlcore.config import dotted
@@ -44,6 +45,11 @@ def resolve(name: str) -> EnvKind:
     raise ConfigError(
         f"--env {name}: give a class with reset, step and close, or a module with a KIND"
     )
+
+
+def tools_of(name: str, config: EnvConfig) -> Sequence[Mapping[str, Any]]:
+    """Return the tools that the chat template shows the policy in OpenAI's form, if any."""
+    return resolve(name).tools(config) if name else ()
 
 
 def config_class(name: str) -> type[EnvConfig]:

@@ -5,7 +5,8 @@
     policy        ... so the answer is 161.64
 
 The result of a tool call is the next observation. The first turn without a tool call is the final
-answer, which `--reward` scores.
+answer, which `--reward` scores. With `--env.calls native` the model's chat template shows the tools
+and the policy calls them in the model's own format, several in a turn if it likes.
 
 Own calculator instead of the package simpleeval: a few lines on `ast` save the dependency.
 """
@@ -24,7 +25,7 @@ import gymnasium
 from gymnasium.spaces import Text
 
 from rlcore.config.schema import EnvConfig
-from rlcore.envs.kind import EnvKind
+from rlcore.envs.kind import EnvKind, ToolTurn, TurnCall
 from rlcore.sandbox import isolation
 from rlcore.sandbox.box import Broken, Sandbox
 from rlcore.utils.bounds import above, at_least
@@ -63,6 +64,9 @@ class ToolsConfig(EnvConfig):
     """Keys of `--env tools`."""
 
     max_turns: int = 8
+    calls: Literal["tags", "native"] = "tags"
+    """`tags`: a turn calls a tool by `<calc>` or `<python>`, and its last call counts. `native`:
+    calls are in the format of the model's chat template, and all of them are made."""
     tools: tuple[Literal["calc", "python"], ...] = ("calc", "python")
     """Tools that the policy may call. `calc`: a calculator. `python`: programs in a sandbox."""
     program_timeout_s: Annotated[float, above(0)] = 10.0
@@ -89,7 +93,7 @@ class ToolsConfig(EnvConfig):
         return out
 
 
-class Tools(gymnasium.Env[str, str]):
+class Tools(gymnasium.Env[Any, Any]):
     """Environment that runs the last tool call of a turn. The first program of an episode starts a
     sandbox, which closes with the episode. Every program has its own process."""
 
@@ -108,13 +112,29 @@ class Tools(gymnasium.Env[str, str]):
         self._calls = self._errors = 0
         return "", {}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Run the turn's last tool call and return its result; without a tool call, end the
-        episode. The info counts calls and failed calls."""
+    def step(
+        self, action: str | ToolTurn
+    ) -> tuple[str | list[str], float, bool, bool, dict[str, Any]]:
+        """Run the turn's calls (by tags the last one) and return the results; without a tool call,
+        end the episode. The info counts calls and failed calls."""
+        if isinstance(action, ToolTurn):
+            is_over = not action.calls and not action.num_malformed
+            results = [self._run(c.name, _argument(c)) for c in action.calls]
+            return "" if is_over else results, 0.0, is_over, False, self._counts()
         calls = _CALL.findall(action)
         if not calls:
             return "", 0.0, True, False, self._counts()
-        tool, text = calls[-1]
+        shown = self._run(*calls[-1])
+        return f"<result>{shown}</result>\n", 0.0, False, False, self._counts()
+
+    def close(self) -> None:
+        """Close the sandbox."""
+        if self._box is not None:
+            self._box.close()
+            self._box = None
+
+    def _run(self, tool: str, text: str) -> str:
+        """Run a call and return its result, or the error."""
         self._calls += 1
         try:
             if tool not in self._config.tools:
@@ -124,14 +144,7 @@ class Tools(gymnasium.Env[str, str]):
         except (ValueError, TypeError, ArithmeticError, SyntaxError, RecursionError) as error:
             self._errors += 1
             result = f"error: {error}"
-        shown = _cut(result, self._config.max_result_chars)
-        return f"<result>{shown}</result>\n", 0.0, False, False, self._counts()
-
-    def close(self) -> None:
-        """Close the sandbox."""
-        if self._box is not None:
-            self._box.close()
-            self._box = None
+        return _cut(result, self._config.max_result_chars)
 
     def _counts(self) -> dict[str, float]:
         return {"calls": float(self._calls), "call_errors": float(self._errors)}
@@ -209,6 +222,11 @@ def _power(base: float, exponent: float) -> float:
     return found
 
 
+def _argument(call: TurnCall) -> str:
+    """Return the text that a call passes to its tool; empty if it has none."""
+    return str(call.arguments.get(_SHOWN[call.name][1], ""))
+
+
 def _cut(text: str, most: int) -> str:
     if len(text) <= most:
         return text
@@ -216,4 +234,27 @@ def _cut(text: str, most: int) -> str:
     return f"{text[:half]} ... {text[-half:]}"
 
 
-KIND = EnvKind(ToolsConfig, Tools, scored_by="reward")
+_SHOWN = {
+    "calc": ("Evaluate an arithmetic expression.", "expression", "such as 0.12 * 1347"),
+    "python": ("Run a program and return what it prints.", "code", "the program"),
+}
+
+
+def tools_of(config: ToolsConfig) -> list[dict[str, Any]]:
+    """Return the tools in OpenAI's form, for the chat template; none with calls by tags."""
+    if config.calls == "tags":
+        return []
+    found = []
+    for name in config.tools:
+        purpose, argument, meaning = _SHOWN[name]
+        parameters = {
+            "type": "object",
+            "properties": {argument: {"type": "string", "description": meaning}},
+            "required": [argument],
+        }
+        function = {"name": name, "description": purpose, "parameters": parameters}
+        found.append({"type": "function", "function": function})
+    return found
+
+
+KIND = EnvKind(ToolsConfig, Tools, scored_by="reward", tools=tools_of)

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from rlcore.envs.kind import ToolTurn
 from rlcore.records import Prompt
 
 READY = -1
@@ -31,11 +32,13 @@ class EnvCall(Struct, frozen=True, kw_only=True):
     """Text of the policy's turn, for `step`."""
     tokens: tuple[int, ...] = ()
     """Token ids of the policy's turn, for `step`."""
+    turn: ToolTurn | None = None
+    """The turn with its calls, for `step` of a kind with tools."""
 
 
 class EnvReply(Struct, frozen=True, kw_only=True):
     number: int
-    seen: str | list[int] = ""
+    seen: str | list[int | str] = ""
     reward: float = 0.0
     is_over: bool = False
     numbers: dict[str, float] = {}

@@ -87,6 +87,7 @@ class Tokenizer:
         self._backend = backend
         self._specials = dict(specials)
         self._template = template
+        self._tools: Sequence[Mapping[str, Any]] = ()
         self._name = name
         own = [self.token_id(specials["eos_token"])] if "eos_token" in specials else []
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids]))
@@ -101,6 +102,10 @@ class Tokenizer:
     def chat_template(self) -> str:
         """Source of the chat template that `render_chat` uses."""
         return self._template or CHATML
+
+    def show_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Make the chat template show these tools (OpenAI's form) by default."""
+        self._tools = tools
 
     def token_id(self, token: str) -> int:
         """Return the id of one token, spelled as in the vocabulary. Raise ConfigError if the
@@ -188,7 +193,11 @@ class Tokenizer:
         """Render several lists of messages as `render_chat` does. A ConfigError stands for a list
         for which the template fails. Raise LimitError if the template exceeds its limits too
         often."""
-        common = {"tools": None, "documents": None, "add_generation_prompt": True}
+        common = {
+            "tools": list(self._tools) or None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
         common |= self._specials | variables
         if common["tools"] and not _READS_TOOLS.search(self.chat_template):
             raise ConfigError(

@@ -5,10 +5,13 @@ from dataclasses import replace
 
 from rlcore.config.schema import Config
 from rlcore.data import prompts
-from rlcore.hf.tokenizer import Tokenizer
+from rlcore.envs import registry as envs
+from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
+from rlcore.hf.tool_calls import family_of
 from rlcore.records import Prompt
 from rlcore.trainer.policies import make_source, order_of
 from rlcore.trainer.progress import Data
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce
 
 
@@ -20,6 +23,23 @@ def with_tasks(cfg: Config) -> Config:
     val = (task,) if cfg.data.val or cfg.eval.every else ()
     announce("prompts", f"generated task {task} of --env {cfg.select.env}")
     return replace(cfg, data=replace(cfg.data, train=(task,), val=val))
+
+
+def run_tokenizer(cfg: Config, eos_ids: Sequence[int]) -> Tokenizer:
+    """Load the tokenizer of a run; its chat template shows the tools of the environment. Raises
+    ConfigError if it cannot."""
+    found = load_tokenizer(cfg.model.tokenizer or cfg.model.path, eos_ids=eos_ids)
+    tools = envs.tools_of(cfg.select.env, cfg.env)
+    if not tools:
+        return found
+    if not is_chat(cfg):
+        raise ConfigError(
+            f"--data.template {cfg.data.template}: --env {cfg.select.env} shows tools by the chat "
+            "template; set --data.template chat"
+        )
+    family_of(found.chat_template)
+    found.show_tools(tools)
+    return found
 
 
 def is_chat(cfg: Config) -> bool:

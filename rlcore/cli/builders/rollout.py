@@ -7,15 +7,16 @@ from pathlib import Path
 from rlcore.cli.builders.engine import make_engine, make_episodes
 from rlcore.cli.builders.model import sampling_of
 from rlcore.cli.builders.observers import of_agent, watch
-from rlcore.cli.builders.prompts import is_chat
+from rlcore.cli.builders.prompts import is_chat, run_tokenizer
 from rlcore.cli.builders.rewards import make_deadlines, make_scorer, own_judges
 from rlcore.cli.builders.start import BuildContext
 from rlcore.cli.world import make_hub
 from rlcore.config import rules
 from rlcore.config.schema import Config
+from rlcore.envs import registry as envs
 from rlcore.envs.dialogue import Dialogue
 from rlcore.envs.scorer import EnvScorer
-from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
+from rlcore.hf.tokenizer import Tokenizer
 from rlcore.metrics.screen import Screen
 from rlcore.protocols import Engine, Scorer
 from rlcore.records import Sampling
@@ -56,8 +57,7 @@ class SamplingSide:
 def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
     """Start engine and rewards of a rank, and connect the rank to the other ranks."""
     cfg, world = start.cfg, start.world
-    folder = cfg.model.tokenizer or cfg.model.path
-    tokenizer = load_tokenizer(folder, eos_ids=start.hf.eos_ids)
+    tokenizer = run_tokenizer(cfg, start.hf.eos_ids)
     sampling, deadlines = sampling_of(cfg, tokenizer), make_deadlines(cfg)
     scorer: Scorer = NoScorer(deadlines)
     engine: Engine | None = None
@@ -124,7 +124,12 @@ def _make_sampler(
     if not cfg.select.env:
         assert rewards is not None
         return rewards, engine, in_child
-    shown = Dialogue(tokenizer, is_chat=is_chat(cfg), num_tokens=start.hf.vocab_size)
+    shown = Dialogue(
+        tokenizer,
+        is_chat=is_chat(cfg),
+        num_tokens=start.hf.vocab_size,
+        tools=envs.tools_of(cfg.select.env, cfg.env),
+    )
     episodes = make_episodes(
         cfg, world, engine, shown, tokenizer.decode, lambda group: worker().prompts[group]
     )

@@ -8,14 +8,14 @@ import numpy as np
 
 from rlcore.cli import inputs
 from rlcore.cli.builders.model import model_config, with_room
-from rlcore.cli.builders.prompts import with_tasks
+from rlcore.cli.builders.prompts import run_tokenizer, with_tasks
 from rlcore.cli.checks import CheckResult, disk
 from rlcore.config import rules
 from rlcore.config.schema import Config, RewardConfig, reward_sections
 from rlcore.data import prompts
 from rlcore.envs import registry as envs
 from rlcore.hf.config import HFConfig
-from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
+from rlcore.hf.tokenizer import Tokenizer
 from rlcore.mcore.layout import layout_of
 from rlcore.records import Prompt, RewardResult, Sample, request_of, training_group
 from rlcore.rewards import registry
@@ -39,8 +39,8 @@ def check(cfg: Config, world_size: int, ranks_per_node: int) -> list[CheckResult
     found.append(disk.check(cfg, hf))
     if any(result.state == "FAIL" for result in found if result.check == "settings"):
         return [*found, CheckResult("data", "SKIP", "the settings are refused")]
-    tokens = load_tokenizer(cfg.model.tokenizer or cfg.model.path, eos_ids=hf.eos_ids)
     try:
+        tokens = run_tokenizer(cfg, hf.eos_ids)
         sets = rows(cfg, hf, tokens)
     except ConfigError as error:
         return [*found, CheckResult("data", "FAIL", str(error))]
