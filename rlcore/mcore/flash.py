@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlcore.config import rules
 from rlcore.utils.log import announce
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float | None], Tensor]
@@ -27,8 +28,8 @@ _FA4_GPUS = (9, 10)
 def choose(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel | None:
     """Return the kernel for `train.attention_backend` and announce it. None: no flash attention
     supports this device, dtype or head size, so that sequences must be padded."""
-    half = dtype in (torch.float16, torch.bfloat16)
-    if device.type != "cuda" or not half or head_dim % 8 or head_dim > 256:
+    name = str(dtype).removeprefix("torch.")
+    if device.type != "cuda" or not rules.has_flash_attention(name, head_dim):
         return None
     lacks = "set by train.attention_backend" if backend == "fa2" else _lacks_fa4(device, head_dim)
     announce("attention", f"FA2 of torch ({lacks})" if lacks else "FA4")
