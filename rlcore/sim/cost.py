@@ -127,9 +127,11 @@ class EngineCost:
             steps -= 1
         return steps
 
-    def prompt_s(self, tokens: int) -> float:
-        """Return the seconds to prefill `tokens` tokens of one request."""
-        return self.prefill_s * tokens + self.prefill_square_s * tokens * tokens
+    def prompt_s(self, tokens: int, cached: int = 0) -> float:
+        """Return the seconds to prefill `tokens` tokens of one request, of which the KV cache
+        already has the first `cached`."""
+        squares = tokens * tokens - cached * cached
+        return self.prefill_s * (tokens - cached) + self.prefill_square_s * squares
 
 
 MODEL_FILES = {
