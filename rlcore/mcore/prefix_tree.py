@@ -1,4 +1,5 @@
-"""Find common prefixes of sequences, so that a micro-batch computes their tokens once.
+"""Find common prefixes of sequences, and put sequences that share one into the same micro-batch,
+which computes its tokens once.
 
 The samples of a group share the prompt, and rows of one episode may share its history. The
 sequences of a micro-batch form a tree: a node is a run of tokens that the same sequences share, and
