@@ -183,6 +183,8 @@ def _facts(step) -> dict[str, object]:
         "streamed": len(o.streamed),
         "tokens": sum(o.lengths),
         "decoded": o.decoded,
+        "prefill_tokens": o.stats["sched/prefill_tokens"],
+        "cached_tokens": o.stats["sched/cached_tokens"],
     }
 
 

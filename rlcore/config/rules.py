@@ -114,16 +114,24 @@ def saves_async(cfg: Config, *, cuda: bool) -> bool:
     return cuda if cfg.checkpoint.async_save is None else cfg.checkpoint.async_save
 
 
-def shares_prefix(train: TrainConfig) -> bool:
-    """Return whether the learner computes common prefixes of a micro-batch's samples once."""
+def shares_prefix(train: TrainConfig, dtype: str, head_dim: int, *, cuda: bool) -> bool:
+    """Return whether the learner computes common prefixes of a micro-batch's samples once:
+    --train.share_prefix, with `auto` resolved for learners on a GPU (`cuda`) or on the CPU."""
     if train.share_prefix == "auto":
-        return train.transformer_impl == "local"
+        # Without flash attention the masks of a GPU would take memory by the square of the length.
+        fits = not cuda or has_flash_attention(dtype, head_dim)
+        return fits and train.transformer_impl == "local"
     return train.share_prefix == "true"
+
+
+def has_flash_attention(dtype: str, head_dim: int) -> bool:
+    """Return whether flash attention on a GPU supports the data type and the size of a head."""
+    return dtype in ("float16", "bfloat16") and head_dim % 8 == 0 and head_dim <= 256
 
 
 def has_own_attention(train: TrainConfig) -> bool:
     """Return whether the core attention is rlcore's own, also in Transformer Engine's layers."""
-    return train.transformer_impl == "local" or shares_prefix(train)
+    return train.transformer_impl == "local" or train.share_prefix == "true"
 
 
 def has_fp32_lm_head(cfg: Config, *, cuda: bool) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlcore.config import rules
 from rlcore.ops import attention
 from rlcore.utils.log import announce
 
@@ -31,8 +32,8 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int
     supports this device, dtype or head size, so that sequences must be padded."""
     if device.type == "cpu" and dtype == torch.float32 and attention.is_available():
         return attention.attend
-    half = dtype in (torch.float16, torch.bfloat16)
-    if device.type != "cuda" or not half or head_dim % 8 or head_dim > 256:
+    name = str(dtype).removeprefix("torch.")
+    if device.type != "cuda" or not rules.has_flash_attention(name, head_dim):
         return None
     lacks = "set by train.attention_backend" if backend == "fa2" else _lacks_fa4(device, head_dim)
     announce("attention", f"FA2 of torch ({lacks})" if lacks else "FA4")

@@ -155,9 +155,9 @@ class MegatronLearner:
             kernel = flash.choose(
                 train.attention_backend, self.device, dtype_of(model), hf.head_dim
             )
-        # Without flash attention the masks of a GPU would take memory by the square of the length.
-        fits = kernel is not None or self.device.type == "cpu" or train.share_prefix == "true"
-        self._shares_prefix = fits and rules.shares_prefix(train)
+        self._shares_prefix = rules.shares_prefix(
+            train, model.dtype, hf.head_dim, cuda=self.device.type == "cuda"
+        )
         self._cutter = Cutter(
             self.layout,
             sequence_parallel=self._config.sequence_parallel,

@@ -20,7 +20,7 @@ from rlcore.mcore import attention, prefix_tree, rope
 from rlcore.mcore.attention import Packed
 from rlcore.mcore.flash import Kernel
 from rlcore.mcore.layout import ParallelLayout
-from rlcore.mcore.prefix_tree import PrefixTree
+from rlcore.mcore.prefix_tree import PrefixTree, groups
 from rlcore.tensors import Batch, cumulative
 
 
@@ -46,34 +46,6 @@ class Cut:
     micro_batches: Iterator[MicroBatch]
     count: int
     order: Tensor = field(repr=False)  # [T] each token's index in the batch, in micro-batch order
-
-
-def groups(lengths: Sequence[int], budget: int, tree: PrefixTree | None = None) -> list[list[int]]:
-    """Divide sequences into micro-batches of at most `budget` tokens, longest sequences first, each
-    into the first micro-batch with room. A sequence longer than `budget` gets its own. Sequences
-    that share a root of `tree` stay together, unless their nodes have more than `budget` tokens."""
-    tree = tree or prefix_tree.apart(lengths)
-    pieces: list[list[int]] = []
-    sizes: list[int] = []
-    for row in tree.order():
-        common = tree.common(pieces[-1][-1], row, lengths) if pieces else 0
-        if not common or sizes[-1] + lengths[row] - common > budget:
-            pieces.append([])
-            sizes.append(0)
-            common = 0
-        pieces[-1].append(row)
-        sizes[-1] += lengths[row] - common
-    longest = [max(lengths[row] for row in piece) for piece in pieces]
-    found: list[list[int]] = []
-    room: list[int] = []
-    for i in sorted(range(len(pieces)), key=lambda i: (-longest[i], pieces[i][0])):
-        place = next((p for p, left in enumerate(room) if sizes[i] <= left), len(found))
-        if place == len(found):
-            found.append([])
-            room.append(budget)
-        found[place] += pieces[i]
-        room[place] -= sizes[i]
-    return found
 
 
 def rounded_count(count: int, layout: ParallelLayout) -> int:

@@ -1,4 +1,5 @@
-"""Find common prefixes of sequences, so that a micro-batch computes their tokens once.
+"""Find common prefixes of sequences, and put sequences that share one into the same micro-batch,
+which computes its tokens once.
 
 The samples of a group share the prompt, and rows of one episode may share its history. The
 sequences of a micro-batch form a tree: a node is a run of tokens that the same sequences share, and
@@ -73,6 +74,55 @@ def apart(lengths: Sequence[int]) -> PrefixTree:
     """Return the tree of sequences that share nothing: a node for each."""
     nodes = tuple(Node(-1, 0, length) for length in lengths)
     return PrefixTree(nodes, tuple((i,) for i in range(len(nodes))))
+
+
+def of_groups(groups: Sequence[str], prompts: Sequence[int], lengths: Sequence[int]) -> PrefixTree:
+    """Return the tree of samples of which the tokens are not known: those of a group share its
+    prompt and train on their responses. `prompts`, `lengths`: tokens without and with response."""
+    members: dict[str, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    nodes: list[Node] = []
+    paths: list[tuple[int, ...]] = [()] * len(lengths)
+    for rows in members.values():
+        kept = prompts[rows[0]] - 1
+        above: tuple[int, ...] = ()
+        if len(rows) > 1 and kept >= LEAST:
+            above = (len(nodes),)
+            nodes.append(Node(-1, 0, kept))
+        parent, start = (above[0], kept) if above else (-1, 0)
+        for row in sorted(rows, key=lambda r: (-lengths[r], r)):
+            paths[row] = (*above, len(nodes))
+            nodes.append(Node(parent, start, lengths[row] - start))
+    return PrefixTree(tuple(nodes), tuple(paths))
+
+
+def groups(lengths: Sequence[int], budget: int, tree: PrefixTree | None = None) -> list[list[int]]:
+    """Divide sequences into micro-batches of at most `budget` tokens, longest sequences first, each
+    into the first micro-batch with room. A sequence longer than `budget` gets its own. Sequences
+    that share a root of `tree` stay together, unless their nodes have more than `budget` tokens."""
+    tree = tree or apart(lengths)
+    pieces: list[list[int]] = []
+    sizes: list[int] = []
+    for row in tree.order():
+        common = tree.common(pieces[-1][-1], row, lengths) if pieces else 0
+        if not common or sizes[-1] + lengths[row] - common > budget:
+            pieces.append([])
+            sizes.append(0)
+            common = 0
+        pieces[-1].append(row)
+        sizes[-1] += lengths[row] - common
+    longest = [max(lengths[row] for row in piece) for piece in pieces]
+    found: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(pieces)), key=lambda i: (-longest[i], pieces[i][0])):
+        place = next((p for p, left in enumerate(room) if sizes[i] <= left), len(found))
+        if place == len(found):
+            found.append([])
+            room.append(budget)
+        found[place] += pieces[i]
+        room[place] -= sizes[i]
+    return found
 
 
 def build(tokens: np.ndarray, trained: np.ndarray, lengths: Sequence[int]) -> PrefixTree:

@@ -103,12 +103,7 @@ def with_layout(job: SimJob) -> SimJob:
     Raises:
         ConfigError: no layout fits; the error says what lacks in the last one.
     """
-    w, r = job.workload, job.cfg.rollout
-    lengths = [
-        w.prompt_tokens + n
-        for row in range(job.cfg.data.prompts_per_step)
-        for n in w.lengths(row, r.samples_per_prompt, job.cfg.run.seed)
-    ]
+    drawn = job.drawn()
     fitting: list[tuple[float, SimJob]] = []
     why = "no layout divides the GPUs"
     for keys in layouts(job):
@@ -118,9 +113,7 @@ def with_layout(job: SimJob) -> SimJob:
         except ConfigError as error:
             why = str(error)
             continue
-        t = made.training
-        seconds = t.update_s(lengths) + t.logprobs_s(lengths) + t.step_s + t.sync_s
-        fitting.append((seconds, made))
+        fitting.append((made.train_s(drawn) + made.training.sync_s, made))
     if not fitting:
         raise ConfigError(f"no layout of {job.gpus} x {job.gpu.name} fits: {why}")
     rollout_s = simulate(job, 1).phases["gen"]

@@ -43,6 +43,7 @@ from rlcore.sim.cost import EngineCost
 from rlcore.sim.rewards import UNLIMITED, Rewards
 from rlcore.sim.round import Engines, SimSettings, partial_of
 from rlcore.sim.workload import Workload
+from rlcore.trainer.plan import TrainRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,15 @@ class Update:
     """Part of `seconds` in which the learner waited for samples."""
     trained: float
     """Part of `seconds` in which the learner trained the previous batch."""
-    lengths: tuple[int, ...]
+    rows: tuple[TrainRow, ...]
+    """Its responses."""
     ages: tuple[int, ...]
     """Age of each response: number of policy versions from its first token to this batch."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of the responses."""
+        return tuple(row.num_tokens for row in self.rows)
 
 
 class PromptLengths:
@@ -103,13 +110,13 @@ class SimAsyncRollout(Engines):
         world: SimSettings,
         controller: AsyncController,
         *,
-        train_s: Callable[[Sequence[int]], float],
+        train_s: Callable[[Sequence[TrainRow]], float],
         sync_s: float = 0.0,
         mode: HoldMode = "recompute",
     ) -> None:
         """
         Args:
-            train_s: returns the learner's seconds to train samples; lengths include the prompt.
+            train_s: returns the learner's seconds to train samples.
             sync_s: seconds of a weight update.
         """
         super().__init__(world, controller)
@@ -139,6 +146,16 @@ class SimAsyncRollout(Engines):
         for engine in self._engines.values():
             engine.advance(self._now)
         return sum(r.busy_s for r in self._engines.values()) / (self._now * len(self._engines))
+
+    @property
+    def prefilled(self) -> int:
+        """Number of tokens that the engines prefilled."""
+        return sum(r.prefilled for r in self._engines.values())
+
+    @property
+    def cached(self) -> int:
+        """Number of prompt tokens that another request had in the KV cache."""
+        return sum(r.cached for r in self._engines.values())
 
     # ---- events
 
@@ -216,17 +233,17 @@ class SimAsyncRollout(Engines):
 
     def _train(self, batch: TrainOrder) -> None:
         refs = [ref.id for group in batch.groups for ref in group.refs]
-        lengths = [len(self._requests[i].prompt) + self._length[i] for i in refs]
+        rows = self._rows(refs)
         self.updates.append(
             Update(
                 seconds=self._now - self._last,
                 waited=self._now - self._asked,
                 trained=self._training,
-                lengths=tuple(self._length[i] for i in refs),
+                rows=tuple(rows),
                 ages=tuple(self._version - self._born[i] for i in refs),
             )
         )
-        self._last, self._training = self._now, self._train_s(lengths)
+        self._last, self._training = self._now, self._train_s(rows)
         for i in refs:
             del self._requests[i], self._length[i], self._born[i]
         self._push(self._now + self._training, ("trained", 0, None))
@@ -239,7 +256,7 @@ def async_rollout(
     issue: Callable[[int], list[Work]],
     batch: int,
     alpha: float,
-    train_s: Callable[[Sequence[int]], float],
+    train_s: Callable[[Sequence[TrainRow]], float],
     sync_s: float = 0.0,
     extra: int = 0,
     mode: HoldMode = "recompute",

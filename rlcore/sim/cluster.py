@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import numpy as np
@@ -15,8 +15,10 @@ from rlcore.sched.prompt_source import EpochPrompts
 from rlcore.sched.roles import EngineSizePolicy
 from rlcore.sim.async_rollout import SimAsyncRollout, Update
 from rlcore.sim.job import SimJob
+from rlcore.sim.phases import TrainingWork
 from rlcore.sim.round import RoundResult, SimSettings
 from rlcore.trainer import policies
+from rlcore.trainer.plan import TrainRow
 from rlcore.utils.seed import derive
 
 PHASES = ("gen", "reward", "old_log_prob", "update_actor", "update_weights", "resize_engines")
@@ -38,6 +40,8 @@ class SimStep:
     tp: int
     phases: dict[str, float]
     outcome: RoundResult
+    work: TrainingWork
+    """Work of the update."""
 
     @property
     def seconds(self) -> float:
@@ -118,7 +122,8 @@ class SimRun:
         self._prompts.forget()
         if self._planner:
             self._planner.after(todo.kind, outcome.preemptions, outcome.cache_used)
-        phases |= self._after(outcome)
+        work = job.training.work(outcome.rows())
+        phases |= self._after(outcome, work)
         step = SimStep(
             number=self._number,
             start=self._now,
@@ -126,19 +131,19 @@ class SimRun:
             tp=tp,
             phases=phases,
             outcome=outcome,
+            work=work,
         )
         self._now += step.seconds
         self._number += 1
         return step
 
-    def _after(self, outcome: RoundResult) -> dict[str, float]:
-        """Return the seconds of each phase for the samples of a finished round."""
+    def _after(self, outcome: RoundResult, work: TrainingWork) -> dict[str, float]:
+        """Return the seconds of each phase for a finished round and the training on it."""
         training = self._job.training
-        lengths = [p + n for p, n, done in outcome.samples() if not done]
-        logprobs = training.logprobs_s(lengths)
+        logprobs = training.logprobs_s(work)
         if self._job.overlap_logprobs:
             logprobs -= min(logprobs, outcome.idle * outcome.seconds)
-        update_s = training.update_s(lengths) + training.step_s + training.offload_s
+        update_s = training.update_s(work) + training.step_s + training.offload_s
         return {
             "gen": outcome.seconds,
             "reward": outcome.reward_s,
@@ -154,9 +159,10 @@ class SimRun:
         first = job.gpus - job.rollout_gpus
         elastic = policies.make_elastic(cfg, job.hf, job.gpus)
 
-        def train_s(lengths: Sequence[int], groups: int) -> float:
-            own = training.update_s(lengths) + training.logprobs_s(lengths)
-            return own * training.dp / groups
+        def train_s(rows: Sequence[TrainRow], groups: int) -> float:
+            some = replace(training, dp=groups)
+            work = some.work(rows)
+            return (some.update_s(work) + some.logprobs_s(work)) * training.dp / groups
 
         return SimSettings(
             [cost] * (job.rollout_gpus // tp),
@@ -212,7 +218,7 @@ class SimAsyncRun:
         self.rollout = SimAsyncRollout(
             world,
             policies.make_async_controller(cfg, job.gpus, issue),
-            train_s=lambda n: training.update_s(n) + training.logprobs_s(n) + training.step_s,
+            train_s=job.train_s,
             sync_s=training.sync_s,
             mode=cfg.async_.weight_update,
         )
@@ -247,10 +253,14 @@ class Summary:
     preemptions: float
     tokens: float
     """Mean number of response tokens that are trained in a step."""
-    samples: float = 0.0
-    """Mean number of responses that are trained in a step."""
+    computed: float = 0.0
+    """Mean number of prompt and response tokens that an update computes."""
     squares: float = 0.0
-    """Mean sum of their squared lengths."""
+    """Mean sum of the squared lengths of samples, as far as an update computes them."""
+    prefill_tokens: float = 0.0
+    """Mean number of tokens that engines prefill in a step."""
+    cached_tokens: float = 0.0
+    """Mean number of prompt tokens that another request had in the KV cache."""
     streamed: float = 0.0
     """Share of the kept groups that are trained while other requests are still decoded."""
     by_kind: dict[str, float] = field(default_factory=dict)
@@ -274,8 +284,10 @@ def summarize(steps: Sequence[SimStep]) -> Summary:
         idle=sum(o.idle * o.seconds for o in outcomes) / max(rollout, 1e-30),
         preemptions=mean(o.preemptions for o in outcomes),
         tokens=mean(sum(o.lengths) for o in outcomes),
-        samples=mean(len(o.lengths) for o in outcomes),
-        squares=mean(sum(n * n for n in o.lengths) for o in outcomes),
+        computed=mean(s.work.tokens for s in steps),
+        squares=mean(s.work.squares for s in steps),
+        prefill_tokens=mean(o.stats["sched/prefill_tokens"] for o in outcomes),
+        cached_tokens=mean(o.stats["sched/cached_tokens"] for o in outcomes),
         streamed=sum(len(o.streamed) for o in outcomes)
         / max(sum(len(o.kept) for o in outcomes), 1),
         by_kind={k: mean(s.seconds for s in steps if s.kind == k) for k in kinds},
@@ -289,7 +301,7 @@ def summarize_updates(job: SimJob, rollout: SimAsyncRollout, updates: Sequence[U
     phases["gen"] = mean(u.waited for u in updates)
     phases["update_weights"] = job.training.sync_s
     phases["update_actor"] = mean(u.seconds - u.waited for u in updates) - job.training.sync_s
-    tokens = [sum(u.lengths) for u in updates]
+    work = [job.training.work(u.rows) for u in updates]
     return Summary(
         steps=len(updates),
         seconds=mean(u.seconds for u in updates),
@@ -298,6 +310,10 @@ def summarize_updates(job: SimJob, rollout: SimAsyncRollout, updates: Sequence[U
         trained_share=1.0,
         idle=1 - rollout.busy,
         preemptions=0.0,
-        tokens=mean(tokens),
+        tokens=mean(sum(u.lengths) for u in updates),
+        computed=mean(w.tokens for w in work),
+        squares=mean(w.squares for w in work),
+        prefill_tokens=rollout.prefilled / len(rollout.updates),
+        cached_tokens=rollout.cached / len(rollout.updates),
         age=mean(age for u in updates for age in u.ages),
     )

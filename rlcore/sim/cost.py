@@ -56,7 +56,7 @@ class Constants:
 
 
 CONSTANTS = Constants(
-    bandwidth=0.693, layer_s=78.9e-6, collective_s=14.4e-6, padding=0.321, overhead_s=32.5
+    bandwidth=0.701, layer_s=81.6e-6, collective_s=14.6e-6, padding=0.320, overhead_s=31.9
 )
 """Fitted by `python -m rlcore sim calibrate` on published seconds."""
 ERROR = 1.3
@@ -127,9 +127,11 @@ class EngineCost:
             steps -= 1
         return steps
 
-    def prompt_s(self, tokens: int) -> float:
-        """Return the seconds to prefill `tokens` tokens of one request."""
-        return self.prefill_s * tokens + self.prefill_square_s * tokens * tokens
+    def prompt_s(self, tokens: int, cached: int = 0) -> float:
+        """Return the seconds to prefill `tokens` tokens of one request, of which the KV cache
+        already has the first `cached`."""
+        squares = tokens * tokens - cached * cached
+        return self.prefill_s * (tokens - cached) + self.prefill_square_s * squares
 
 
 MODEL_FILES = {

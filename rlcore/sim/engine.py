@@ -4,15 +4,19 @@ All running requests grow by one token per step, so the state between two events
 Events are: a request ends, the KV cache is full, requests arrive. The time to process an event is
 O(log(requests)), for any number of tokens since the last event. If the KV cache is full, the most
 recently started request is preempted. As in real engines, it waits and is prefilled again.
+
+All tokens of a request except the last are prefilled; the last one goes through the decode step.
+While a request of a group runs, further ones take the prompt from its KV cache. Each request still
+takes up room for a prompt of its own, as in the torch engine.
 """
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rlcore.records import RequestId
+from rlcore.records import GroupId, RequestId
 from rlcore.sim.cost import EngineCost
 from rlcore.sim.drafts import DraftGain
 
@@ -28,6 +32,8 @@ class SimRequest:
     prompt: int
     length: int
     """Final number of response tokens."""
+    group: GroupId = ""
+    """Group, whose requests have the same prompt; empty: none."""
     have: float = 0
     """Number of response tokens at `start`; not a whole number while drafts are used."""
     pace: float = 1.0
@@ -67,7 +73,12 @@ class SimRequest:
     def again(self) -> "SimRequest":
         """Return the request as one that waits, with the tokens that it has."""
         return SimRequest(
-            id=self.id, prompt=self.prompt, length=self.length, have=self.have, pace=self.pace
+            id=self.id,
+            prompt=self.prompt,
+            length=self.length,
+            group=self.group,
+            have=self.have,
+            pace=self.pace,
         )
 
 
@@ -94,6 +105,8 @@ class VirtualEngine:
     """Number of tokens decoded so far, over all requests."""
     steps: int = 0
     prefilled: int = 0
+    cached: int = 0
+    """Number of prompt tokens that another request had in the KV cache."""
     preemptions: int = 0
     busy_s: float = 0.0
     spans: list[DecodeSpan] = field(default_factory=list)
@@ -108,6 +121,8 @@ class VirtualEngine:
     _running: dict[RequestId, SimRequest] = field(default_factory=dict)
     _ends: list[tuple[int, int, SimRequest]] = field(default_factory=list)
     """Heap of running requests, as (last decode step, tie-breaker, request)."""
+    _groups: Counter[GroupId] = field(default_factory=Counter)
+    """Number of running requests by group."""
     _waiting: deque[SimRequest] = field(default_factory=deque)
     _ties: int = 0
 
@@ -274,6 +289,9 @@ class VirtualEngine:
 
     def _leave(self, job: SimRequest) -> None:
         job.settle(self._step, self._on)
+        self._groups[job.group] -= 1
+        if not self._groups[job.group]:
+            del self._groups[job.group]
         self._context -= job.prompt + job.have
         job.leave()
 
@@ -297,8 +315,12 @@ class VirtualEngine:
             job.start_at(self._step)
             self._running[job.id] = job
             self._context += need
-            prefill += need
-            seconds += self.cost.prompt_s(need)
+            cached = max(job.prompt - 1, 0) if job.group and self._groups[job.group] else 0
+            self._groups[job.group] += 1
+            tokens = max(need - 1, 0)
+            self.cached += cached
+            prefill += tokens - cached
+            seconds += self.cost.prompt_s(tokens, cached)
             self._ties += 1
             heapq.heappush(self._ends, (self._step + job.left(self._on), self._ties, job))
         self._use_drafts()

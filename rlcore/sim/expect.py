@@ -37,10 +37,7 @@ def step(
 
 def utilisation(job: SimJob, found: Summary) -> float:
     """Return what `perf/mfu/actor` would be."""
-    prompt = job.workload.prompt_tokens
-    tokens = found.tokens + prompt * found.samples
-    squares = found.squares + 2 * prompt * found.tokens + prompt * prompt * found.samples
-    work = job.cfg.train.epochs * job.model.train_flops(tokens, squares)
+    work = job.cfg.train.epochs * job.model.train_flops(found.computed, found.squares)
     return work / found.phases["update_actor"] / job.train_gpus / (job.gpu.tflops * 1e12)
 
 

@@ -5,7 +5,7 @@ from it. Policies come from `trainer/policies.py`, as in training, and a configu
 refuses is refused here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,11 +19,19 @@ from rlcore.mcore.layout import check_model, layout_of
 from rlcore.records import Request
 from rlcore.sim.cost import CONSTANTS, Constants, EngineCost, engine_cost
 from rlcore.sim.drafts import REAL, DraftGain
-from rlcore.sim.phases import Layout, TrainingCost, offload_s, resize_s, training_cost
+from rlcore.sim.phases import (
+    Layout,
+    TrainingCost,
+    offload_s,
+    resize_s,
+    train_row,
+    training_cost,
+)
 from rlcore.sim.profile import EngineMeasurements
 from rlcore.sim.rewards import Rewards
 from rlcore.sim.workload import Workload
 from rlcore.trainer import memory, policies
+from rlcore.trainer.plan import TrainRow
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.gpus import Gpu
 
@@ -171,12 +179,17 @@ class SimJob:
     def training_on(self, gpus: int) -> TrainingCost:
         """Return the cost of training on `gpus` GPUs."""
         if (measured := self.measured_training) is not None:
-            part = self.gpus / gpus
-            return replace(measured, token_s=measured.token_s * part)
+            token_s, layout = measured.token_s * self.gpus / gpus, self.layout(gpus)
+            return replace(
+                measured, token_s=token_s, micro_batch=layout.micro_batch, updates=layout.updates
+            )
         cost = training_cost(
             self.model,
             self.gpu,
             self.layout(gpus),
+            shares_prefix=rules.shares_prefix(
+                self.cfg.train, self.cfg.model.dtype, self.hf.head_dim, cuda=True
+            ),
             reference=self.cfg.algo.needs_reference,
             rollout_tp=self.cfg.rollout.tp,
             apart=bool(self.cfg.cluster.rollout_ranks),
@@ -187,6 +200,20 @@ class SimJob:
             padded = cost.padded(self.workload.prompt_tokens + cap)
             return replace(padded, step_s=padded.step_s + self.constants.overhead_s)
         return cost
+
+    def train_s(self, rows: Sequence[TrainRow]) -> float:
+        """Return the seconds of log-probs and updates on the samples of a step."""
+        work = self.training.work(rows)
+        return self.training.update_s(work) + self.training.logprobs_s(work) + self.training.step_s
+
+    def drawn(self) -> list[TrainRow]:
+        """Return the samples of a step with one random draw of response lengths."""
+        w, count = self.workload, self.cfg.rollout.samples_per_prompt
+        return [
+            train_row(str(row), w.prompt_tokens, n)
+            for row in range(self.cfg.data.prompts_per_step)
+            for n in w.lengths(row, count, self.cfg.run.seed)
+        ]
 
     def resize_s(self, tp: int) -> float:
         """Return the seconds to change to engines of `tp` GPUs."""

@@ -3,9 +3,9 @@
     python -m rlcore sim ladder --json FILE --picture FILE
 
 The baseline is a synchronous run of rlcore with everything off, as veRL works: all ranks sample
-until the last response, then all train. Every arm has the same data, layout and cost model. What
-the configuration refuses is no arm. The settings here were committed before the first run of this
-command and have not been changed since; the result is whatever it is.
+until the last response, then all train. Every arm has the same data, layout and cost model, and
+shares prompts. What the configuration refuses is no arm. The settings here were committed before
+the first run of this command and have not been changed since; the result is whatever it is.
 """
 
 import itertools

@@ -1,11 +1,15 @@
 """Costs of all phases except decoding: training in a parallel layout, weight updates, engines that
 sleep and wake, changes of `tp`, a judge model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from rlcore.hf.size import ModelSize
+from rlcore.mcore.prefix_tree import Node, PrefixTree, groups, of_groups
+from rlcore.records import GroupId
 from rlcore.sim.cost import CONSTANTS, Constants
+from rlcore.trainer.plan import TrainRow, distribute
 from rlcore.utils.gpus import Gpu
 
 STATE_BYTES = 16
@@ -41,14 +45,34 @@ class Layout:
         return self.gpus // (self.tp * self.pp * self.cp)
 
 
+def train_row(group: GroupId, prompt: int, response: int) -> TrainRow:
+    """Return a sample to train on, with all that its cost depends on."""
+    return TrainRow(group, group, 0, 0.0, 0.0, response, prompt)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingWork:
+    """Numbers on which the seconds of training on some samples depend."""
+
+    samples: int
+    tokens: int
+    """Number of prompt and response tokens that are computed."""
+    squares: int
+    """Sum of the squared lengths of the samples, as far as they are computed: a computed token
+    attends to all tokens before it."""
+    longest: int
+    """Number of prompt and response tokens of the longest sample."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingCost:
     """Cost of the learner on all its GPUs. A sample of n tokens, prompt included, takes
 
         sample_s + token_s * n + square_s * n^2
 
-    seconds forward and backward. Log-probs before the update add `forward_share` of these seconds.
-    No sample is faster than one model-parallel group, `dp` of which train at a time.
+    seconds forward and backward, less those of its first tokens that another sample computes for
+    it. Log-probs before the update add `forward_share` of these seconds. No sample is faster than
+    one model-parallel group, `dp` of which train at a time.
     """
 
     sample_s: float = 0.0
@@ -64,18 +88,49 @@ class TrainingCost:
     """Seconds in which the learner returns to the GPU for a step, and leaves it after."""
     sync_s: float = 0.0
     """Seconds to update the weights of the engines."""
+    shares_prefix: bool = False
+    """Whether the prompt of a group's samples is computed once in a micro-batch."""
+    micro_batch: int = 16_384
+    """Maximum number of tokens in a micro-batch."""
+    updates: int = 1
+    """Number of optimizer steps in a step."""
 
-    def update_s(self, lengths: Sequence[int]) -> float:
-        """Return the seconds of forward and backward for samples of these lengths."""
-        squares = sum(n * n for n in lengths) if self.square_s else 0
-        mean = len(lengths) * self.sample_s + self.token_s * sum(lengths) + self.square_s * squares
-        n = max(lengths, default=0)
+    def update_s(self, work: TrainingWork) -> float:
+        """Return the seconds of forward and backward."""
+        n = work.longest
         longest = self.sample_s + self.token_s * n + self.square_s * n * n
-        return max(mean, self.dp * longest)
+        mean = work.samples * self.sample_s + self.token_s * work.tokens
+        return max(mean + self.square_s * work.squares, self.dp * longest)
 
-    def logprobs_s(self, lengths: Sequence[int]) -> float:
-        """Return the seconds of log-probs before the first update, for samples of these lengths."""
-        return self.forward_share * self.update_s(lengths)
+    def logprobs_s(self, work: TrainingWork) -> float:
+        """Return the seconds of log-probs before the first update."""
+        return self.forward_share * self.update_s(work)
+
+    def work(self, rows: Sequence[TrainRow]) -> TrainingWork:
+        """Return what the samples of a step are to compute."""
+        nodes = self.computed(rows)
+        return TrainingWork(
+            samples=len(rows),
+            tokens=sum(node.size for node in nodes),
+            squares=sum((node.start + node.size) ** 2 - node.start**2 for node in nodes),
+            longest=max((r.prompt_length + r.num_tokens for r in rows), default=0),
+        )
+
+    def computed(self, rows: Sequence[TrainRow]) -> list[Node]:
+        """Return the tokens that are computed of these samples, as nodes of the micro-batches'
+        prefix trees. Updates, ranks and micro-batches get their samples as in training."""
+        if not self.shares_prefix:
+            return [Node(-1, 0, r.prompt_length + r.num_tokens) for r in rows]
+        ends = [len(rows) * u // self.updates for u in range(self.updates + 1)]
+        updates = (rows[start:end] for start, end in pairwise(ends))
+        parts = (part for update in updates for part in distribute(update, self.dp, True))
+        return [node for part in parts for node in self._nodes(part)]
+
+    def _nodes(self, part: Sequence[TrainRow]) -> Iterator[Node]:
+        """Yield the nodes that a rank computes in an update."""
+        lengths = [r.prompt_length + r.num_tokens for r in part]
+        for rows in groups(lengths, self.micro_batch, _tree(part)):
+            yield from _tree([part[i] for i in rows]).nodes
 
     def padded(self, tokens: float) -> "TrainingCost":
         """Return the cost if every sample is padded, or cut, to `tokens` tokens."""
@@ -83,11 +138,18 @@ class TrainingCost:
         return replace(self, sample_s=sample_s, token_s=0.0, square_s=0.0)
 
 
+def _tree(rows: Sequence[TrainRow]) -> PrefixTree:
+    prompts = [r.prompt_length for r in rows]
+    lengths = [r.prompt_length + r.num_tokens for r in rows]
+    return of_groups([r.group for r in rows], prompts, lengths)
+
+
 def training_cost(
     model: ModelSize,
     gpu: Gpu,
     layout: Layout,
     *,
+    shares_prefix: bool = False,
     reference: bool = False,
     rollout_tp: int = 1,
     apart: bool = False,
@@ -97,6 +159,7 @@ def training_cost(
     reach, and beside them, not overlapped, the traffic of tensor, context and expert parallelism.
 
     Args:
+        shares_prefix: whether a group's prompt is computed once.
         reference: whether log-probs of a reference model are computed, too.
         rollout_tp: GPUs of an engine, to which the weights go.
         apart: whether engines have GPUs of their own, so that weights cross the network.
@@ -126,6 +189,9 @@ def training_cost(
         * (bubble_s + _reduce_s(model, gpu, layout, c) + _optimizer_s(model, gpu, layout, c)),
         offload_s=offload_s(model, gpu, layout.gpus, c) if layout.offload else 0.0,
         sync_s=update_weights_s(model, gpu, layout, rollout_tp, apart=apart, constants=c),
+        shares_prefix=shares_prefix,
+        micro_batch=layout.micro_batch,
+        updates=layout.updates,
     )
 
 

@@ -108,7 +108,7 @@ def read(folder: Path, last: int = 0) -> Recording:
         workload=workload,
         rewards=lambda row_of: Rewards({"": scorer(rows, ranks, cfg)}),
         measured={cfg.rollout.tp: EngineMeasurements(tp=cfg.rollout.tp, cost=engine)},
-        measured_training=training_cost(rows, ranks),
+        measured_training=training_cost(rows),
     )
     place = {row: k for k, row in enumerate(by_prompt)}
     answered = [
@@ -192,11 +192,13 @@ def engine_cost(rows: Sequence[Mapping[str, float]], cfg: Config, workload: Reco
     return EngineCost(step_s=step_s, sequence_s=sequence_s, cache_tokens=max(room, longest))
 
 
-def training_cost(rows: Sequence[Mapping[str, float]], ranks: int) -> TrainingCost:
-    """Return the costs of training on `ranks` ranks that best explain the steps: a constant, and a
-    part for every token. If the steps hardly differ in tokens, all is taken to grow with them."""
+def training_cost(rows: Sequence[Mapping[str, float]]) -> TrainingCost:
+    """Return the costs of training on all ranks that best explain the steps: a constant, and a part
+    for every computed token. If the steps hardly differ in tokens, all is taken to grow with them.
+    """
     trains = [sum(row.get(f"timing_s/{part}", 0.0) for part in PARTS) for row in rows]
-    tokens = [row["perf/total_num_tokens"] for row in rows]
+    shared = [row.get("actor/shared_tokens", 0.0) for row in rows]
+    tokens = [row["perf/total_num_tokens"] * (1 - s) for row, s in zip(rows, shared, strict=True)]
     step_s, token_s = 0.0, sum(trains) / sum(tokens)
     if statistics.stdev(tokens) > VARIED * statistics.fmean(tokens):
         step_s, token_s = positive([[1.0, n] for n in tokens], trains)
@@ -209,6 +211,7 @@ def training_cost(rows: Sequence[Mapping[str, float]], ranks: int) -> TrainingCo
         forward_share=0.0,
         sync_s=float(np.mean(pushes)),
         dp=1,
+        shares_prefix="actor/shared_tokens" in rows[-1],
     )
 
 

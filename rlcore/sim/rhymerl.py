@@ -81,6 +81,7 @@ def job(name: str, lengths: str, seed: int) -> SimJob:
         *("--rollout.tp", str(TP)),
         *("--train.tp", str(tp), "--train.cp", str(cp)),
         *("--train.tokens_per_micro_batch", str(workload.cap + workload.prompt_tokens)),
+        *("--train.share_prefix", "false"),  # not in the paper's system
     )
     return SimJob(
         name="veRL",

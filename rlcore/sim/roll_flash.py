@@ -31,6 +31,7 @@ from rlcore.sim.round import SimSettings
 from rlcore.sim.splits import proposed, with_split
 from rlcore.sim.table import Row, TableResult, row
 from rlcore.sim.workload import FLASH_8K, GENERATORS, Generator
+from rlcore.trainer.plan import TrainRow
 from rlcore.utils.gpus import GPUS
 from rlcore.utils.seed import derive
 
@@ -123,6 +124,7 @@ def job(law: Law, gpus: int, seed: int, *keys: str) -> SimJob:
         *("--rollout.max_tokens", str(lengths.cap)),
         *("--rollout.max_running_requests", str(law.max_running)),
         *("--train.tokens_per_micro_batch", str(lengths.cap + lengths.prompt_tokens)),
+        *("--train.share_prefix", "false"),  # not in the paper's system
         *keys,
     )
     hf = hf_named(MODEL)
@@ -185,8 +187,8 @@ def best_share(law: Law, gpus: int, seed: int) -> int:
     (step,) = SimRun(made).steps(1)
     out, alone = step.outcome, made.training_on(1)
     generate = out.seconds * (1 - out.idle) * gpus
-    used = [p + n for p, n, _ in out.samples()]
-    trained = alone.update_s(used) + alone.logprobs_s(used)
+    work = alone.work(out.rows())
+    trained = alone.update_s(work) + alone.logprobs_s(work)
     unit = max(gpus // 16, 1)
     share = round(gpus * trained / (generate + trained) / unit) * unit
     return min(max(share, unit), gpus - unit)
@@ -233,8 +235,8 @@ def _generation(law: Law, lengths: Sequence[int], infer: int) -> tuple[float, fl
     return samples * total / len(lengths) * each / (infer * full) + prefill, max(lengths) * each
 
 
-def _always(seconds: float) -> Callable[[Sequence[int]], float]:
-    return lambda lengths: seconds
+def _always(seconds: float) -> Callable[[Sequence[TrainRow]], float]:
+    return lambda rows: seconds
 
 
 def _holds(seconds: float, bound: float) -> bool:
@@ -380,7 +382,7 @@ def list_scheduling(workers: int, alpha: float, steps: int, seed: int) -> tuple[
         issue=EndlessPrompts(1),
         batch=4 * workers,
         alpha=alpha,
-        train_s=lambda lengths: 0.0,
+        train_s=lambda rows: 0.0,
         mode="in_place",
         max_running=1,
         place=LeastLoaded(1, spread=True),

@@ -50,6 +50,7 @@ def job_of(
         *("--train.tp", str(tp), "--train.pp", str(pp), "--train.cp", str(cp)),
         *("--train.tokens_per_micro_batch", str(lengths.cap + lengths.prompt_tokens)),
         *("--algo.kl_coef", "0.001"),  # log-probs of a reference model, too
+        *("--train.share_prefix", "false"),  # not in the papers' systems
         *keys,
     )
     made = partial(rewards, "mix", H800, "dedicated", gpus, seed)

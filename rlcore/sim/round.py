@@ -7,7 +7,7 @@ events calls the shipped controller as a real run does, so SimPy is not needed.
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -29,6 +29,7 @@ from rlcore.records import (
     Release,
     Released,
     Request,
+    RequestId,
     Rewarded,
     RewardResult,
     Submit,
@@ -41,7 +42,9 @@ from rlcore.sched.router import LeastLoaded
 from rlcore.sim.cost import EngineCost
 from rlcore.sim.drafts import DraftGain
 from rlcore.sim.engine import DecodeSpan, SimRequest, VirtualEngine
+from rlcore.sim.phases import train_row
 from rlcore.sim.rewards import UNLIMITED, Rewards
+from rlcore.trainer.plan import TrainRow
 from rlcore.utils.seed import derive
 
 
@@ -83,10 +86,10 @@ class RoundResult:
     events: int = 0
     stats: dict[str, float] = field(default_factory=dict)
 
-    def samples(self) -> Iterator[tuple[int, int, bool]]:
-        """Yield (prompt length, response length, whether already trained) of each kept response."""
-        for prompt, length, group in zip(self.prompts, self.lengths, self.groups, strict=True):
-            yield prompt, length, group in self.streamed
+    def rows(self) -> list[TrainRow]:
+        """Return the kept responses that were not trained during the round."""
+        rows = zip(self.groups, self.prompts, self.lengths, strict=True)
+        return [train_row(*row) for row in rows if row[0] not in self.streamed]
 
 
 def _controller(
@@ -123,7 +126,7 @@ class SimSettings:
         rewards: Rewards | None = None,
         max_running: int = UNLIMITED,
         elastic: Elastic | None = None,
-        train_s: Callable[[Sequence[int], int], float] = lambda lengths, groups: 0.0,
+        train_s: Callable[[Sequence[TrainRow], int], float] = lambda rows, groups: 0.0,
         drafts: DraftGain | None = None,
         row_of: Callable[[Request], int] = lambda request: 0,
         load_s: float = 0.0,
@@ -136,8 +139,7 @@ class SimSettings:
             lengths: returns the response length of a request.
             ranks: rank that leads each engine; default: 0, 1, ...
             elastic: policy for which engines train while the others decode.
-            train_s: returns the seconds in which a number of model-parallel groups train samples of
-                these lengths (with prompt).
+            train_s: returns the seconds in which a number of model-parallel groups train samples.
             drafts: what drafts gain; None: engines do not draft.
             row_of: returns the data set row of a request's prompt, where gains differ by prompt.
             load_s: seconds to load the learner onto the GPUs of released engines.
@@ -250,6 +252,7 @@ class Engines(ABC):
                     id=request.id,
                     prompt=prompt,
                     length=length,
+                    group=request.group,
                     have=have,
                     pace=self._world.pace(request, length),
                 )
@@ -261,6 +264,11 @@ class Engines(ABC):
         for job in self._engines[command.rank].abort(list(command.ids), self._now):
             self._push(self._now, ("aborted", command.rank, job))
         self._plan(command.rank)
+
+    def _rows(self, ids: Iterable[RequestId]) -> list[TrainRow]:
+        """Return the responses to train on."""
+        requests = [self._requests[i] for i in ids]
+        return [train_row(r.group, len(r.prompt), self._length[r.id]) for r in requests]
 
     def _step(self, rank: int) -> None:
         engine = self._engines[rank]
@@ -337,7 +345,11 @@ class _RoundRun(Engines):
             stream_left_s=sum(max(b - self._now, 0) for _, b in training) / len(self._engines),
             groups=[group.id for group in end.groups for _ in group.refs],
             events=self._events,
-            stats=end.stats,
+            stats=end.stats
+            | {
+                "sched/prefill_tokens": float(sum(r.prefilled for r in engines)),
+                "sched/cached_tokens": float(sum(r.cached for r in engines)),
+            },
         )
 
     def _happens(self, what: str, who: int, it: Any) -> None:
@@ -376,9 +388,8 @@ class _RoundRun(Engines):
         self._plan(rank)
 
     def _train(self, command: Train) -> None:
-        refs = [ref.id for group in command.groups for ref in group.refs]
-        lengths = [len(self._requests[i].prompt) + self._length[i] for i in refs]
-        seconds = self._world._train_s(lengths, len(command.dp_ranks))
+        rows = self._rows(ref.id for group in command.groups for ref in group.refs)
+        seconds = self._world._train_s(rows, len(command.dp_ranks))
         begin = self._now
         if command.rank not in self._released:  # the first groups wait until the roles have changed
             self._released.add(command.rank)

@@ -16,10 +16,9 @@ MOST = 15
 def rates(job: SimJob) -> Rates:
     """Return the speed of sampling and training for the planner, from one random draw of response
     lengths and the costs of one engine."""
-    w, n, r = job.workload, job.cfg.data.prompts_per_step, job.cfg.rollout
-    lengths = [x for k in range(n) for x in w.lengths(k, r.samples_per_prompt, job.cfg.run.seed)]
-    cost, training, mean = job.engine(r.tp), job.training, sum(lengths) / len(lengths)
-    used = [w.prompt_tokens + x for x in lengths]
+    w, r, drawn = job.workload, job.cfg.rollout, job.drawn()
+    lengths = [row.num_tokens for row in drawn]
+    cost, mean = job.engine(r.tp), sum(lengths) / len(lengths)
     alone = cost.decode_s(1, w.prompt_tokens + mean / 2, 1)
     places = max(1, int(min(r.max_running_requests, cost.cache_tokens / (w.prompt_tokens + mean))))
     full = cost.decode_s(places, places * (w.prompt_tokens + mean / 2), 1)
@@ -30,9 +29,8 @@ def rates(job: SimJob) -> Rates:
         longest=max(lengths),
         step_s=alone,
         running=1,
-        train_s=job.train_gpus
-        * (training.update_s(used) + training.logprobs_s(used) + training.step_s),
-        sync_s=training.sync_s,
+        train_s=job.train_gpus * job.train_s(drawn),
+        sync_s=job.training.sync_s,
         load=load / (alone - load),
         places=places,
         tp=r.tp,

@@ -135,7 +135,7 @@ def baseline(ours: SimJob, name: str) -> SimJob:
     then train. `rlhfuse`: score each response when it ends, and compute log-probs on idle GPUs."""
     off = ["--mode", "sync", "--schedule", "all", "--cluster.rollout_ranks", "0"]
     off += ["--rollout.no_adaptive_tp", "--rollout.max_tp", "0", "--rollout.draft", "none"]
-    off += ["--rollout.no_queue", "--rollout.routing", "response"]
+    off += ["--rollout.no_queue", "--rollout.routing", "response", "--train.share_prefix", "false"]
     cfg = ours.cfg
     cfg = replace(cfg, tail=TailConfig(), stream=StreamConfig(), async_=AsyncConfig())
     plain = replace(ours, name=name, cfg=resolve.with_keys(replace(cfg, draft=DraftConfig()), off))

@@ -10,6 +10,8 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from rlcore.config import rules
 from rlcore.protocols import Part
 from rlcore.records import EndRound, Group, RequestId, Sample
@@ -163,7 +165,9 @@ def plan_of(run: Run, groups: Sequence[Group], num_ranks: int) -> plan.StepPlan:
         seed=seeds.derive(cfg.run.seed, "step", run.step),
         max_tokens=cfg.rollout.max_tokens,
         shuffle_rewards=cfg.debug.shuffle_rewards,
-        shares_prefix=rules.shares_prefix(cfg.train),
+        shares_prefix=rules.shares_prefix(
+            cfg.train, cfg.model.dtype, run.hf.head_dim, cuda=torch.cuda.is_available()
+        ),
     )
 
 

@@ -2,14 +2,18 @@
 
 import logging
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from rlcore.algos.base import AlgoConfig
+from rlcore.config import rules
+from rlcore.config.schema import Config, ModelConfig, TrainConfig
 from rlcore.mcore import attention, flash
+from rlcore.trainer import sync_loop
 
 CUDA = torch.device("cuda:0")
 
@@ -80,6 +84,30 @@ def test_without_the_package_the_line_says_how_to_get_it(
 def test_other_tensors_are_padded(fa4: Any, case: dict[str, Any]) -> None:
     assert choose(**case) is None
     assert flash.choose("auto", torch.device("cpu"), torch.bfloat16, 128) is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [128, 12, 264])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_the_plan_of_ranks_shares_prefixes_where_flash_attention_runs(
+    fa4: Any, monkeypatch: pytest.MonkeyPatch, dtype: Any, head_dim: int, cuda: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    runs = choose(dtype=getattr(torch, dtype), head_dim=head_dim) is not None
+
+    def shares(train: TrainConfig) -> bool:
+        cfg = Config(algo=AlgoConfig(), model=ModelConfig(dtype=dtype), train=train)
+        run: Any = SimpleNamespace(
+            cfg=cfg, hf=SimpleNamespace(head_dim=head_dim), step=1, num_updates=1
+        )
+        found = sync_loop.plan_of(run, [], 1).shares_prefix
+        assert found == rules.shares_prefix(train, dtype, head_dim, cuda=cuda)
+        return found
+
+    assert shares(TrainConfig()) == (runs or not cuda)
+    assert shares(TrainConfig(share_prefix="true"))
+    assert not shares(TrainConfig(share_prefix="false"))
+    assert not shares(TrainConfig(transformer_impl="te"))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

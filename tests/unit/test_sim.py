@@ -114,7 +114,7 @@ def slowly(cost: EngineCost, jobs: list[tuple[int, int]], max_running: int):
             _, prompt, _, have = waiting[0]
             if running and context() + prompt + have + len(running) + 1 > cost.cache_tokens:
                 break
-            took += prompt + have
+            took += prompt + have - 1  # the last token goes through the decode step
             running.append(waiting.pop(0))
         return took * cost.prefill_s
 
@@ -165,12 +165,13 @@ def test_an_arrival_slows_those_that_are_there_and_an_abort_hands_back_what_was_
 
 
 def test_what_a_replica_lets_go_of_goes_on_elsewhere_from_the_tokens_that_there_are():
-    """Ten tokens, four of them made at the first, whose prompt and tokens the second prefills."""
+    """Ten tokens, four of them made at the first. The second prefills the prompt and these tokens
+    but the last."""
     first, second = (VirtualEngine(EngineCost(step_s=1.0, prefill_s=0.5)) for _ in range(2))
-    first.submit([SimRequest(id="a", prompt=2, length=10)], 0.0)  # prefilled until 1.0
+    first.submit([SimRequest(id="a", prompt=3, length=10)], 0.0)  # prefilled until 1.0
     (job,) = first.release(5.0)
     assert (job.have, first.live, first.next_event()) == (4, 0, None)
-    second.submit([SimRequest(id="a", prompt=2, length=10, have=job.have)], 5.0)
+    second.submit([SimRequest(id="a", prompt=3, length=10, have=job.have)], 5.0)
     assert second.next_event() == pytest.approx(5.0 + 0.5 * 6 + 6)
     assert second.step_to_event()[0].id == "a" and second.decoded == 6
 

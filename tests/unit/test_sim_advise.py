@@ -19,7 +19,14 @@ from rlcore.sim.cost import CONSTANTS, ERROR, Constants, EngineCost, engine_cost
 from rlcore.sim.drafts import DraftGain
 from rlcore.sim.engine import SimRequest
 from rlcore.sim.job import config
-from rlcore.sim.phases import Layout, offload_s, resize_s, training_cost, update_weights_s
+from rlcore.sim.phases import (
+    Layout,
+    offload_s,
+    resize_s,
+    train_row,
+    training_cost,
+    update_weights_s,
+)
 from rlcore.sim.published import SYSTEMS
 from rlcore.utils.gpus import GPUS
 from tests import kit
@@ -30,16 +37,18 @@ ROOT = Path(__file__).resolve().parents[2]
 # ---- a recorded run
 
 
-def record(folder: Path, steps: int = 12, **changes: object) -> Path:
+def record(
+    folder: Path, steps: int = 12, prompt: int = 10, shares: bool = False, **changes: object
+) -> Path:
     """The files of a run of two ranks whose seconds follow a law: a decode step takes 20 ms and
-    .1 ms a request, training .5 s and 1 ms a token, a push 50 ms, the rest .1 s."""
+    .1 ms a request, training .5 s and 1 ms a computed token, a push 50 ms, the rest .1 s."""
     model = folder / "hf"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(kit.tiny_config()))
     cfg = config(
         *("--data.prompts_per_step", "4", "--rollout.samples_per_prompt", "4"),
         *("--rollout.engine", "torch", "--rollout.max_tokens", "200"),
-        *("--rollout.routing", "response", "--data.max_prompt_tokens", "10"),
+        *("--rollout.routing", "response", "--data.max_prompt_tokens", str(prompt)),
     )
     settings = json.loads(resolve.to_json(cfg))
     settings["select"] |= changes
@@ -49,7 +58,7 @@ def record(folder: Path, steps: int = 12, **changes: object) -> Path:
         lengths = dice.integers(5, 60 + 70 * (step % 3), (4, 4))  # some steps are longer
         engines = lengths[:, :2], lengths[:, 2:]
         decode, tokens = sum(int(e.max()) for e in engines), int(lengths.sum())
-        trained = 0.5 + 1e-3 * (tokens + 16 * 10)
+        trained = 0.5 + 1e-3 * (tokens + 16 * prompt - shares * 12 * (prompt - 1))
         gen = max(0.02 * e.max() + 1e-4 * e.sum() for e in engines)
         rows.append(
             {
@@ -58,15 +67,17 @@ def record(folder: Path, steps: int = 12, **changes: object) -> Path:
                 "sched/decode_steps": decode,
                 "sched/decode_tokens": tokens,
                 "sched/busy_s": 0.02 * decode + 1e-4 * tokens,
-                "prompt_length/mean": 10.0,
-                "perf/total_num_tokens": tokens + 160,
-                "perf/throughput": (tokens + 160) / 2 / (gen + trained + 0.15),
+                "prompt_length/mean": float(prompt),
+                "perf/total_num_tokens": tokens + 16 * prompt,
+                "perf/throughput": (tokens + 16 * prompt) / 2 / (gen + trained + 0.15),
                 "timing_s/gen": gen,
                 "timing_s/update_actor": trained,
                 "timing_s/update_weights": 0.05,
                 "timing_s/step": gen + trained + 0.15,
             }
         )
+        if shares:
+            rows[-1]["actor/shared_tokens"] = 12 * (prompt - 1) / (tokens + 16 * prompt)
         started = [Started(f"t{step}{k}", 4 * step + k, 0, 4, 4) for k in range(4)]
         counted = [
             Counted(f"t{step}{k}.{i}", int(lengths[k, i]), 1.0) for k in range(4) for i in range(4)
@@ -101,6 +112,16 @@ def test_a_recorded_run_has_its_own_lengths_and_seconds(tmp_path: Path):
     again = recorded.simulate(job, found.steps)
     assert again.seconds == pytest.approx(found.measured_s, rel=0.02)
     assert job.training_on(1).token_s == pytest.approx(2e-3, rel=1e-4)
+
+
+def test_a_run_that_shares_prefixes_is_met_with_its_computed_tokens(tmp_path: Path):
+    found = recorded.read(record(tmp_path / "run", prompt=200, shares=True))
+    assert found.job.training.shares_prefix
+    assert found.job.training.token_s == pytest.approx(1e-3, rel=1e-4)
+    assert found.job.training.sync_s == pytest.approx(0.05 + 0.1, rel=0.1)
+    work = found.job.training.work(found.job.drawn())
+    lengths = sum(row.num_tokens for row in found.job.drawn())
+    assert work.tokens == lengths + 4 * 199 + 16  # four groups of four
 
 
 @pytest.mark.parametrize(
@@ -251,10 +272,11 @@ def costs(c: Constants) -> dict[str, float]:
         layout = Layout(gpus=system.gpus, tp=tp, pp=pp, cp=cp)
         cost = engine_cost(model, gpu, system.tp, constants=c)
         training = training_cost(model, gpu, layout, constants=c)
+        rows = [train_row("t0", 300, 3700)] * 64
         out |= {
             f"{name}: decode": cost.decode_s(8, 8000, 1),
             f"{name}: prefill": cost.prompt_s(4000),
-            f"{name}: training": training.update_s([4000] * 64) + training.step_s,
+            f"{name}: training": training.update_s(training.work(rows)) + training.step_s,
             f"{name}: padding": c.padding * training.token_s,
             f"{name}: overhead": c.overhead_s,
             f"{name}: turns": offload_s(model, gpu, system.gpus, c),

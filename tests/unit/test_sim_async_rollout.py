@@ -58,10 +58,8 @@ def test_what_is_under_way_goes_on_after_a_push_and_prefills_unless_it_is_kept(m
     made = flow(2, mode=mode)
     updates = made.run(6)
     assert sorted(n for u in updates for n in u.lengths) == [10] * 18 + [20] * 6
-    prefilled = sum(r.prefilled for r in made._engines.values())
-    started = 2 * SAMPLES * (6 + 2)  # one token of prompt each
-    assert prefilled >= started - 2 * SAMPLES
-    assert (prefilled > started) == (mode == "recompute")
+    # the only token of a prompt goes through the decode step
+    assert (made.prefilled > 0) == (mode == "recompute")
 
 
 def test_a_simulation_repeats_itself() -> None:

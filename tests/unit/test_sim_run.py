@@ -18,8 +18,10 @@ from rlcore.sim.phases import (
     JudgeCost,
     Layout,
     TrainingCost,
+    TrainingWork,
     judge_cost,
     offload_s,
+    train_row,
     training_cost,
     update_weights_s,
 )
@@ -35,14 +37,19 @@ from rlcore.utils.gpus import GPUS
 LINK, ARITHMETIC = CONSTANTS.link, CONSTANTS.arithmetic * 989e12
 
 
+def work(cost: TrainingCost, *lengths: int) -> TrainingWork:
+    """The work of samples of these lengths, each of a group of its own."""
+    return cost.work([train_row(f"t{k}", 0, n) for k, n in enumerate(lengths)])
+
+
 def test_training_is_six_operations_a_parameter_and_token_and_the_pairs_of_attention():
     t = training_cost(model_named("7B"), GPUS["H100"], Layout(gpus=8))
     multiplied = model_named("7B").parameters - 152_064 * 3584
     operations = 6 * multiplied * 3000 + 6 * 28 * 3584 * (1000**2 + 2000**2)
     assert t.dp == 8  # a sample takes one of eight GPUs, so the longer one takes the most
     longest = 6 * multiplied * 2000 + 6 * 28 * 3584 * 2000**2
-    assert t.update_s([1000, 2000]) == pytest.approx(longest / ARITHMETIC)
-    many = [1000, 2000] * 8
+    assert t.update_s(work(t, 1000, 2000)) == pytest.approx(longest / ARITHMETIC)
+    many = work(t, *[1000, 2000] * 8)
     assert t.update_s(many) == pytest.approx(8 * operations / ARITHMETIC / 8)
     assert t.logprobs_s(many) == pytest.approx(operations / ARITHMETIC / 3)
     with_reference = training_cost(model_named("7B"), GPUS["H100"], Layout(gpus=8), reference=True)
@@ -230,9 +237,9 @@ def test_log_probs_hide_in_the_time_in_which_nothing_is_decoded_and_no_more():
     assert 0 < plain.phases["old_log_prob"] < idle and over.phases["old_log_prob"] == 0
     slow = small(overlap_logprobs=True, training=TrainingCost(token_s=1.0))
     (step,) = SimRun(slow).steps(1)
-    whole = TrainingCost(token_s=1.0).logprobs_s(
-        [p + n for p, n in zip(step.outcome.prompts, step.outcome.lengths, strict=True)]
-    )
+    lengths = [p + n for p, n in zip(step.outcome.prompts, step.outcome.lengths, strict=True)]
+    cost = TrainingCost(token_s=1.0)
+    whole = cost.logprobs_s(work(cost, *lengths))
     assert step.phases["old_log_prob"] == pytest.approx(
         whole - step.outcome.idle * step.phases["gen"]
     )
@@ -261,8 +268,7 @@ def test_half_of_the_replicas_train_early_and_nothing_is_trained_twice_or_lost()
     assert at.streamed and at.streamed < set(at.kept)
     assert [bool(spans) for spans in at.stream_spans] == [False, False, True, True]
     # what was done early is not in the phases that follow
-    rest = [p + n for p, n, done in at.samples() if not done]
-    update = training.update_s(rest) + at.stream_left_s + 2
+    update = training.update_s(training.work(at.rows())) + at.stream_left_s + 2
     assert early.phases["update_actor"] == pytest.approx(update)
     # a replica that trains does not decode, and begins when the learner is back on its GPU
     turn = small().offload_s / 2
