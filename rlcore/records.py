@@ -159,6 +159,15 @@ class Request(Record):
         return group_of(self.id)
 
 
+class Branch(Record):
+    """Further row of an episode whose history was rewritten. Shares the episode's reward."""
+
+    prompt: IntArray  # [P]
+    tokens: IntArray  # [R]
+    logps: FloatArray  # [R]
+    versions: IntArray  # [R], -1: not sampled in this row
+
+
 class Sample(Record):
     """A finished or aborted response with its prompt."""
 
@@ -170,10 +179,27 @@ class Sample(Record):
     finish: Finish
     drafted: np.ndarray | None = None
     """[R] bool: whether the token is an accepted draft token; None if the engine does not draft."""
+    branches: tuple[Branch, ...] = ()
+    """Further rows that are trained with this one."""
 
     @property
     def group(self) -> GroupId:
         return group_of(self.id)
+
+    @property
+    def rows(self) -> tuple["Sample | Branch", ...]:
+        """The rows to train on: this one, then its branches."""
+        return (self, *self.branches)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of response tokens of all rows; the prompts of branches are among them."""
+        return len(self.tokens) + sum(len(b.prompt) + len(b.tokens) for b in self.branches)
+
+    @property
+    def num_observed(self) -> int:
+        """Number of these tokens that are not trained: those of environments."""
+        return self.num_tokens - sum(int((row.versions >= 0).sum()) for row in self.rows)
 
 
 class SampleRef(Struct, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ class Batch:
     returns: Tensor | None = None  # [T] float32: target of the critic's value
     correction: Tensor | None = None  # [T] float32: rollout-correction weight, detached
     weight: Tensor | None = None  # [T] float32: factor on the loss of each token
-    ids: tuple[str, ...] = ()  # [B] request ids
+    ids: tuple[str, ...] = ()  # [B] request ids; the rows of an episode that branched share one
 
     @property
     def num_sequences(self) -> int:

@@ -1,38 +1,40 @@
 """Convert samples to the learner's packed `Batch`: each prompt followed by its response."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.records import Sample
+from rlcore.records import RequestId, Sample
 from rlcore.tensors import Batch, cumulative
 
 
 def pack_samples(samples: Sequence[Sample]) -> Batch:
     """Pack samples, in their order, into a batch on the CPU. Without samples, the batch is empty.
+    Every row of a sample is a sequence; the rows of a sample have its id.
 
     The mask marks the sampled tokens: responses without the environment's tokens. Outside the mask,
     `rollout_log_probs` is 0 and `versions` is -1. Raises ValueError for a sample without a prompt,
     because the first token of a sequence has no log-prob."""
-    for s in samples:
-        if not len(s.prompt):
-            raise ValueError(f"sample {s.id}: has no prompt tokens; a prompt needs at least one")
-        if not len(s.tokens) == len(s.logps) == len(s.versions):
+    rows = [(s.id, row) for s in samples for row in s.rows]
+    for id, row in rows:
+        if not len(row.prompt):
+            raise ValueError(f"sample {id}: has no prompt tokens; a prompt needs at least one")
+        if not len(row.tokens) == len(row.logps) == len(row.versions):
             raise ValueError(
-                f"sample {s.id}: has {len(s.tokens)} tokens, {len(s.logps)} log-probs and "
-                f"{len(s.versions)} versions; the engine must return one of each per token"
+                f"sample {id}: has {len(row.tokens)} tokens, {len(row.logps)} log-probs and "
+                f"{len(row.versions)} versions; the engine must return one of each per token"
             )
-    parts = list(chain.from_iterable((s.prompt, s.tokens) for s in samples))
+    parts = list(chain.from_iterable((row.prompt, row.tokens) for _, row in rows))
     lengths = np.array([len(p) for p in parts], dtype=np.int64)
     response = np.repeat(np.arange(len(parts)) % 2 == 1, lengths)
     logps = np.zeros(response.size, np.float32)
     versions = np.full(response.size, -1, np.int32)
-    if samples:
-        logps[response] = np.concatenate([s.logps for s in samples])
-        versions[response] = np.concatenate([s.versions for s in samples])
+    if rows:
+        logps[response] = np.concatenate([row.logps for _, row in rows])
+        versions[response] = np.concatenate([row.versions for _, row in rows])
     mask = versions >= 0
     logps[~mask] = 0.0
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
@@ -42,8 +44,13 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
         mask=torch.from_numpy(mask),
         rollout_log_probs=torch.from_numpy(logps),
         versions=torch.from_numpy(versions),
-        ids=tuple(s.id for s in samples),
+        ids=tuple(id for id, _ in rows),
     )
+
+
+def by_id(values: Mapping[RequestId, float], batch: Batch) -> Tensor:
+    """Expand one value per sample to one value per token of its rows: [T] float32."""
+    return per_token([values[id] for id in batch.ids], batch)
 
 
 def per_token(values: Sequence[float], batch: Batch) -> Tensor:

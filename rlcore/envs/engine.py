@@ -315,10 +315,10 @@ class EpisodeEngine:
             out.append(
                 Finished(
                     id=sample.id,
-                    num_tokens=len(sample.tokens),
+                    num_tokens=sample.num_tokens,
                     finish=sample.finish,
                     sample=sample,
-                    num_observed=int((sample.versions < 0).sum()),
+                    num_observed=sample.num_observed,
                 )
             )
         return out

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlcore import algos
 from rlcore.algos import advantage, kl, returns, sequence, value
-from rlcore.data.packing import per_token
+from rlcore.data.packing import by_id
 from rlcore.records import Group, group_of, is_baseline, without_baseline
 from rlcore.tensors import Batch
 from rlcore.trainer.phases import made
@@ -52,10 +52,6 @@ def split_baselines(
     return tuple(g for g in groups if not is_baseline(g.id)), greedy
 
 
-def _rows(run: Run, plan: StepPlan, update: int):
-    return plan.updates[update][run.ranks.dp_rank]
-
-
 def by_response(
     run: Run, plan: StepPlan, batches: list[Batch], penalties: list[Tensor] | None = None
 ) -> list[Batch]:
@@ -77,15 +73,12 @@ def by_response(
         found = advantage.whitened(found, groups) if cfg.whiten_advantages else found
     elif groups:
         found = advantage.outcome(groups, cfg)
-    by_id = {
+    found_of = {
         r.id: a
         for members, values in zip(plan.groups, found, strict=True)
         for r, a in zip(members, values, strict=True)
     }
-    return [
-        b.with_(advantage=per_token([by_id[r.id] for r in _rows(run, plan, u)], b))
-        for u, b in enumerate(batches)
-    ]
+    return [b.with_(advantage=by_id(found_of, b)) for b in batches]
 
 
 def _by_token(
@@ -98,12 +91,12 @@ def _by_token(
     """Compute advantages and returns of every token. Whitening, if on, is over the whole step."""
     cfg, out = run.cfg.algo, []
     for u, batch in enumerate(batches):
-        rows = _rows(run, plan, u)
+        rewards = {r.id: r.reward for r in plan.updates[u][run.ranks.dp_rank]}
         penalty = None if penalties is None else penalties[u]
-        reward = returns.token_rewards(batch, [r.reward for r in rows], penalty)
+        reward = returns.token_rewards(batch, [rewards[id] for id in batch.ids], penalty)
         base = None
         if cfg.adv_estimator == "remax":
-            base = [baselines[group_of(r.id)] for r in rows]
+            base = [baselines[group_of(id)] for id in batch.ids]
         found, gains = returns.advantages(batch, reward, cfg, base)
         out.append(batch.with_(advantage=found, returns=gains))
     if cfg.adv_estimator == "gae":
@@ -159,10 +152,10 @@ def _sums_by_row(
     place = {id: i for i, id in enumerate(ids)}
     sums = [0.0] * len(ids)
     if run.ranks.leads_model_parallel_group:
-        for u, (b, v) in enumerate(zip(batches, values, strict=True)):
+        for b, v in zip(batches, values, strict=True):
             rows = sequence.total(v.double(), b.mask, b.sequence_index, b.num_sequences)
-            for row, lost in zip(_rows(run, plan, u), rows.tolist(), strict=True):
-                sums[place[row.id]] = lost
+            for id, lost in zip(b.ids, rows.tolist(), strict=True):
+                sums[place[id]] += lost
     return dict(zip(ids, collective.reduce_floats(sums), strict=True))
 
 

@@ -1,6 +1,7 @@
 """Run the phases of a step around the update: batches, log-probs, values, engine sizes.
 "Collective" without ranks means: over the train ranks."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from rlcore.algos import correction, reduce
 from rlcore.config import rules
-from rlcore.data.packing import pack_samples, per_token
+from rlcore.data.packing import by_id, pack_samples, per_token
 from rlcore.records import Sample
 from rlcore.sched.roles import Kind
 from rlcore.tensors import Batch
@@ -27,10 +28,25 @@ def batches(run: Run, plan: StepPlan, samples: Mapping[str, Sample]) -> list[Bat
     for update in plan.updates:
         rows = update[run.ranks.dp_rank]
         batch = pack_samples([samples[r.id] for r in rows])
-        batch = batch.with_(score=per_token([r.score for r in rows], batch))
+        batch = batch.with_(score=by_id({r.id: r.score for r in rows}, batch))
+        if run.cfg.algo.loss_agg_mode == "seq-mean-token-mean":
+            batch = batch.with_(weight=share_of_sample(batch))
         batch.check()
         out.append(batch)
     return out
+
+
+def share_of_sample(batch: Batch) -> Tensor | None:
+    """Return the factors [T] with which a mean over each row becomes one over each sample: the
+    row's share of the sample's trained tokens. None if every sample has one row."""
+    if len(set(batch.ids)) == len(batch.ids):
+        return None
+    counts = [int(mask.sum()) for mask in batch.mask.split(batch.lengths)]
+    totals: Counter[str] = Counter()
+    for id, count in zip(batch.ids, counts, strict=True):
+        totals[id] += count
+    shares = [n / max(totals[id], 1) for id, n in zip(batch.ids, counts, strict=True)]
+    return per_token(shares, batch)
 
 
 def made(value: Tensor | None) -> Tensor:

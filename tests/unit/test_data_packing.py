@@ -7,8 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from rlcore.data.packing import pack_samples, per_token
-from rlcore.records import Sample
+from rlcore.algos.reduce import weights
+from rlcore.data.packing import by_id, pack_samples, per_token
+from rlcore.records import Branch, Sample
+from rlcore.trainer.phases import share_of_sample
+from rlcore.utils import net
 
 
 def _sample(id, prompt, tokens, version=0):
@@ -85,3 +88,43 @@ def test_no_samples_are_an_empty_batch():
 def test_a_sample_without_a_prompt_is_refused():
     with pytest.raises(ValueError, match="sample t3.0: has no prompt tokens"):
         pack_samples([_sample("t3.0", [], [1])])
+
+
+def _branched() -> Sample:
+    """An episode of two rows, whose second one repeats a sampled token that it does not train."""
+    second = _sample("", [5, 6, 7], [9, 30, 4, 4, 4], 3)
+    second = Branch(
+        prompt=second.prompt,
+        tokens=second.tokens,
+        logps=second.logps,
+        versions=np.array([-1, -1, 3, 3, 3], np.int32),
+    )
+    return structs.replace(_sample("t0.0", [5, 6], [7, 8], 2), branches=(second,))
+
+
+def test_rows_of_an_episode_are_sequences_with_its_id():
+    batch = pack_samples([_branched(), _sample("t0.1", [5], [8])])
+    assert batch.ids == ("t0.0", "t0.0", "t0.1") and batch.lengths == [4, 8, 2]
+    assert batch.mask.nonzero().flatten().tolist() == [2, 3, 9, 10, 11, 13]
+    values = by_id({"t0.0": 2.0, "t0.1": -1.0}, batch)
+    assert values.tolist() == [2.0] * 12 + [-1.0] * 2
+
+
+def test_tokens_of_an_episode_are_those_of_its_rows():
+    sample = _branched()
+    assert (sample.num_tokens, sample.num_observed) == (2 + 3 + 5, 3 + 2)
+    assert _sample("t0.1", [5], [8]).num_tokens == 1
+    again = net.decode(net.encode(sample), Sample)
+    (branch,) = again.branches
+    assert branch.tokens.tolist() == [9, 30, 4, 4, 4] and again.num_observed == 5
+
+
+def test_a_mean_over_rows_becomes_one_over_episodes():
+    batch = pack_samples([_branched(), _sample("t0.1", [5], [8, 9])])
+    share = share_of_sample(batch)
+    by_row = weights(
+        "seq-mean-token-mean", batch.mask, batch.sequence_index, batch.num_sequences, 9
+    )
+    found = (share * by_row)[batch.mask]
+    assert torch.allclose(found, torch.tensor([0.2] * 5 + [0.5] * 2))
+    assert share_of_sample(pack_samples([_sample("t0.0", [5], [8])])) is None
