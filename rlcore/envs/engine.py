@@ -21,7 +21,7 @@ import itertools
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,8 +83,8 @@ class _Episode:
     prompt: Prompt
     so_far: Transcript
     task: asyncio.Task | None = None
-    turn: RequestId = ""
-    """Id of the turn that the inner engine is generating. Used by the caller's thread only."""
+    turns: set[RequestId] = field(default_factory=set)
+    """Ids of the turns that the inner engine is generating. Used by the caller's thread only."""
     length: int = 0
     """Number of response tokens up to the latest turn. Used by the caller's thread only."""
     is_aborted: bool = False
@@ -100,12 +100,12 @@ class _Episode:
         return self.so_far
 
     def ask(self, turn: RequestId) -> None:
-        """Record the turn that the inner engine generates. Called in the caller's thread."""
-        self.turn = turn
+        """Record a turn that the inner engine generates. Called in the caller's thread."""
+        self.turns.add(turn)
 
-    def end_turn(self) -> None:
-        """Clear the turn in progress. Called in the caller's thread."""
-        self.turn = ""
+    def end_turn(self, turn: RequestId) -> None:
+        """Forget a turn in progress. Called in the caller's thread."""
+        self.turns.discard(turn)
 
     def lengthen(self, turn: Sample) -> int:
         """Update `length` after a turn and return it. Called in the caller's thread."""
@@ -154,15 +154,19 @@ class EpisodeEngine:
         self._turns: dict[RequestId, _Episode] = {}
         self._held: list[tuple[_Episode, Request]] = []
         """Turns not submitted yet; with `barrier`, they wait until all episodes requested one."""
+        self._unwanted: set[RequestId] = set()
+        """Turns that the inner engine is aborting, while their episodes go on."""
         self._closed = False
         # shared fields, guarded by the lock
         self._changed = threading.Condition()
         self._asked: deque[tuple[_Episode, Request]] = deque()
         self._ended: deque[tuple[_Episode, Sample, EpisodeOutcome]] = deque()
+        self._dropped: set[tuple[_Episode, RequestId]] = set()
+        """Turns that nobody waits for any more; the inner engine is to abort them."""
         self._counts: defaultdict[str, float] = defaultdict(int)
         self._failure = ""
         # fields used by the event loop's thread only
-        self._waiting: dict[_Episode, asyncio.Future[Sample]] = {}
+        self._waiting: dict[RequestId, asyncio.Future[Sample]] = {}
         self._errors: Counter[str] = Counter()
         self._ended_well = False
         started = threading.Event()
@@ -192,12 +196,11 @@ class EpisodeEngine:
 
     def abort(self, ids: Collection[RequestId]) -> None:
         """Abort episodes; each is returned as `Aborted` with an empty sample."""
-        turns = []
+        turns: list[RequestId] = []
         for episode in [self._episodes[i] for i in ids if i in self._episodes]:
             episode.abort()
             self._loop.call_soon_threadsafe(self._cancel, episode)
-            if episode.turn:
-                turns.append(episode.turn)
+            turns += episode.turns
         if turns:
             self._inner.abort(turns)
 
@@ -235,7 +238,13 @@ class EpisodeEngine:
         """Submit the turns that episodes have requested to the inner engine."""
         with self._changed:
             asked, self._asked = list(self._asked), deque()
+            dropped, self._dropped = self._dropped, set()
         self._held += [(e, r) for e, r in asked if not e.is_aborted]
+        self._held = [(e, r) for e, r in self._held if (e, r.id) not in dropped]
+        # Another attempt of an episode that was aborted has turns of the same names.
+        if started := [turn for e, turn in dropped if self._turns.get(turn) is e]:
+            self._unwanted.update(started)
+            self._inner.abort(started)
         if self._barrier:
             live = sum(not e.is_aborted for e in self._episodes.values())
             if len(self._held) < min(live, self._config.max_running_episodes):
@@ -257,17 +266,12 @@ class EpisodeEngine:
             episode = self._turns.get(event.id)
             return [Preempted(id=episode.request.id)] if episode is not None else []
         if isinstance(event, LengthReport):
-            pairs = [
-                (self._turns[i], n)
-                for i, n in zip(event.ids, event.lengths, strict=True)
-                if i in self._turns
-            ]
-            return [
-                LengthReport(
-                    ids=tuple(e.request.id for e, _ in pairs),
-                    lengths=tuple(len(e.so_far.tokens) + n for e, n in pairs),
-                )
-            ]
+            lengths: dict[RequestId, int] = {}
+            for i, n in zip(event.ids, event.lengths, strict=True):
+                if (episode := self._turns.get(i)) is not None:
+                    id = episode.request.id
+                    lengths[id] = n + lengths.get(id, len(episode.so_far.tokens))
+            return [LengthReport(ids=tuple(lengths), lengths=tuple(lengths.values()))]
         if isinstance(event, Stats):
             return [structs.replace(event, running=max(event.running, len(self._episodes)))]
         if isinstance(event, Down):
@@ -281,7 +285,10 @@ class EpisodeEngine:
         episode = self._turns.pop(turn, None)
         if episode is None:
             return []
-        episode.end_turn()
+        episode.end_turn(turn)
+        if turn in self._unwanted:
+            self._unwanted.discard(turn)
+            return []
         if episode.is_aborted:
             return []  # the next `poll` reports the episode as aborted
         if sample is None:  # the inner engine itself aborted the turn, to release all requests
@@ -289,12 +296,12 @@ class EpisodeEngine:
             self._loop.call_soon_threadsafe(self._cancel, episode)
             return []
         length = episode.lengthen(sample)
-        self._loop.call_soon_threadsafe(self._answer, episode, sample)
+        self._loop.call_soon_threadsafe(self._answer, turn, sample)
         return [LengthReport(ids=(episode.request.id,), lengths=(length,))]
 
     def _aborted(self) -> list[AnyEvent]:
         """Return an `Aborted` event per aborted episode without a turn in the inner engine."""
-        gone = [e for e in self._episodes.values() if e.is_aborted and not e.turn]
+        gone = [e for e in self._episodes.values() if e.is_aborted and not e.turns]
         out: list[AnyEvent] = []
         for episode in gone:
             so_far = episode.so_far
@@ -331,9 +338,11 @@ class EpisodeEngine:
         self._episodes.clear()
         self._turns.clear()
         self._held.clear()
+        self._unwanted.clear()
         with self._changed:
             self._asked.clear()
             self._ended.clear()
+            self._dropped.clear()
 
     # ---- the event loop's thread
 
@@ -377,8 +386,8 @@ class EpisodeEngine:
         if episode.task is not None:
             episode.task.cancel()
 
-    def _answer(self, episode: _Episode, sample: Sample) -> None:
-        future = self._waiting.pop(episode, None)
+    def _answer(self, turn: RequestId, sample: Sample) -> None:
+        future = self._waiting.pop(turn, None)
         if future is not None and not future.done():
             future.set_result(sample)
 
@@ -435,14 +444,19 @@ class EpisodeEngine:
         self._end(episode, so_far.sample(finish), outcome)
 
     async def _policy(self, episode: _Episode, turn: Request) -> Sample:
-        future = self._waiting[episode] = self._loop.create_future()
+        future = self._waiting[turn.id] = self._loop.create_future()
         with self._changed:
             self._asked.append((episode, turn))
             self._changed.notify_all()
         try:
             return await future
+        except asyncio.CancelledError:
+            with self._changed:
+                self._dropped.add((episode, turn.id))
+            raise
         finally:
-            self._waiting.pop(episode, None)
+            if self._waiting.get(turn.id) is future:
+                del self._waiting[turn.id]
 
     def _end(self, episode: _Episode, sample: Sample, outcome: EpisodeOutcome) -> None:
         with self._changed:
