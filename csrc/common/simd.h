@@ -76,3 +76,36 @@ RL_INLINE Floats exp(Floats d, Floats& held) {
   p = p * r + 1.0f;
   return p * as_floats(as_words(shifted) << 23);
 }
+
+// The same for every d: e^88 above 88, and NaN for NaN.
+RL_INLINE Floats exp(Floats d) {
+  Floats held;
+  return exp(d > floats(88.0f) ? floats(88.0f) : d, held);
+}
+
+RL_INLINE float sum_of(Floats v) {
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) v[i] += v[i + width];
+  }
+  return v[0];
+}
+
+// a b + c
+RL_INLINE Floats add_product(Floats a, Floats b, Floats c) {
+#if RL_LANES == 4
+  return a * b + c;
+#else
+  return fused(a, b, c);
+#endif
+}
+
+RL_INLINE float dot(const float* a, const float* b, int64_t count) {
+  Floats sums = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    sums = add_product(read<Floats>(a + i), read<Floats>(b + i), sums);
+  }
+  float sum = sum_of(sums);
+  for (; i < count; ++i) sum += a[i] * b[i];
+  return sum;
+}

@@ -3,29 +3,6 @@
 
 #include "product/product_simd.h"
 
-RL_INLINE float total(Floats v) {
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) v[i] += v[i + width];
-  }
-  return v[0];
-}
-
-RL_INLINE Floats exp(Floats d) {
-  Floats held;
-  return exp(d < floats(88.0f) ? d : floats(88.0f), held);
-}
-
-RL_INLINE float dot(const float* a, const float* b, int64_t count) {
-  Floats sums = {};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    sums = add_product(read<Floats>(a + i), read<Floats>(b + i), sums);
-  }
-  float sum = total(sums);
-  for (; i < count; ++i) sum += a[i] * b[i];
-  return sum;
-}
-
 // y = x / sqrt(mean of squares + eps) * weight; y may be x.
 inline void normalise(const float* x, const float* weight, int64_t count, float eps, float* y) {
   const float scale = 1 / std::sqrt(dot(x, x, count) / static_cast<float>(count) + eps);
@@ -61,7 +38,7 @@ inline void attend(const float* query, const float* keys, const float* values, i
     write(scores + t, weights);
     sums += weights;
   }
-  const float factor = 1 / total(sums);
+  const float factor = 1 / sum_of(sums);
   int64_t i = 0;
   for (; i + 2 * kLanes <= dim; i += 2 * kLanes) {
     Floats a = {}, b = {};
@@ -103,7 +80,7 @@ inline void begin_layer(const Layer& layer, const Tokens& tokens, int64_t begin,
               inputs.data() + row * hidden);
     if (layer.qkv_bias) std::copy_n(layer.qkv_bias, width, made.data() + row * width);
   }
-  multiply({inputs.data(), rows, hidden, 1}, layer.qkv, hidden, width, made.data());
+  multiply({inputs.data(), rows, hidden, 1}, layer.qkv, hidden, width, width, made.data());
   for (int64_t row = 0; row < rows; ++row) {
     float* heads = made.data() + row * width;
     const int64_t position = tokens.positions[begin + row];
@@ -143,13 +120,14 @@ inline void end_layer(const Layer& layer, const Tokens& tokens, int64_t begin, i
     }
   }
   float* x = tokens.x + begin * hidden;
-  multiply({mixed.data(), rows, width, 1}, layer.out, width, hidden, x);
+  multiply({mixed.data(), rows, width, 1}, layer.out, width, hidden, hidden, x);
   for (int64_t row = 0; row < rows; ++row) {
     normalise(x + row * hidden, layer.norm2, hidden, layer.eps, inputs.data() + row * hidden);
   }
-  multiply({inputs.data(), rows, hidden, 1}, layer.gate_up, hidden, 2 * inner, both.data());
+  multiply({inputs.data(), rows, hidden, 1}, layer.gate_up, hidden, 2 * inner, 2 * inner,
+           both.data());
   for (int64_t row = 0; row < rows; ++row) gate(both.data() + row * 2 * inner, inner);
-  multiply({both.data(), rows, 2 * inner, 1}, layer.down, inner, hidden, x);
+  multiply({both.data(), rows, 2 * inner, 1}, layer.down, inner, hidden, hidden, x);
 }
 
 inline constexpr Kernels kernels{&begin_layer, &end_layer};

@@ -13,7 +13,7 @@ namespace {
 }  // namespace
 
 void multiply(const Left& x, const float* w, int64_t depth, int64_t width, float* out) {
-  RL_CHOSEN(multiply)(x, w, depth, width, out);
+  RL_CHOSEN(multiply)(x, w, depth, width, width, out);
 }
 
 }  // namespace rlcore::product

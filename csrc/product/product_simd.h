@@ -12,14 +12,6 @@ inline constexpr int kRows = 4, kVectors = 2;
 // Rows of weights whose part of a tile stays in L1 for all rows of x.
 inline constexpr int64_t kPanel = 128;
 
-RL_INLINE Floats add_product(Floats a, Floats b, Floats c) {
-#if RL_LANES == 4
-  return a * b + c;
-#else
-  return fused(a, b, c);
-#endif
-}
-
 // out += x w for R rows and V vectors of columns.
 template <int R, int V>
 RL_INLINE void tile(const Left& x, const float* w, int64_t width, int64_t depth, float* out) {
@@ -64,20 +56,25 @@ inline void last_columns(const Left& x, const float* w, int64_t width, int64_t d
     std::copy_n(sums.data() + r * kLanes, count, out + r * width);
 }
 
-// out [rows, width] += x [rows, depth] w [depth, width].
-inline void multiply(const Left& x, const float* w, int64_t depth, int64_t width, float* out) {
+// out [rows, width] += x [rows, depth] w [depth, width]; the rows of w and of out are `stride`
+// apart.
+inline void multiply(const Left& x, const float* w, int64_t depth, int64_t width, int64_t stride,
+                     float* out) {
   for (int64_t k = 0; k < depth; k += kPanel) {
     const int64_t count = depth - k < kPanel ? depth - k : kPanel;
     const Left part{x.data + k * x.step, x.rows, x.stride, x.step};
-    const float* panel = w + k * width;
+    const float* panel = w + k * stride;
     int64_t column = 0;
     for (; column + kVectors * kLanes <= width; column += kVectors * kLanes) {
-      tiles<kVectors>(part, panel + column, width, count, out + column);
+      tiles<kVectors>(part, panel + column, stride, count, out + column);
+    }
+    for (; kVectors > 2 && column + 2 * kLanes <= width; column += 2 * kLanes) {
+      tiles<2>(part, panel + column, stride, count, out + column);
     }
     for (; column + kLanes <= width; column += kLanes) {
-      tiles<1>(part, panel + column, width, count, out + column);
+      tiles<1>(part, panel + column, stride, count, out + column);
     }
     if (column < width)
-      last_columns(part, panel + column, width, count, width - column, out + column);
+      last_columns(part, panel + column, stride, count, width - column, out + column);
   }
 }

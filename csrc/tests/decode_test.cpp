@@ -1,5 +1,6 @@
-// Matrix products and a layer of a decode step, in every instruction set of this machine, against
-// loops in double. Prints a line for each set; the exit status says whether all agreed.
+// Matrix products, a layer and the sampling of a decode step, in every instruction set of this
+// machine, against loops in double. Prints a line for each set; the exit status says whether all
+// agreed.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -10,6 +11,7 @@
 
 #include "common/isa.h"
 #include "decode/layer.h"
+#include "decode/sample.h"
 #include "product/product.h"
 
 namespace {
@@ -243,6 +245,46 @@ void check_layer(const Sizes& s) {
   require(keys == keys_alone && values == values_alone, "the cache differs", 0);
 }
 
+// Thousands of tokens of one row: their shares are the probabilities, and so are the log-probs.
+void check_sample(int64_t vocab, float scale) {
+  constexpr int64_t kRows = 4000;
+  const Numbers one = random(vocab, 7, 2);
+  Numbers rows, scales(kRows, scale);
+  std::vector<int64_t> counters;
+  for (int64_t i = 0; i < kRows; ++i) {
+    rows.insert(rows.end(), one.begin(), one.end());
+    counters.push_back(static_cast<int64_t>(static_cast<uint64_t>(i) * 0x9E3779B97F4A7C15));
+  }
+  std::vector<char> greedy(kRows);
+  greedy[3] = 1;
+  std::vector<int64_t> tokens(kRows);
+  Wide logps(kRows);
+  const rlcore::decode::Logits logits{rows.data(), vocab, counters.data(), scales.data(),
+                                      reinterpret_cast<const bool*>(greedy.data())};
+  for (const int64_t begin : {int64_t{0}, kRows / 2}) {
+    rlcore::decode::sample(logits, begin, begin + kRows / 2, tokens.data(), logps.data());
+  }
+  Wide weights;
+  double total = 0;
+  for (const float x : one) {
+    weights.push_back(std::exp(static_cast<double>(x) * static_cast<double>(scale)));
+    total += weights.back();
+  }
+  const auto best = std::max_element(weights.begin(), weights.end()) - weights.begin();
+  require(tokens[3] == best && logps[3] == 0, "a greedy token", static_cast<double>(tokens[3]));
+  Wide counts(weights.size());
+  for (size_t i = 0; i < kRows; ++i) {
+    const auto token = static_cast<size_t>(tokens[i]);
+    if (i != 3)
+      require(std::abs(logps[i] - std::log(weights[token] / total)) < 2e-6, "a log-prob", logps[i]);
+    counts[token] += 1;
+  }
+  for (size_t t = 0; t < weights.size(); ++t) {
+    const double share = weights[t] / total, spread = std::sqrt(share * (1 - share) / kRows);
+    require(std::abs(counts[t] / kRows - share) < 5 * spread + 1e-3, "a share", counts[t] / kRows);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -256,6 +298,7 @@ int main() {
     if (here) check_layer({40, 3, 1, 6, 37, true, false});
     if (here) check_layer({128, 4, 4, 64, 100, true, true});
     if (here) check_layer({17, 2, 2, 34, 16, false, false});
+    for (int64_t vocab = 1; here && vocab <= 40; vocab += 3) check_sample(vocab, 0.5F);
     std::printf("%s: %s\n", here ? "run" : "not run", name);
   }
   return 0;

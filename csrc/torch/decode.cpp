@@ -1,27 +1,16 @@
-// The op of a decode step's layer on the CPU, see decode/layer.h.
+// The ops of a decode step on the CPU, see decode/layer.h and decode/sample.h.
+#include <algorithm>
 #include <optional>
+#include <vector>
 
 #include "decode/layer.h"
+#include "decode/sample.h"
 #include "product/product.h"
-#include "torch/checks.h"
+#include "torch/host.h"
 
 namespace {
 
 using namespace rlcore;
-
-const float* floats_of(const Tensor& t, const char* name, int64_t count) {
-  RL_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::Float && t.is_contiguous(), name,
-           ": must be contiguous float32 on the CPU");
-  RL_CHECK(t.numel() == count, name, ": ", t.numel(), " elements; ", count, " are needed");
-  return static_cast<const float*>(t.data_ptr());
-}
-
-const int64_t* ints_of(const Tensor& t, const char* name, int64_t count) {
-  RL_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::Long && t.is_contiguous(), name,
-           ": must be contiguous int64 on the CPU");
-  RL_CHECK(t.numel() == count, name, ": ", t.numel(), " elements; ", count, " are needed");
-  return static_cast<const int64_t*>(t.data_ptr());
-}
 
 void decode_layer(Tensor x, const Tensor& slots, const Tensor& positions, const Tensor& rope,
                   Tensor slab, const Tensor& norm1, const Tensor& qkv,
@@ -81,6 +70,71 @@ void decode_layer(Tensor x, const Tensor& slots, const Tensor& positions, const 
   });
 }
 
+void sample_tokens(const Tensor& logits, const Tensor& counters, const Tensor& scales,
+                   std::optional<Tensor> greedy, Tensor tokens, Tensor logps) {
+  RL_CHECK(logits.dim() == 2 && logits.size(1) > 0, "logits: must be [rows, vocabulary]");
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
+  RL_CHECK(logps.is_cpu() && logps.scalar_type() == ScalarType::Double && logps.is_contiguous() &&
+               logps.numel() == rows,
+           "logps: must be contiguous float64 on the CPU, one of each row");
+  const bool* best = nullptr;
+  if (greedy) {
+    RL_CHECK(greedy->is_cpu() && greedy->scalar_type() == ScalarType::Bool &&
+                 greedy->is_contiguous() && greedy->numel() == rows,
+             "greedy: must be contiguous bool on the CPU, one of each row");
+    best = static_cast<const bool*>(greedy->data_ptr());
+  }
+  const decode::Logits from{.data = floats_of(logits, "logits", rows * vocab),
+                            .vocab = vocab,
+                            .counters = ints_of(counters, "counters", rows),
+                            .scales = floats_of(scales, "scales", rows),
+                            .greedy = best};
+  ints_of(tokens, "tokens", rows);
+  auto* to = static_cast<int64_t*>(tokens.data_ptr());
+  auto* found = static_cast<double*>(logps.data_ptr());
+  torch::stable::parallel_for(
+      0, rows, 1, [&](int64_t begin, int64_t end) { decode::sample(from, begin, end, to, found); });
+}
+
+// The first `length` columns of slots `come` to slots `to` of a slab, all at once.
+void move_slots(Tensor slab, const Tensor& to, const Tensor& come, int64_t length) {
+  RL_CHECK(
+      slab.dim() == 5 && slab.size(0) == 2 && slab.is_cpu() && slab.is_contiguous(),
+      "slab: must be [2, slots, key-value heads, capacity, head size], contiguous, on the CPU");
+  const int64_t slots = slab.size(1), heads = slab.size(2), capacity = slab.size(3);
+  RL_CHECK(length >= 0 && length <= capacity, "length: ", length, "; the slab has ", capacity);
+  const int64_t count = to.numel();
+  const int64_t* targets = ints_of(to, "to", count);
+  const int64_t* sources = ints_of(come, "come", count);
+  for (const int64_t* end : {targets, sources}) {
+    for (int64_t i = 0; i < count; ++i) {
+      RL_CHECK(end[i] >= 0 && end[i] < slots, "slot ", end[i], ": the slab has ", slots);
+    }
+  }
+  const auto column = static_cast<size_t>(slab.size(4)) * slab.element_size();
+  const size_t stride = static_cast<size_t>(capacity) * column;
+  const size_t part = static_cast<size_t>(length) * column;
+  std::vector<char> held(static_cast<size_t>(count * heads) * part);
+  auto* at = static_cast<char*>(slab.data_ptr());
+  for (int64_t half = 0; half < 2; ++half, at += static_cast<size_t>(slots * heads) * stride) {
+    const auto row = [&](int64_t slot, int64_t head) {
+      return at + static_cast<size_t>(slot * heads + head) * stride;
+    };
+    char* to_held = held.data();
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t head = 0; head < heads; ++head, to_held += part) {
+        std::copy_n(row(sources[i], head), part, to_held);
+      }
+    }
+    const char* from_held = held.data();
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t head = 0; head < heads; ++head, from_held += part) {
+        std::copy_n(from_held, part, row(targets[i], head));
+      }
+    }
+  }
+}
+
 void add_product(const Tensor& a, const Tensor& b, Tensor out) {
   RL_CHECK(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0), "a, b: must be [n, k], [k, m]");
   RL_CHECK(a.is_cpu() && a.scalar_type() == ScalarType::Float, "a: must be float32 on the CPU");
@@ -102,10 +156,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlcore_native, m) {
       "decode_layer(Tensor(a!) x, Tensor slots, Tensor positions, Tensor rope, Tensor(b!) slab, "
       "Tensor norm1, Tensor qkv, Tensor? qkv_bias, Tensor? qk_norm, Tensor out, Tensor norm2, "
       "Tensor gate_up, Tensor down, float eps) -> ()");
+  m.def(
+      "sample_tokens(Tensor logits, Tensor counters, Tensor scales, Tensor? greedy, "
+      "Tensor(a!) tokens, Tensor(b!) logps) -> ()");
+  m.def("move_slots(Tensor(a!) slab, Tensor to, Tensor come, int length) -> ()");
   m.def("add_product(Tensor a, Tensor b, Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rlcore_native, CPU, m) {
   m.impl("decode_layer", TORCH_BOX(&decode_layer));
+  m.impl("sample_tokens", TORCH_BOX(&sample_tokens));
+  m.impl("move_slots", TORCH_BOX(&move_slots));
   m.impl("add_product", TORCH_BOX(&add_product));
 }

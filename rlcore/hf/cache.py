@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rlcore.ops import native
+
 _STEP = 16  # columns are allocated in multiples of 16, as GPU attention kernels need for masks
 
 
@@ -105,7 +107,11 @@ class Cache:
             return
         to = torch.as_tensor(target, device=self.device)
         come = torch.as_tensor(source, device=self.device)
+        ops = native.torch_ops("move_slots") if self.device.type == "cpu" else None
         for slab in self.layers:
+            if ops is not None:
+                ops.move_slots(slab, to, come, min(length, self.capacity))
+                continue
             # Index directly, because index_select would first copy the whole slab.
             slab[:, to, :, :length] = slab[:, come, :, :length]
 

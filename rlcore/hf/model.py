@@ -66,6 +66,8 @@ class ForwardInputs:
     place: Tensor | None = None
     """Indices [T] of the real tokens among the B * S positions, in order. The other positions are
     padding, and only attention is computed for them. None: no padding."""
+    own_slots: Tensor | None = None
+    """Result of `slots`, computed at the first use."""
 
     def find(self, cache: Cache) -> Tensor:
         """Return the indices of the new tokens' cache entries (`cache_index`), without padding."""
@@ -88,9 +90,11 @@ class ForwardInputs:
 
     def slots(self) -> Tensor:
         """Return the cache slot of each new token, [T] int64, without padding."""
-        rows, new = self.positions.shape
-        slots = torch.arange(self.slot, self.slot + rows).repeat_interleave(new)
-        return slots if self.place is None else slots[self.place]
+        if self.own_slots is None:
+            rows, new = self.positions.shape
+            slots = torch.arange(self.slot, self.slot + rows).repeat_interleave(new)
+            self.own_slots = slots if self.place is None else slots[self.place]
+        return self.own_slots
 
 
 @dataclass(slots=True)
@@ -322,9 +326,9 @@ class CausalLM:
         if place is not None:
             tokens, positions = tokens[place], positions[place]
         x = weights.embed[tokens].to(self.dtype)
-        rope = self._rope[positions].unsqueeze(1)  # [T, 1, D/2]
-        if not fill and (ops := self._native(step)):
+        if not fill and not step.causal and (ops := self._native()):
             return self._run_native(ops, x, positions, step, cache)
+        rope = self._rope[positions].unsqueeze(1)  # [T, 1, D/2]
         key_index, value_index = step.find(cache)
         masks = self._masks(step)
         for number, layer in enumerate(weights.layers):
@@ -359,10 +363,15 @@ class CausalLM:
             x = torch.addmm(x, self._input(F.silu(gate).mul_(up)), layer.down)
         return x if place is not None else x.view(rows, new, hf.hidden_size)
 
-    def _native(self, step: ForwardInputs) -> Any | None:
-        """Return the native ops if they can run this step; they are for float32 on the CPU."""
+    @property
+    def decodes_natively(self) -> bool:
+        """Whether decode steps run in native code, in which each row reads its own columns only."""
+        return self._native() is not None
+
+    def _native(self) -> Any | None:
+        """Return the native ops if they can run a decode step; they are for float32 on the CPU."""
         rounds = self._format is not None and self._format.activations
-        if step.causal or rounds or self.hf.num_experts:
+        if rounds or self.hf.num_experts:
             return None
         if self.dtype != torch.float32 or self.device.type != "cpu":
             return None

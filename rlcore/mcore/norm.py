@@ -1,4 +1,4 @@
-"""Provide an RMSNorm for Megatron's layer specs, with sequence parallelism and fast on the CPU.
+"""Provide an RMSNorm for Megatron's layer specs, with sequence parallelism and fast backward.
 
 Megatron's own wrapper does not support sequence parallelism. With rlcore's RMSNorm, an attribute of
 the weight makes Megatron sum the weight's gradient over the tensor-parallel ranks.
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlcore.mcore.compat import takes_kernels
+from rlcore.mcore.compat import kernels_of
 
 
 class RMSNorm(torch.nn.Module):
@@ -29,51 +29,23 @@ class RMSNorm(torch.nn.Module):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Apply RMSNorm to x [..., H] with weight [H]; the result [..., H] has x's dtype."""
-    if takes_kernels(x):
-        return _OnGPU.apply(x, weight, eps)
-    if x.device.type == "cpu" and x.dtype is not torch.bfloat16 and torch.is_grad_enabled():
-        return _RMSNorm.apply(x, weight, eps)
+    if (kernels := kernels_of(x)) is not None:
+        return _RMSNorm.apply(x, weight, eps, kernels)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-class _OnGPU(torch.autograd.Function):
-    """RMSNorm with a backward of one pass; torch's takes several times as long on a GPU."""
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm with a backward of one pass; torch's takes several times as long."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from rlcore.mcore import kernels
-
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernels: Any) -> Tensor:
         out, scales = kernels.rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scales)
+        ctx.kernels = kernels
         return out.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        from rlcore.mcore import kernels
-
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, scales = ctx.saved_tensors
-        dx, dweight = kernels.rms_norm_back(grad, x, weight, scales)
-        return dx.view(x.shape), dweight.to(weight.dtype), None
-
-
-class _RMSNorm(torch.autograd.Function):
-    """RMSNorm with half the memory passes of torch's CPU version."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = scale.square_().div_(x.size(-1)).add_(eps).rsqrt_()  # [..., 1]
-        ctx.save_for_backward(x, weight, scale)
-        return torch.mul(x, scale).mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        # Unlike RMSNorm, LayerNorm's kernel subtracts scale * mean(grad * weight): add it back.
-        zero = torch.zeros_like(scale)
-        grad = grad.contiguous()
-        dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
-            grad, x.contiguous(), weight.shape, zero, scale, weight, None, [True, True, False]
-        )
-        mean = torch.matmul(grad, weight.unsqueeze(-1)).div_(weight.numel())
-        return dx.add_(mean.mul_(scale)), dweight, None
+        dx, dweight = ctx.kernels.rms_norm_back(grad, x, weight, scales)
+        return dx.view(x.shape), dweight.to(weight.dtype), None, None

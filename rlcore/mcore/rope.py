@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.mcore.compat import takes_kernels
+from rlcore.mcore.compat import kernels_of
 
 
 def tables(inverse: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -23,9 +23,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    if takes_kernels(x):
-        from rlcore.mcore import kernels
-
+    if (kernels := kernels_of(x)) is not None:
         return kernels.turn(x, cos, sin, back)
     half = x.size(-1) // 2
     a, b = x[..., :half], x[..., half:]

@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("flags", [f"{host.SANITIZED} {host.STRICT}", "-O3"], ids=["checked", "O3"])
 def test_every_instruction_set_equals_loops_in_double(tmp_path: Path, flags: str) -> None:
-    sources = ["decode/layer_host.cpp", "product/product_host.cpp", "tests/decode_test.cpp"]
-    said = host.run(host.build(tmp_path, sources, flags))
+    parts = ["decode/layer_host.cpp", "decode/sample_host.cpp", "product/product_host.cpp"]
+    said = host.run(host.build(tmp_path, [*parts, "tests/decode_test.cpp"], flags))
     assert "run: baseline" in said.splitlines()
 
 
@@ -100,13 +100,6 @@ def test_decode_steps_equal_those_in_torch(ops: Any, arch: str) -> None:
 
 
 def test_what_has_no_native_code_runs_in_torch() -> None:
-    step = ForwardInputs(
-        tokens=torch.zeros(1, 1, dtype=torch.int64),
-        positions=torch.zeros(1, 1, dtype=torch.int64),
-        slot=0,
-        spans=[(0, 1, 1)],
-        causal=False,
-    )
     for arch, options in (
         ("qwen3_moe", {}),
         ("qwen3", {"dtype": torch.float64}),
@@ -116,7 +109,7 @@ def test_what_has_no_native_code_runs_in_torch() -> None:
         hf = HFConfig.from_dict(kit.tiny_config(arch))
         model = CausalLM(hf, **({"dtype": torch.float32, "device": CPU, "max_tokens": 8} | options))
         model.allocate()
-        assert model._native(step) is None
+        assert not model.decodes_natively
 
 
 def tensors() -> dict[str, Any]:
@@ -169,3 +162,43 @@ def test_wrong_tensors_are_refused(ops: Any, name: str, value: Any, message: str
     ops.decode_layer(*tensors().values())
     with pytest.raises(ValueError, match=message):
         ops.decode_layer(*(tensors() | {name: value}).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_move_all_at_once(ops: Any, dtype: torch.dtype) -> None:
+    slab = torch.randn(2, 6, 3, 7, 4).to(dtype)
+    to, come = torch.tensor([0, 1, 4]), torch.tensor([1, 0, 5])
+    want = slab.clone()
+    want[:, to, :, :5] = slab[:, come, :, :5]
+    ops.move_slots(slab, to, come, 5)
+    assert torch.equal(slab, want) and not torch.equal(slab[:, 4], slab[:, 5])
+    with pytest.raises(ValueError, match="slot 6: the slab has 6"):
+        ops.move_slots(slab, torch.tensor([0]), torch.tensor([6]), 5)
+    with pytest.raises(ValueError, match="length: 8; the slab has 7"):
+        ops.move_slots(slab, torch.tensor([0]), torch.tensor([1]), 8)
+
+
+def test_bad_logits_are_named(ops: Any) -> None:
+    def run(**changes: Any) -> None:
+        given = {
+            "logits": torch.zeros(2, 3),
+            "counters": torch.zeros(2, dtype=torch.int64),
+            "scales": torch.ones(2),
+            "greedy": None,
+            "tokens": torch.zeros(2, dtype=torch.int64),
+            "logps": torch.zeros(2).double(),
+        }
+        ops.sample_tokens(*(given | changes).values())
+
+    run()
+    for name, value in (
+        ("logits", torch.zeros(2, 0)),
+        ("logits", torch.zeros(2, 3).double()),
+        ("counters", torch.zeros(1, dtype=torch.int64)),
+        ("scales", torch.ones(2).double()),
+        ("greedy", torch.zeros(2)),
+        ("tokens", torch.zeros(2)),
+        ("logps", torch.zeros(2)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: must be|^{name}: 1 elements"):
+            run(**{name: value})

@@ -105,6 +105,7 @@ def test_logits_that_are_not_finite_show_in_the_log_prob():
 @pytest.mark.parametrize("is_filtered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_many_rows_are_sampled_in_parts_with_the_same_tokens(monkeypatch, is_filtered, dtype):
+    monkeypatch.setattr(sampler, "_native", lambda logits: None)
     gen = torch.Generator().manual_seed(0)
     logits = torch.randn(23, 5000, generator=gen).mul(3).to(dtype)
     filtered = torch.tensor([1, 4, 5, 6, 22])
@@ -125,6 +126,34 @@ def test_many_rows_are_sampled_in_parts_with_the_same_tokens(monkeypatch, is_fil
     found = sample(logits, counter, settings)
     assert seen == [5, 5, 5, 5, 3]
     assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 16, 34, 4096, 20000])
+def test_native_code_samples_what_torch_samples(monkeypatch, vocab):
+    gen = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(200, vocab, generator=gen) * 3
+    logits[5] = 2.0  # all equal: the first is the best
+    logits[6] = logits[6].sort().values  # the best is the last
+    logits[7, : vocab // 2] = -torch.inf
+    is_greedy = torch.rand(200, generator=gen) < 0.2
+    settings = SamplingTensors(
+        scale=torch.where(is_greedy, 1, torch.rand(200, generator=gen) * 2 + 0.1),
+        greedy=is_greedy,
+        filtered=torch.tensor([3, 150]),
+        top_k=torch.tensor([2, 0]),
+        top_p=torch.tensor([1.0, 0.5]).double(),
+        min_p=torch.zeros(2).double(),
+    )
+    settings.greedy[settings.filtered] = False
+    counter = torch.randint(-(2**62), 2**62, (200,), generator=gen)
+    tokens, logps = sample(logits, counter, settings)
+    if sampler._native(logits) is None:
+        pytest.skip("no native build")
+    monkeypatch.setattr(sampler, "_native", lambda logits: None)
+    want, want_logps = sample(logits, counter, settings)
+    assert torch.equal(tokens, want)
+    assert (logps - want_logps).abs().max() < 2e-7
+    assert torch.equal(logps[is_greedy], torch.zeros(int(is_greedy.sum())).double())
 
 
 # ---- filters

@@ -672,6 +672,8 @@ class TorchEngine(InProcess):
 
     def _admit(self) -> None:
         """Start waiting requests while free rows, cache space and the prefill limit allow it."""
+        if not self._waiting:
+            return
         picked: list[_TorchRequest] = []
         cache = self._cache
         assert cache is not None
@@ -786,10 +788,10 @@ class TorchEngine(InProcess):
         hidden = self._model.forward(batch.step, self._cache)
         logits = self._model.logits(hidden[:, 0])
         tokens, logps = sample(logits, batch.counter, batch.settings)
-        host = torch.stack((tokens.double(), logps)).cpu().numpy()  # one copy to the host per step
-        self._check_finite(host[1], np.arange(len(self._rows)))
+        found, found_logps = _to_host(tokens, logps)
+        self._check_finite(found_logps, np.arange(len(self._rows)))
         seats = self._row_seats()
-        done = self._seats.write(seats, host[0].astype(np.int64), host[1], self.version)
+        done = self._seats.write(seats, found, found_logps, self.version)
         if done.any():
             self._finish([self._rows[i] for i in np.flatnonzero(done)])
         else:
@@ -840,12 +842,12 @@ class TorchEngine(InProcess):
         )
         hidden = self._model.forward(step, cache)
         sampled, logps = sample(self._model.logits(hidden), flat[1], self._settings(seats[row]))
-        host = torch.stack((sampled.double(), logps)).cpu().numpy()  # one copy to the host per step
-        self._check_finite(host[1], row)
+        host, host_logps = _to_host(sampled, logps)
+        self._check_finite(host_logps, row)
         found = np.full(is_real.shape, -1)
-        found[row, at] = host[0].astype(np.int64)
+        found[row, at] = host
         found_logps = np.zeros(is_real.shape)
-        found_logps[row, at] = host[1]
+        found_logps[row, at] = host_logps
         right = (found[:, :-1] == grid[0, :, 1:]) & is_real[:, 1:]
         accepted = np.cumprod(right, axis=1).sum(1)
         done, gained = table.write_many(seats, found, found_logps, accepted + 1, self.version)
@@ -919,7 +921,7 @@ class TorchEngine(InProcess):
     def _sort_rows(self, lengths: np.ndarray) -> bool:
         """If attention over short rows is padded too much, sort the batch rows by length. Return
         whether rows were moved."""
-        if len(lengths) <= _SPAN:
+        if len(lengths) <= _SPAN or self._model.decodes_natively:
             return False
         order = np.argsort(-lengths, kind="stable")
         if _attended(lengths) < _WASTE * _attended(lengths[order]):
@@ -1025,6 +1027,14 @@ def build(config: Mapping[str, Any], **options: Any) -> TorchEngine:
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # otherwise code that names no device would use the first GPU
     return TorchEngine(HFConfig.from_dict(dict(config)), **(options | {"tell_tokens": True}))
+
+
+def _to_host(tokens: torch.Tensor, logps: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and log-probs [N] on the host, with one copy from a device."""
+    if tokens.device.type == "cpu":
+        return tokens.numpy(), logps.numpy()
+    host = torch.stack((tokens.double(), logps)).cpu().numpy()
+    return host[0].astype(np.int64), host[1]
 
 
 def _spans(lengths: np.ndarray) -> list[Span]:

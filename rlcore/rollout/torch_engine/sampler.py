@@ -14,9 +14,12 @@ Letters: N rows, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from rlcore.ops import native
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 """Increment of the random-number counter per token position, as a signed 64-bit number."""
@@ -76,11 +79,33 @@ def uniform(counter: Tensor) -> Tensor:
 def sample(logits: Tensor, counter: Tensor, settings: SamplingTensors) -> tuple[Tensor, Tensor]:
     """Sample a token per row. Return tokens [N] int64 and their log-probs [N] float64. The caller
     must check that log-probs are finite: they are not if the logits are not."""
+    if (ops := _native(logits)) is None:
+        return _sample_in_torch(logits, counter, settings)
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    logps = torch.empty(len(logits), dtype=torch.float64)
+    ops.sample_tokens(logits, counter, settings.scale, settings.greedy, tokens, logps)
+    if (rows := settings.filtered) is not None:
+        scale, places = settings.scale[rows], torch.arange(len(rows))
+        own = replace(settings, scale=scale, greedy=None, filtered=places)
+        tokens[rows], logps[rows] = _sample_in_torch(logits[rows], counter[rows], own)
+    return tokens, logps
+
+
+def _native(logits: Tensor) -> Any | None:
+    """Return the native ops if they can sample; they are for float32 on the CPU, unfiltered."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+        return None
+    return native.torch_ops("sample_tokens") if logits.is_contiguous() else None
+
+
+def _sample_in_torch(
+    logits: Tensor, counter: Tensor, settings: SamplingTensors
+) -> tuple[Tensor, Tensor]:
     most = max(1, MOST_LOGITS // logits.size(-1))
     if len(logits) > most:
+        ends = [(i, i + most) for i in range(0, len(logits), most)]
         parts = [
-            sample(logits[i : i + most], counter[i : i + most], settings.of_rows(i, i + most))
-            for i in range(0, len(logits), most)
+            _sample_in_torch(logits[i:j], counter[i:j], settings.of_rows(i, j)) for i, j in ends
         ]
         return torch.cat([tokens for tokens, _ in parts]), torch.cat([logps for _, logps in parts])
     if logits.dtype in (torch.bfloat16, torch.float16):
