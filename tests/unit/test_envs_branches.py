@@ -20,6 +20,7 @@ from rlcore.envs.branches import Answer, Branches, EndpointError, EpisodeRow, Re
 from rlcore.envs.dialogue import Dialogue
 from rlcore.hf.tokenizer import Tokenizer, load_tokenizer, make_char_tokenizer
 from rlcore.records import Finish, Sample
+from rlcore.utils.errors import LimitError
 from tests.contracts.record_tool_calls import wide
 from tests.kit import ROOT
 from tests.unit.test_hf_tool_calls import CALLS, TOOLS
@@ -60,7 +61,7 @@ ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 WORDS = ["hello", " ok", "grow", "name", "arguments", "assistant", "user", "tool", "\u010a\u010a"]
 
 
-def make_tokenizer(folder: Path, template: str) -> Tokenizer:
+def make_tokenizer(folder: Path, source: str) -> Tokenizer:
     """Write a tokenizer of bytes and a few words, so that most texts have several spellings."""
     vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = []
@@ -79,7 +80,6 @@ def make_tokenizer(folder: Path, template: str) -> Tokenizer:
     backend.save(str(folder / "tokenizer.json"))
     settings_ = {"bos_token": "<bos>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings_))
-    source = (TEMPLATES / f"{template}.jinja").read_text()
     (folder / "chat_template.jinja").write_text(source)
     return load_tokenizer(folder)
 
@@ -91,7 +91,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Token
 
     def of(template: str) -> Tokenizer:
         if template not in made:
-            made[template] = make_tokenizer(tmp_path_factory.mktemp(template), template)
+            source = (TEMPLATES / f"{template}.jinja").read_text()
+            made[template] = make_tokenizer(tmp_path_factory.mktemp(template), source)
         return made[template]
 
     return of
@@ -496,6 +497,7 @@ def test_parallel_and_repeated_requests_are_rows_with_one_beginning(qwen3: Token
     for turn in reversed(turns):
         say(branches, qwen3, turn, "hello<|im_end|>")
     assert all(turn.context.tolist() == turns[0].context.tolist() for turn in turns)
+    assert branches.counts.new_tokens == len(turns[0].context) - len(root.tokens)  # once each
     rows = branches.rows()
     assert [row.prompt.tolist() for row in rows] == [
         root.context.tolist(),
@@ -576,7 +578,7 @@ def test_ids_and_reasoning_decide_between_equal_answers(qwen3: Tokenizer) -> Non
         say(branches, qwen3, turn, thought + CALL + "<|im_end|>").message
         for turn, thought in zip(turns, thoughts, strict=True)
     ]
-    for turn, message in zip(turns, said, strict=True):
+    for turn, message in reversed([*zip(turns, said, strict=True)]):
         assert branches.begin([USER, message, USER], TOOLS).parent is turn
     unnamed = copy.deepcopy(said[0])
     unnamed["tool_calls"][0]["id"] = unnamed["reasoning_content"] = ""
@@ -586,6 +588,22 @@ def test_ids_and_reasoning_decide_between_equal_answers(qwen3: Tokenizer) -> Non
     said = [say(branches, qwen3, turn, "ok<|im_end|>").message for turn in turns]
     parents = [branches.begin([USER, said[0], USER]).parent for _ in range(2)]
     assert parents == turns  # the second continues the one without a child
+
+
+def test_the_longest_conversation_is_continued_and_of_equal_ones_that_of_the_ids(
+    qwen3: Tokenizer,
+) -> None:
+    branches = make_branches(qwen3)
+    said, children = [], []
+    for turn in [branches.begin([USER], TOOLS) for _ in range(3)]:
+        said.append(say(branches, qwen3, turn, CALL + "<|im_end|>").message)
+    for message in said[:2]:
+        children.append(branches.begin([USER, message, USER], TOOLS))
+        say(branches, qwen3, children[-1], THOUGHT + "ok<|im_end|>")
+    last = {"role": "assistant", "content": "ok"}
+    assert branches.begin([USER, said[1], USER, last, USER], TOOLS).parent is children[1]
+    longest = branches.begin([USER, said[2], USER, last, USER], TOOLS)
+    assert longest.parent is children[0] and len(longest.asked) == 1
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
@@ -605,6 +623,8 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_text(
     assert following.context[: len(begun)].tolist() == begun  # the template ends the turn
     whole = say(branches, qwen3, following, "a hello", ("lo",), finish)
     assert whole.finish_reason == "stop" and whole.message["content"] == "a hel"
+    both = say(branches, qwen3, branches.begin([USER]), "a hello ok", ("o ok", "hello o"), finish)
+    assert both.message["content"] == "a "  # one token completes both
 
 
 def test_an_answer_at_the_limit_has_its_finish_reason(qwen3: Tokenizer) -> None:
@@ -612,6 +632,10 @@ def test_an_answer_at_the_limit_has_its_finish_reason(qwen3: Tokenizer) -> None:
     turn = branches.begin([USER], TOOLS)
     assert say(branches, qwen3, turn, CALL, (), "length").finish_reason == "length"
     assert branches.rows()[0].finish == "length"
+    branches = make_branches(qwen3)
+    answer = say(branches, qwen3, branches.begin([USER]), "ok<|im_end|>")
+    say(branches, qwen3, branches.begin([USER, answer.message, USER]), "ok", (), "length")
+    assert [row.finish for row in branches.rows()] == ["length"]
 
 
 @pytest.mark.parametrize(
@@ -690,11 +714,20 @@ def test_a_branch_or_token_too_many_is_refused(qwen3: Tokenizer) -> None:
     long = {"role": "user", "content": "ab" * 60_000}
     with pytest.raises(EndpointError, match="maximum context length is"):
         branches.begin([long])
+    with pytest.raises(EndpointError, match="maximum context length is"):
+        make_branches(qwen3, max_tokens=room - 1).begin([USER])
     linear = make_branches(qwen3, max_branches=1)
     answer = say(linear, qwen3, linear.begin([USER]), "ok<|im_end|>")
     assert linear.begin([USER, answer.message, USER])  # it is of the same row
     with pytest.raises(EndpointError, match="has 1 branches"):
         linear.begin([USER, answer.message, USER])
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
 
 
 def called(call: Any) -> dict[str, Any]:
@@ -716,6 +749,7 @@ def called(call: Any) -> dict[str, Any]:
         ([USER], [{"type": "function"}], "tools: tool .* has no name"),
         ([USER], ["grow"], "tools: "),
         ([{"role": "user", "content": "\ud800"}], None, "chat template"),
+        pytest.param([USER], [{"name": "f", "parameters": nested(5000)}], "recursion", id="deep"),
     ],
 )
 def test_an_invalid_request_is_refused_and_changes_nothing(
@@ -725,6 +759,61 @@ def test_an_invalid_request_is_refused_and_changes_nothing(
     with pytest.raises(EndpointError, match=words) as refused:
         branches.begin(messages, tools)
     assert refused.value.status == 400 and branches.counts == (0, 0, 0, 0)
+
+
+def test_a_template_over_its_limits_is_no_error_of_the_request(
+    qwen3: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render_chat(*args: Any, **variables: Any) -> str:
+        raise LimitError("too slow")
+
+    monkeypatch.setattr(qwen3, "render_chat", render_chat)
+    with pytest.raises(LimitError):
+        make_branches(qwen3).begin([USER])
+
+
+def test_names_and_ids_of_messages_reach_the_template(tmp_path: Path) -> None:
+    source = "{% for m in messages %}{{ m.name }}.{{ m.tool_call_id }}.{{ m.content }};{% endfor %}"
+    own = make_tokenizer(tmp_path, source)
+    branches = make_branches(own)
+    named = USER | {"name": "a", "tool_call_id": "b", "other": "c"}
+    turn = branches.begin([named])
+    assert own.decode(turn.context) == "a.b.hello;"
+    answer = say(branches, own, turn, "ok")
+    assert branches.begin([named | {"other": "d"}, answer.message, USER]).parent is turn
+    for key in ("name", "tool_call_id"):
+        assert branches.begin([named | {key: "d"}, answer.message, USER]).parent is None
+
+
+def test_arguments_may_be_missing_or_an_object(qwen3: Tokenizer) -> None:
+    branches = make_branches(qwen3)
+    for value, text in (({"name": "\u4eac"}, '{"name": "\u4eac"}'), (None, "{}")):
+        context, same = (
+            branches.begin([USER, called({"function": {"name": "grow", "arguments": a}}), USER])
+            for a in (value, text)
+        )
+        assert context.context.tolist() == same.context.tolist()
+        assert text in qwen3.decode(context.context)
+
+
+def test_an_answer_whose_arguments_were_broken_is_refused(qwen3: Tokenizer) -> None:
+    branches = make_branches(qwen3)
+    say(branches, qwen3, branches.begin([USER], TOOLS), CALL + "<|im_end|>")
+    with pytest.raises(EndpointError, match="are not JSON"):
+        branches.begin([USER, rewritten(arguments="{"), USER], TOOLS)
+
+
+def test_new_messages_are_rendered_with_the_tools(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages %}{% if loop.last and tools %}[{{ tools[0].name }}]{% endif %}"
+        "<|user|>{{ m.content }}{% endfor %}"
+    )
+    own = make_tokenizer(tmp_path, source)
+    branches = make_branches(own)
+    turn = branches.begin([USER], [{"name": "grow"}])
+    answer = say(branches, own, turn, "ok")
+    second = branches.begin([USER, answer.message, USER], [{"name": "grow"}])
+    assert own.decode(second.context, False) == "[grow]<|user|>hellook[grow]<|user|>hello"
 
 
 def test_tokens_that_the_model_does_not_have_are_refused(qwen3: Tokenizer) -> None:
