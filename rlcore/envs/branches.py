@@ -170,7 +170,8 @@ class Turn:
             return -1
         if isinstance(request, str):
             shown = f"{self.asked}{self.text}"
-            return at + len(shown) if request.startswith(shown, at) else -1
+            end = at + len(shown)
+            return end if request[at:end] == shown else -1
         end = at + len(self.asked)
         if end >= len(request) or request[at:end] != self.asked:
             return -1
@@ -284,8 +285,8 @@ class Branches:
 
     def rows(self) -> list[EpisodeRow]:
         """Return the rows of the turns that have ended, in the order in which the rows began."""
-        firsts = [turn for turn in self._turns if turn.answer is not None and turn.begins_row]
-        return [row for row in map(_row, firsts) if row is not None]
+        rows = [_row(turn) for turn in self._turns if turn.begins_row]
+        return [row for row in rows if row is not None]
 
     @property
     def counts(self) -> BranchCounts:

@@ -407,7 +407,11 @@ def test_trained_tokens_are_the_sampled_ones_in_their_context_and_once(
     ended = [c.turn for c in harness.calls if c.kept is not None and not c.is_cancelled]
     continued = {id(turn.parent) for turn in ended if turn.parent is not None}
     assert len(harness.branches.rows()) == len(ended) - len(continued)
+    for call in harness.pending():
+        harness.branches.cancel(call.turn)
+        call.is_cancelled = True
     counts = harness.branches.counts
+    assert counts.branches == len(harness.branches.rows())
     assert counts.turns == sum(not c.is_cancelled for c in harness.calls)
     assert counts.reused_tokens + counts.new_tokens == sum(len(c.context) for c in harness.calls)
 
@@ -565,6 +569,7 @@ def test_an_answer_is_known_by_its_visible_values(
     text = CALL.replace('{"by": 1}', '{"by": 1, "some": 1.0}')
     answer = say(branches, qwen3, branches.begin([USER], TOOLS), text + "<|im_end|>")
     assert answer.finish_reason == "tool_calls"
+    answer.message.clear()  # it is the caller's
     asked = [USER, message, {"role": "tool", "content": "ok"}]
     assert (branches.begin(asked, TOOLS).parent is not None) == is_same
     assert (branches.begin([USER, message], TOOLS).asked == []) == is_same  # to be continued
@@ -719,6 +724,7 @@ def test_a_branch_or_token_too_many_is_refused(qwen3: Tokenizer) -> None:
     linear = make_branches(qwen3, max_branches=1)
     answer = say(linear, qwen3, linear.begin([USER]), "ok<|im_end|>")
     assert linear.begin([USER, answer.message, USER])  # it is of the same row
+    assert linear.counts.branches == 1
     with pytest.raises(EndpointError, match="has 1 branches"):
         linear.begin([USER, answer.message, USER])
 
