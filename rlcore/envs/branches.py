@@ -22,9 +22,9 @@ requests with equal messages are turns of different rows in the same way.
 `reuse` decides what a prefix is:
 
 - `keep`: equal messages. An assistant message equals a sampled answer if it has the answer's
-  content and calls, compared by name and argument values. Its reasoning may be missing, but must
-  not be another. A harness that never sends reasoning back therefore continues its row. The
-  reasoning remains in the context, and is trained once.
+  content, except for white space around it, and calls with the same names and argument values. Its
+  reasoning may be missing, but must not be another. A harness that never sends reasoning back
+  therefore continues its row. The reasoning remains in the context, and is trained once.
 - `template`: equal text. The template renders all messages, and the text of a turn's tokens must be
   a prefix of the result. The context always has the text that a stateless server would show. If the
   template drops reasoning or spells an answer differently, the turn begins a row. With Qwen3, every
@@ -472,11 +472,11 @@ def _normal_call(call: Any, where: str) -> dict[str, Any]:
 
 def _is_answer(sent: ChatMessage, answer: ChatMessage) -> bool:
     """Return whether a message of a request is a sampled answer, maybe without its reasoning."""
-    reasoning = answer.get("reasoning_content")
+    reasoning = sent.get("reasoning_content", "").strip()
     return (
         sent["role"] == "assistant"
-        and sent["content"] == answer["content"]
-        and sent.get("reasoning_content", reasoning) == reasoning
+        and sent["content"].strip() == answer["content"].strip()
+        and reasoning in ("", answer.get("reasoning_content", "").strip())
         and _named_values(sent) == _named_values(answer)
     )
 

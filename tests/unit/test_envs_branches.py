@@ -163,8 +163,8 @@ def is_answer(sent: dict[str, Any], sampled: dict[str, Any]) -> bool:
     values, theirs = (
         [(n, json.loads(a)) for n, a in message["calls"]] for message in (sent, sampled)
     )
-    reasoning = sent["reasoning"] in ("", sampled["reasoning"])
-    same = all(sent[key] == sampled[key] for key in ("role", "content"))
+    reasoning = sent["reasoning"].strip() in ("", sampled["reasoning"].strip())
+    same = sent["role"] == "assistant" and sent["content"].strip() == sampled["content"].strip()
     return reasoning and same and values == theirs
 
 
@@ -260,12 +260,14 @@ class Harness:
 
     def rewrite(self, messages: list[dict[str, Any]]) -> None:
         """Write messages as other programs do; only some changes are of meaning."""
-        kind = self.draw("no reasoning", "other reasoning", "json", "none", "arguments")
+        kind = self.draw("no reasoning", "other reasoning", "json", "none", "arguments", "strip")
         for message in messages:
             if kind == "no reasoning":
                 message.pop("reasoning_content", None)
             elif kind == "other reasoning" and message.get("reasoning_content"):
                 message["reasoning_content"] += "!"
+            elif kind == "strip" and message["role"] == "assistant":
+                message["content"] = plain(message)["content"].strip()
             elif kind == "none" and not message["content"]:
                 message["content"] = None
             for call in message.get("tool_calls", ()):
@@ -489,6 +491,8 @@ def test_reasoning_that_was_rewritten_begins_a_row(qwen3: Tokenizer) -> None:
     answer = say(branches, qwen3, branches.begin([USER]), THOUGHT + "ok<|im_end|>")
     edited = answer.message | {"reasoning_content": "other"}
     assert branches.begin([USER, edited, USER]).parent is None
+    spaced = answer.message | {"reasoning_content": " hm\n", "content": "ok "}
+    assert branches.begin([USER, spaced, USER]).parent
     assert branches.begin([USER, answer.message | {"reasoning_content": ""}, USER]).parent
 
 
