@@ -54,7 +54,7 @@ class Texts(Protocol):
 
     def defused(self, text: str) -> str: ...
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str: ...
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str: ...
 
 
 class Dialogue:
@@ -104,8 +104,8 @@ class Dialogue:
         """Return the tokens to append after a turn that ended with the token `last`.
 
         If the end token was already sampled, it is not repeated. An observation of token ids is
-        used unchanged; in text, special tokens are disabled. Raises ValueError if the template does
-        not keep the turn unchanged, and EnvError for ids outside of the vocabulary.
+        used unchanged; in text, special tokens are disabled. Raises ConfigError if the template
+        does not keep the turn unchanged, and EnvError for ids outside of the vocabulary.
         """
         if not isinstance(seen, str):
             ids = [int(i) for i in seen]
@@ -118,21 +118,25 @@ class Dialogue:
             return []
         if not self._is_chat:
             return self._tokenizer.encode(self._tokenizer.defused(seen))
-        return self._messages([{"role": "user", "content": seen}], last)
+        return self.appended([{"role": "user", "content": self._tokenizer.defused(seen)}], last)
 
     def tool_results(self, results: Sequence[str], last: int) -> list[int]:
         """Return the tokens to append after a turn that ended with the token `last`, for the
         results of its calls (`replies`). They are messages of the role `tool`. Raises ConfigError
         as `observation` does."""
-        return self._messages([{"role": "tool", "content": text} for text in results], last)
+        defused = map(self._tokenizer.defused, results)
+        return self.appended([{"role": "tool", "content": text} for text in defused], last)
 
-    def _messages(self, new: Sequence[dict[str, str]], last: int) -> list[int]:
+    def appended(self, new: Sequence[Mapping[str, Any]], last: int, **variables: Any) -> list[int]:
+        """Return the tokens to append after a turn that ended with the token `last`, for new
+        messages. Special tokens in the messages stay special. `variables` are passed to the
+        template. Raises ConfigError as `observation` does."""
         messages = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": _TURN},
-            *({**m, "content": self._tokenizer.defused(m["content"])} for m in new),
+            *new,
         ]
-        _, found, after = self._tokenizer.render_chat(messages).partition(_TURN)
+        _, found, after = self._tokenizer.render_chat(messages, **variables).partition(_TURN)
         if not found:
             raise ConfigError(
                 "--env: the chat template drops earlier assistant turns, so a conversation "
