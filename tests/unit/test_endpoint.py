@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from rlcore.envs.chat_api import ApiError, ChatAnswer, ChatCall, TokenLogProb, TurnSampling
-from rlcore.envs.endpoint import Endpoint, EndpointServer
+from rlcore.envs.endpoint import Endpoint, EndpointServer, _BoundedProtocol
 from tests.endpoints import HELLO, WAIT_S, Played, Served, serve, wait_until
 
 CALLS = (ChatCall("call_0", "weather", '{"city":"Oslo"}'), ChatCall("call_1", "now", "{}"))
@@ -671,6 +671,20 @@ def test_a_server_ends_with_turns_in_progress() -> None:
     assert not any(t.name == "endpoint" and t is server._thread for t in threading.enumerate())
     with pytest.raises(ConnectionRefusedError):
         dial(server)
+
+
+def test_answers_do_not_wait_for_acknowledgements(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    connect = _BoundedProtocol.connection_made
+
+    def note(self: Any, transport: Any) -> None:
+        made.append(transport.get_extra_info("socket"))
+        connect(self, transport)
+
+    monkeypatch.setattr(_BoundedProtocol, "connection_made", note)
+    with serve() as served:
+        assert served.client.get("/health").status_code == 200
+        assert made[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_port_in_use_is_an_error_at_the_start(served: Served) -> None:
