@@ -112,7 +112,7 @@ class SandboxProcess:
             if is_stale(old):
                 end_marked(old.name.removeprefix(PREFIX))
                 with contextlib.suppress(OSError, subprocess.SubprocessError):
-                    _remove(str(old))
+                    remove_folder(str(old))
         self._folder = str(parent / (PREFIX + self._mark))
         os.mkdir(self._folder)
         self._lock = lock(Path(self._folder))
@@ -136,7 +136,7 @@ class SandboxProcess:
     def empty_tmp(self) -> None:
         """Remove a program's temporary files. With namespaces, `inside` replaces /tmp instead."""
         if self.tmp and any(os.scandir(self.tmp)):
-            _remove(self.tmp)
+            remove_folder(self.tmp)
             os.mkdir(self.tmp)
             os.chmod(self.tmp, 0o1777)
 
@@ -153,7 +153,7 @@ class SandboxProcess:
             if self._cgroup is not None:
                 self._cgroup.close()
             if self._folder:
-                _remove(self._folder)
+                remove_folder(self._folder)
         except (OSError, subprocess.SubprocessError) as error:
             log.error("sandbox: cannot remove %s: %s", self._folder or "its cgroup", error)
         if self._lock >= 0:
@@ -177,7 +177,7 @@ class SandboxProcess:
         return lines[-1] if lines else "the sandbox exited without an error message"
 
 
-def _remove(folder: str) -> None:
+def remove_folder(folder: str) -> None:
     """Remove a folder, even if a program without namespaces ran as this user and changed the
     permissions. Uses `rm`, because shutil.rmtree raises RecursionError on 1,000 nested folders."""
     remove = ["rm", "-rf", "--one-file-system", "--", folder]

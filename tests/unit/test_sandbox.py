@@ -137,13 +137,13 @@ def test_a_sandbox_that_never_comes_back_says_how_often_it_was_tried(monkeypatch
 
 
 def test_closing_a_sandbox_whose_folder_stays_raises_nothing(monkeypatch, caplog):
-    remove, folders = isolation._remove, []
+    remove, folders = isolation.remove_folder, []
 
     def in_vain(folder: str) -> None:
         folders.append(folder)
         raise subprocess.TimeoutExpired("rm", 30)
 
-    monkeypatch.setattr(isolation, "_remove", in_vain)
+    monkeypatch.setattr(isolation, "remove_folder", in_vain)
     Sandbox("fallback").close()
     assert f"cannot remove {folders[0]}" in caplog.text
     remove(folders[0])
@@ -365,7 +365,7 @@ def test_folders_that_a_program_has_locked_are_removed():
         open(f"{folder}/a/b/c", "w").close()
         for path in ("a/b", "a", "."):
             os.chmod(f"{folder}/{path}", 0)
-        isolation._remove(folder)
+        isolation.remove_folder(folder)
         print(os.path.exists(folder))
     """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)
