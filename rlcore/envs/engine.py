@@ -20,17 +20,17 @@ import asyncio
 import itertools
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from msgspec import structs
 
 from rlcore.config.schema import EnvConfig
 from rlcore.envs.dialogue import Dialogue
-from rlcore.envs.episode import EpisodeLimits, Transcript, play
+from rlcore.envs.episode import EpisodeLimits, PlayedEpisode, Policy, Transcript, play
 from rlcore.envs.kind import EnvKind
 from rlcore.envs.pool import EnvError, EnvPool
 from rlcore.protocols import Engine, PauseMode, Tag
@@ -49,6 +49,7 @@ from rlcore.records import (
     Request,
     RequestId,
     Sample,
+    Sampling,
     Stats,
 )
 from rlcore.utils.log import log
@@ -63,6 +64,16 @@ _MOST_RESTARTS = 16
 restarts count as failures of the episode itself."""
 _MOST_FAILURES = 16
 """Number of failed attempts after which the run ends, if no episode has succeeded yet."""
+
+
+class EpisodeHost(Protocol):
+    """What plays whole episodes in place of environments, such as `harness_env.HarnessHost`."""
+
+    async def play(
+        self, so_far: Transcript, policy: Policy, sampling: Sampling, prompt: Prompt, name: str
+    ) -> PlayedEpisode: ...
+
+    def close(self) -> None: ...
 
 
 class EpisodeOutcome(NamedTuple):
@@ -133,6 +144,7 @@ class EpisodeEngine:
         seed: int = 0,
         barrier: bool = False,
         log_file: Path | None = None,
+        host: EpisodeHost | None = None,
     ) -> None:
         """Start the event loop's thread.
 
@@ -141,12 +153,14 @@ class EpisodeEngine:
             prompt_of: returns the data row of a group; called when a request is submitted.
             seed: base of the environments' seeds. An environment's seed depends on `seed` and the
                 data row, so all episodes of a group start in the same state.
+            host: plays the episodes instead of environments, and is closed with the engine.
             barrier: whether to submit turns only when all episodes have requested one.
         """
         self._inner, self._name, self._kind, self._config = inner, name, kind, config
         self._dialogue, self._decode, self._prompt_of = dialogue, decode, prompt_of
         self._seed, self._barrier = seed, barrier
         self._has_tools = bool(kind.tools(config))
+        self._host = host
         self.outcomes: dict[RequestId, EpisodeOutcome] = {}
         """Outcomes of finished episodes, until the scorer takes them."""
         # fields used by the caller's thread only
@@ -358,13 +372,16 @@ class EpisodeEngine:
     async def _run(self, log_file: Path | None, started: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
-        self._pool = EnvPool(self._name, self._config, log_file=log_file)
+        self._pool = (
+            EnvPool(self._name, self._config, log_file=log_file) if not self._host else None
+        )
         self._slots = asyncio.Semaphore(self._config.max_running_episodes)
         started.set()
         try:
             await self._over.wait()
         finally:
-            self._pool.close()
+            if self._pool is not None:
+                self._pool.close()
 
     def _begin(self, episode: _Episode) -> None:
         task = self._loop.create_task(self._live(episode))
@@ -416,6 +433,9 @@ class EpisodeEngine:
     async def _attempt(self, episode: _Episode, attempt: int, *, alone: bool) -> None:
         request, cfg = episode.request, self._config
         so_far = episode.attempt()
+        if self._host is not None:
+            return await self._serve(episode, self._host, so_far, attempt)
+        assert self._pool is not None
         place = await self._pool.open(alone=alone)
         try:
             finish = await play(
@@ -432,16 +452,36 @@ class EpisodeEngine:
             )
         finally:
             place.close()
+        more = {"env/malformed_calls": float(so_far.num_malformed)} if self._has_tools else {}
+        self._succeed(episode, so_far.sample(finish), more)
+
+    async def _serve(
+        self, episode: _Episode, host: EpisodeHost, so_far: Transcript, attempt: int
+    ) -> None:
+        """Let a harness play an episode."""
+        request = episode.request
+        played = await host.play(
+            so_far,
+            lambda turn: self._policy(episode, turn),
+            request.sampling,
+            episode.prompt,
+            f"{request.id}.again{attempt}" if attempt else request.id,
+        )
+        self._succeed(episode, played.sample, played.numbers)
+
+    def _succeed(self, episode: _Episode, sample: Sample, more: Mapping[str, float]) -> None:
+        """Record the end of an episode; `more` are details of its outcome."""
         self._ended_well = True
+        so_far = episode.so_far
         details = {
             "env/turns": float(so_far.num_turns),
             "env/wait_s": so_far.env_s,
-            "env/cut": float(finish in CUT),
-            **({"env/malformed_calls": float(so_far.num_malformed)} if self._has_tools else {}),
+            "env/cut": float(sample.finish in CUT),
+            **more,
             **{f"env/{name}": value for name, value in so_far.numbers.items()},
         }
         outcome = EpisodeOutcome(so_far.score, so_far.text, details)
-        self._end(episode, so_far.sample(finish), outcome)
+        self._end(episode, sample, outcome)
 
     async def _policy(self, episode: _Episode, turn: Request) -> Sample:
         future = self._waiting[turn.id] = self._loop.create_future()
@@ -474,7 +514,7 @@ class EpisodeEngine:
         if count <= _FULL_ERRORS or not count & (count - 1):
             nth = f" ({count} such errors so far)" if count > _FULL_ERRORS else ""
             log.warning("env %s: episode %s: %s%s", self._name, episode.request.id, error, nth)
-        if self._pool.failure:
+        if self._pool is not None and self._pool.failure:
             self._fail(self._pool.failure)
         elif not self._ended_well and sum(self._errors.values()) >= _MOST_FAILURES:
             self._fail(
@@ -543,6 +583,8 @@ class EpisodeEngine:
         self._closed = True
         self._inner.close()
         self._loop.call_soon_threadsafe(self._over.set)
+        if self._host is not None:
+            self._host.close()
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             log.error("env %s: its processes did not end within %g s", self._name, _CLOSE_S)

@@ -24,6 +24,13 @@ Policy = Callable[[Request], Awaitable[Sample]]
 """Function that samples one turn of the policy for a request."""
 
 
+class PlayedEpisode(NamedTuple):
+    """An episode that a host has played, and details of it for the metrics."""
+
+    sample: Sample
+    numbers: dict[str, float]
+
+
 class EpisodeLimits(NamedTuple):
     """Limits of an episode; see `EnvConfig` for their meaning."""
 
@@ -67,6 +74,15 @@ class Transcript:
         self.versions += turn.versions.tolist()
         self.num_turns += 1
         self.text = text
+
+    def took_turn(self, text: str) -> None:
+        """Count a turn of the policy whose tokens a harness's branches hold."""
+        self.num_turns += 1
+        self.text = text
+
+    def rewarded(self, score: float, numbers: dict[str, float]) -> None:
+        """Record the score and numbers of a harness."""
+        self.score, self.numbers = score, numbers
 
     def called(self, turn: ParsedTurn) -> None:
         """Count the malformed calls of a turn."""

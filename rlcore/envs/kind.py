@@ -67,9 +67,13 @@ class EnvKind(NamedTuple):
     config: type[EnvConfig]
     make: Callable[[Any], TextEnv]
     """Function that creates an environment from the config section; called for every episode."""
-    scored_by: Literal["env", "reward"] = "env"
+    scored_by: Literal["env", "reward"] | Callable[[Any], str] = "env"
     """Source of an episode's score. `env`: the sum of the environment's rewards. `reward`: that sum
-    plus the score of `--reward` for the text of the last turn."""
+    plus the score of `--reward` for the text of the last turn. A function of the config section
+    returns `reward`, or another text for `env`."""
+    host: Callable[..., Any] | None = None
+    """Class whose object plays the episodes of a rank, instead of environments in processes
+    (`engine.EpisodeHost`). Its arguments are those of `harness_env.HarnessHost`."""
     tools: Callable[[Any], Sequence[Mapping[str, Any]]] = no_tools
     """Function that returns the tools of a config section in OpenAI's form. If there are any, the
     chat template shows them, `step` takes a `ToolTurn`, and it returns a result per call, a list of

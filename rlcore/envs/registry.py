@@ -17,6 +17,7 @@ from rlcore.utils.errors import ConfigError
 ENVS: dict[str, str] = {
     "alfworld": "rlcore.envs.alfworld",
     "blackjack": "rlcore.envs.blackjack",
+    "endpoint": "rlcore.envs.harness_env",
     "frozenlake": "rlcore.envs.frozenlake",
     "latency": "rlcore.envs.latency",
     "single_turn": "rlcore.envs.single_turn",
@@ -50,6 +51,12 @@ def resolve(name: str) -> EnvKind:
 def tools_of(name: str, config: EnvConfig) -> Sequence[Mapping[str, Any]]:
     """Return the tools that the chat template shows the policy in OpenAI's form, if any."""
     return resolve(name).tools(config) if name else ()
+
+
+def is_scored_by_reward(name: str, config: EnvConfig) -> bool:
+    """Return whether `--reward` scores the last turn of an episode."""
+    source = resolve(name).scored_by
+    return (source(config) if callable(source) else source) == "reward"
 
 
 def config_class(name: str) -> type[EnvConfig]:

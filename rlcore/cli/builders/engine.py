@@ -16,8 +16,9 @@ from rlcore.config import rules
 from rlcore.config.schema import Config
 from rlcore.envs import registry as envs
 from rlcore.envs.dialogue import Dialogue
-from rlcore.envs.engine import EpisodeEngine
+from rlcore.envs.engine import EpisodeEngine, EpisodeHost
 from rlcore.hf.config import HFConfig
+from rlcore.hf.tokenizer import Tokenizer
 from rlcore.ops import native
 from rlcore.protocols import Engine
 from rlcore.records import GroupId, Prompt
@@ -200,10 +201,12 @@ def make_episodes(
     dialogue: Dialogue,
     decode: Callable[[Sequence[int]], str],
     prompt_of: Callable[[GroupId], Prompt],
+    host: EpisodeHost | None,
 ) -> EpisodeEngine:
     """Wrap the engine of a rank so that its responses are episodes of an environment. With
     --debug.deterministic_order all episodes advance turn by turn in lockstep."""
-    announce("env", f"{cfg.select.env}, {cfg.env.workers} worker processes")
+    processes = "harnesses" if host else f"{cfg.env.workers} worker processes"
+    announce("env", f"{cfg.select.env}, {processes}")
     return EpisodeEngine(
         engine,
         cfg.select.env,
@@ -214,5 +217,20 @@ def make_episodes(
         prompt_of=prompt_of,
         seed=cfg.run.seed,
         barrier=cfg.debug.env_barrier or cfg.debug.deterministic_order,
+        log_file=run_folder(cfg) / "logs" / f"env{world.rank}.log",
+        host=host,
+    )
+
+
+def make_host(cfg: Config, hf: HFConfig, world: World, tokenizer: Tokenizer) -> EpisodeHost | None:
+    """Make what plays the episodes of a rank, if the environment has no processes of its own."""
+    make = envs.resolve(cfg.select.env).host
+    if make is None:
+        return None
+    return make(
+        cfg.env,
+        tokenizer,
+        num_tokens=hf.vocab_size,
+        max_tokens=max_model_tokens(cfg, hf),
         log_file=run_folder(cfg) / "logs" / f"env{world.rank}.log",
     )

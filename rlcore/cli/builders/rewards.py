@@ -26,7 +26,7 @@ def make_scorer(
     cfg: Config, world: World, deadlines: AdaptiveTimeout | None
 ) -> RewardService | None:
     """Return the reward service of a rank; None if the environment scores its own episodes."""
-    if cfg.select.env and envs.resolve(cfg.select.env).scored_by == "env":
+    if cfg.select.env and not envs.is_scored_by_reward(cfg.select.env, cfg.env):
         return None
     return RewardService(
         cfg.select.reward,

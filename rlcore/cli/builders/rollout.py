@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlcore.cli.builders.engine import make_engine, make_episodes
+from rlcore.cli.builders.engine import make_engine, make_episodes, make_host
 from rlcore.cli.builders.model import sampling_of
 from rlcore.cli.builders.observers import of_agent, watch
 from rlcore.cli.builders.prompts import is_chat, run_tokenizer
@@ -131,7 +131,13 @@ def _make_sampler(
         tools=envs.tools_of(cfg.select.env, cfg.env),
     )
     episodes = make_episodes(
-        cfg, world, engine, shown, tokenizer.decode, lambda group: worker().prompts[group]
+        cfg,
+        world,
+        engine,
+        shown,
+        tokenizer.decode,
+        lambda group: worker().prompts[group],
+        make_host(cfg, start.hf, world, tokenizer),
     )
     return EnvScorer(episodes.outcomes, rewards), episodes, in_child
 

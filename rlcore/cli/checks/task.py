@@ -90,7 +90,7 @@ def data(name: str, some: Sequence[Prompt]) -> CheckResult:
 
 def rewards(cfg: Config, some: Sequence[Prompt], tokens: Tokenizer) -> list[CheckResult]:
     """Score the reference answer of each row and an empty answer, with each reward of the run."""
-    if cfg.select.env and envs.resolve(cfg.select.env).scored_by == "env":
+    if cfg.select.env and not envs.is_scored_by_reward(cfg.select.env, cfg.env):
         return [CheckResult("reward", "SKIP", f"--env {cfg.select.env} scores its own episodes")]
     terms = zip(
         registry.parts_of(cfg.select.reward), reward_sections(cfg.reward).values(), strict=True

@@ -1,0 +1,30 @@
+"""Harnesses for tests of `--env endpoint`."""
+
+import os
+from typing import Any
+
+import httpx
+
+
+def ask(client: httpx.Client, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """The message that the policy answers with."""
+    found = client.post("chat/completions", json={"model": "m", "messages": messages, **more})
+    assert found.status_code == 200, found.text
+    return found.json()["choices"][0]["message"]
+
+
+def talk(task: dict[str, Any]) -> float:
+    """Two turns of a conversation and one of a sub-agent, and a score that depends on them."""
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    url = os.environ["OPENAI_BASE_URL"] + "/"
+    with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
+        messages = [{"role": "user", "content": task["prompt"]}]
+        first = ask(client, messages)
+        second = ask(client, [*messages, first, {"role": "user", "content": "Again."}])
+        third = ask(client, [{"role": "user", "content": "What else?"}], max_tokens=3)
+    return float(sum(len(m["content"]) for m in (first, second, third)) % 5)
+
+
+def silent(task: dict[str, Any]) -> float:
+    """No turn at all."""
+    return 1.0
