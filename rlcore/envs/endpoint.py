@@ -54,6 +54,7 @@ _KEY = "rlcore-"
 _MOST_CLOSED = 1 << 14
 """Number of ended episodes whose keys are still told from wrong ones."""
 _SCORE_BYTES = 1 << 16
+_BACKLOG = 2048
 _CLIENT_GONE = 499
 """Status of a response that no client reads."""
 
@@ -488,6 +489,20 @@ class _BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # a
         return self.cycle is None or self.cycle.response_complete
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Named as TCP, because asyncio else leaves out TCP_NODELAY, and answers wait 40 ms for an ACK.
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+        found.listen(_BACKLOG)
+    except OSError:
+        found.close()
+        raise
+    return found
+
+
 class EndpointServer:
     """HTTP server of an endpoint, in a thread of its own."""
 
@@ -495,8 +510,7 @@ class EndpointServer:
         """Listen and start the thread. `port` 0: a free one. Raises OSError if the address cannot
         be listened on."""
         self._endpoint = endpoint
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=2048)
+        self._socket = _listen(host, port)
         self.host, self.port = host, int(self._socket.getsockname()[1])
         protocol = functools.partial(
             _BoundedProtocol, order={}, most=endpoint.limits.max_connections
