@@ -434,6 +434,9 @@ def test_a_larger_body_than_allowed_is_refused(is_chunked: bool) -> None:
             reply = served.client.post("/v1/chat/completions", content=content, headers=key)
             assert reply.status_code == status, size
         assert reply.json()["error"]["message"] == "the body is larger than 1000 bytes"
+        with dial(served.server) as client:  # one that says so is refused before it sends it
+            client.sendall(request_of(key, b"", length=1001))
+            assert client.recv(100).startswith(b"HTTP/1.1 413")
         assert len(episode.turns) == 1
 
 
@@ -581,11 +584,13 @@ def test_requests_that_ended_are_counted_no_more(stream: bool) -> None:
         with dial(served.server) as client:
             client.sendall(request_of(key, body))
             assert episode.begun.acquire(timeout=WAIT_S)
+            if stream:
+                client.recv(10)  # the stream has begun
             assert served.chat(key).status_code == 429
         assert episode.cancelled.acquire(timeout=WAIT_S)
         assert served.chat(key, n=2).status_code == 400
         episode.release(ApiError(400, "full"))
-        assert served.chat(key, stream=stream).status_code == 400
+        assert served.chat(key).status_code == 400
         episode.release(ChatAnswer())
         assert served.chat(key, stream=stream).status_code == 200
         wait_until(lambda: served.endpoint.counts["cancelled"] == 1)

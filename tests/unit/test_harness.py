@@ -39,14 +39,19 @@ def play(
 ) -> Outcome:
     """Run a harness without an endpoint. Its folder is in `folder`, and is empty afterwards."""
     printed = bytearray()
-    posted = fields.pop("posted", lambda: None)
+    posted, heard = fields.pop("posted", lambda: None), fields.pop("heard", lambda data: None)
+
+    def sink(data: bytes) -> None:
+        printed.extend(data)
+        heard(data)
+
     run = HarnessRun(
         Harness(command=command, **fields),
         "t1.0",
         task,
         root_url="http://127.0.0.1:9",
         key="secret-key",
-        sink=printed.extend,
+        sink=sink,
         posted=posted,
         parent_folder=folder,
     )
@@ -54,6 +59,29 @@ def play(
     left = [p.name for p in folder.iterdir() if p.name.startswith("rlcore-harness-")]
     assert not left, "the folder is removed"
     return Outcome(result, bytes(printed))
+
+
+class Clock:
+    """Clock of harnesses that passes every deadline once a harness has printed `ready`."""
+
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self) -> None:
+        self._shift = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._shift
+
+    def heard(self, data: bytes) -> None:
+        if b"ready" in data:
+            self._shift += 1e6
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr("rlcore.envs.harness.time", found)
+    return found
 
 
 def is_running(pid: int) -> bool:
@@ -145,10 +173,10 @@ def test_a_score_is_given_by_file(tmp_path: Path) -> None:
     assert play(tmp_path, command).result == (0.5, {"steps": 2.0}, "")
 
 
-def test_a_score_counts_however_the_harness_ends(tmp_path: Path) -> None:
+def test_a_score_counts_however_the_harness_ends(tmp_path: Path, clock: Clock) -> None:
     assert play(tmp_path, 'echo 0 > "$RLCORE_SCORE"; exit 3').result == (0.0, {}, "")
-    late = 'echo 0.25 > "$RLCORE_SCORE"; sleep 1000'
-    assert play(tmp_path, late, timeout_s=0.5, grace_s=0.1).result == (0.25, {}, "")
+    late = 'echo 0.25 > "$RLCORE_SCORE"; echo ready; sleep 1000'
+    assert play(tmp_path, late, grace_s=0.1, heard=clock.heard).result == (0.25, {}, "")
 
 
 def test_a_posted_score_comes_before_the_file(tmp_path: Path) -> None:
@@ -223,6 +251,11 @@ def fails(task: dict[str, Any]) -> None:
     raise ZeroDivisionError("on purpose")
 
 
+def waits(task: dict[str, Any]) -> None:
+    print("ready")
+    time.sleep(1000)
+
+
 def returns_a_set(task: dict[str, Any]) -> set[object]:
     return {object()}
 
@@ -277,17 +310,20 @@ def test_a_harness_that_fails_without_a_score_is_an_error(
     assert outcome.score is None and outcome.error.startswith(f"the harness ended: {why}")
 
 
-def test_a_harness_that_never_ends_is_ended_at_its_deadline(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    command = f"trap '' TERM; echo $$ > {pid}; while :; do sleep 0.05; done"
-    outcome = play(tmp_path, command, timeout_s=0.5, grace_s=0.1)
-    assert outcome.result == (None, {}, "the harness did not end within 0.5 s")
-    assert not is_running(int(pid.read_text()))
+def test_a_harness_that_never_ends_is_ended_at_its_deadline(tmp_path: Path, clock: Clock) -> None:
+    command = "trap '' TERM; echo $$; echo ready; while :; do sleep 0.05; done"
+    outcome = play(tmp_path, command, timeout_s=900.0, grace_s=0.1, heard=clock.heard)
+    assert outcome.result == (None, {}, "the harness did not end within 900 s")
+    assert not is_running(int(outcome.printed.split()[0]))
 
 
-def test_a_harness_has_its_grace_to_end_itself(tmp_path: Path) -> None:
-    command = """trap 'echo 0.5 > "$RLCORE_SCORE"; exit' TERM; while :; do sleep 0.05; done"""
-    assert play(tmp_path, command, timeout_s=0.5, grace_s=WAIT_S).result == (0.5, {}, "")
+def test_a_harness_has_its_grace_to_end_itself(tmp_path: Path, clock: Clock) -> None:
+    trap = """trap 'echo 0.5 > "$RLCORE_SCORE"; exit' TERM; echo ready"""
+    command = f"{trap}; while :; do sleep 0.05; done"
+    outcome = play(tmp_path, command, grace_s=1000.0, heard=clock.heard)
+    assert outcome.result == (0.5, {}, "")
+    outcome = play(tmp_path, function=f"{__name__}.waits", grace_s=1000.0, heard=clock.heard)
+    assert "did not end within" in outcome.error
 
 
 def test_processes_of_a_harness_end_with_it(tmp_path: Path) -> None:

@@ -29,7 +29,11 @@ def run_tokenizer(cfg: Config, eos_ids: Sequence[int]) -> Tokenizer:
     """Load the tokenizer of a run; its chat template shows the tools of the environment. Raises
     ConfigError if it cannot."""
     found = load_tokenizer(cfg.model.tokenizer or cfg.model.path, eos_ids=eos_ids)
-    tools = envs.tools_of(cfg.select.env, cfg.env)
+    if not cfg.select.env:
+        return found
+    tools = envs.resolve(cfg.select.env).tools(cfg.env)
+    if envs.resolve(cfg.select.env).host is not None:
+        family_of(found.chat_template)
     if not tools:
         return found
     if not is_chat(cfg):
