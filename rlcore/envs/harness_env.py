@@ -137,7 +137,7 @@ class HarnessHost:
             max_branches=self._config.max_branches,
             reuse=self._config.reuse,
         )
-        served = _Served(self, branches, so_far, policy, sampling, name)
+        served = _EpisodeRequests(self, branches, so_far, policy, sampling, name)
         key = self._endpoint.open(name, served.complete)
         task = {**prompt.fields, "prompt": prompt.text, "answer": prompt.answer, "episode": name}
         run = HarnessRun(
@@ -204,7 +204,7 @@ class HarnessHost:
         return self._tokenizer.decode(sample.tokens[:count].tolist())
 
 
-class _Served:
+class _EpisodeRequests:
     """Requests of one episode, answered in the endpoint's thread."""
 
     def __init__(
