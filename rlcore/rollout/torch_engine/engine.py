@@ -15,8 +15,8 @@ including the first that differs from the draft. By induction, the accepted toke
 plain decoding, at any temperature and with any filter. A draft token is accepted with the
 probability that the model gives it.
 
-transformers' `generate` is slower: TRL, which uses it, samples for 1.19 s per step, this engine for
-.17 s (`tools/results/README.md`).
+transformers' `generate` is slower: TRL, which uses it, samples for 1.13 s per step, this engine for
+.12 s (`tools/results/README.md`).
 """
 
 import ctypes
