@@ -1,6 +1,8 @@
 """Harnesses for tests of `--env endpoint`."""
 
 import os
+import threading
+import time
 from typing import Any
 
 import httpx
@@ -23,6 +25,22 @@ def talk(task: dict[str, Any]) -> float:
         second = ask(client, [*messages, first, {"role": "user", "content": "Again."}])
         third = ask(client, [{"role": "user", "content": "What else?"}], max_tokens=3)
     return float(sum(len(m["content"]) for m in (first, second, third)) % 5)
+
+
+def hurried(task: dict[str, Any]) -> float:
+    """A turn, and the end in the middle of further ones."""
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    url = os.environ["OPENAI_BASE_URL"] + "/"
+    with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
+        ask(client, [{"role": "user", "content": task["prompt"]}])
+        for i in range(3):
+            more = [{"role": "user", "content": f"More {i}."}]
+            threading.Thread(target=ask, args=(client, more), daemon=True).start()
+        time.sleep(0.02)
+        os.makedirs(os.path.dirname(os.environ["RLCORE_SCORE"]), exist_ok=True)
+        with open(os.environ["RLCORE_SCORE"], "w") as file:
+            file.write(str(len(task["prompt"]) % 2))
+        os._exit(0)
 
 
 def silent(task: dict[str, Any]) -> float:

@@ -8,6 +8,7 @@ the end of the harness its rows become one `Sample`: they share the score and th
 
 import asyncio
 import itertools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,13 +164,14 @@ class HarnessHost:
         if result.score is None and self._config.score == "harness":
             raise EnvError("error", "the harness gave no score")
         so_far.rewarded(result.score or 0.0, result.numbers)
-        counts = branches.counts
+        with served.lock:
+            counts, sample = branches.counts, _sample(branches, so_far.id)
         numbers = {
             "env/branches": float(counts.branches),
             "env/reused_tokens": float(counts.reused_tokens),
             "env/new_tokens": float(counts.new_tokens),
         }
-        return PlayedEpisode(_sample(branches, so_far.id), numbers)
+        return PlayedEpisode(sample, numbers)
 
     def close(self) -> None:
         """End the endpoint and all harnesses."""
@@ -220,6 +222,8 @@ class _EpisodeRequests:
         self._policy, self._sampling, self._name = policy, sampling, name
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
+        self.lock = threading.Lock()
+        """Held while the branches are used: a turn may be cancelled while its harness has ended."""
 
     async def complete(self, asked: TurnRequest) -> ChatAnswer:
         """Sample the turn of a request. Raises ApiError."""
@@ -233,7 +237,8 @@ class _EpisodeRequests:
                 400, f"the episode has had {number} requests, the most that --env.max_turns allows"
             )
         try:
-            turn = self._branches.begin(asked.messages, asked.tools or None)
+            with self.lock:
+                turn = self._branches.begin(asked.messages, asked.tools or None)
         except EndpointError as error:
             raise ApiError(error.status, error.sentence, code=error.code) from error
         request = Request(
@@ -245,9 +250,11 @@ class _EpisodeRequests:
             sampled = asyncio.run_coroutine_threadsafe(self._sample(request), self._loop)
             sample = await asyncio.wrap_future(sampled)
         except BaseException:
-            self._branches.cancel(turn)
+            with self.lock:
+                self._branches.cancel(turn)
             raise
-        answer = self._branches.end(turn, sample, asked.sampling.stop_texts)
+        with self.lock:
+            answer = self._branches.end(turn, sample, asked.sampling.stop_texts)
         self._so_far.took_turn(self._host.text(sample, answer.num_tokens))
         count = answer.num_tokens if asked.sampling.logprobs else 0
         return _shown(answer, len(turn.context), self._host.logprobs(sample, count))

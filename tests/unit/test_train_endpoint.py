@@ -48,6 +48,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, real_data: Path) -> Any:
         job("talk", *talk),
         job("means", *talk, "--algo.loss_agg_mode", "seq-mean-token-mean", "--run.steps", 1),
         job("reward", *talk, "--env.score", "reward", "--run.steps", 1),
+        job("hurried", "--env.function", "tests.harnesses.hurried"),
         job("silent", "--env.function", "tests.harnesses.silent"),
         job("none"),
     ]
@@ -63,7 +64,14 @@ def test_episodes_of_a_harness_are_trained_as_they_were_sampled(found: Any) -> N
         row = rows[1]
         assert row["env/turns"] == 3 and row["env/branches"] == 2
         assert row["training/rollout_probs_diff_max"] < 1e-4
-        assert row["env/failures/error"] == 0 if "env/failures/error" in row else True
+        assert row["env/failures/error"] == 0
+
+
+def test_a_harness_that_ends_in_the_middle_of_turns_costs_nothing_else(found: Any) -> None:
+    gang, out = found
+    gang.check("hurried")
+    for row in runs.rows(out / "hurried").values():
+        assert row["env/turns"] >= 1 and row["training/rollout_probs_diff_max"] < 1e-4
 
 
 def test_a_harness_that_asks_nothing_ends_the_run_with_a_sentence(found: Any) -> None:
