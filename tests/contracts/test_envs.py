@@ -204,6 +204,7 @@ def test_what_is_optional_says_what_it_lacks(name, monkeypatch):
 
 def test_every_environment_has_its_test_here():
     tested = {"single_turn", "frozenlake", "blackjack", "latency", "tools", "alfworld", "swe"}
+    tested.add("endpoint")  # tests/unit/test_train_endpoint.py
     assert ENVS.keys() == tested
 
 
