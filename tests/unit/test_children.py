@@ -126,6 +126,7 @@ TIED = {
     "engine": "rlcore.rollout.process",
     "reward": "rlcore.rewards.child",
     "env": "rlcore.envs.child",
+    "harness": "rlcore.envs.harness_child",
     "judge": "rlcore.rewards.judge.process",
     "template": "rlcore.hf.template",
 }

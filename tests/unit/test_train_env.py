@@ -113,7 +113,7 @@ def test_failed_episodes_are_counted_by_reason_and_not_trained(found):
         ("few", "--env.group_size 3: must be at least rollout.samples_per_prompt 4"),
         ("idle", "--env.max_turns: has no effect without --env"),
         ("stream", "--mode stream: moves running responses to other ranks, and episodes"),
-        ("no env", "--env lake: allowed are alfworld, blackjack, frozenlake, "),
+        ("no env", "--env lake: allowed are alfworld, blackjack, endpoint, "),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(found, name, why):
