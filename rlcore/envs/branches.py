@@ -53,6 +53,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from rlcore.envs.chat_api import ApiError
 from rlcore.envs.dialogue import Dialogue
 from rlcore.hf.tokenizer import Tokenizer
 from rlcore.hf.tool_calls import ParsedTurn, assistant_message, parse, reasoning_of
@@ -68,14 +69,6 @@ ChatMessage = dict[str, Any]
 
 _ROLES = ("system", "user", "assistant", "tool")
 _TAIL = 16  # more tokens than the text that opens reasoning has
-
-
-class EndpointError(ValueError):
-    """A request that is refused: status and sentence for the harness. `code` is OpenAI's."""
-
-    def __init__(self, status: int, sentence: str, code: str | None = None) -> None:
-        super().__init__(sentence)
-        self.status, self.sentence, self.code = status, sentence, code
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +99,7 @@ class BranchCounts(NamedTuple):
     turns: int
     """Turns that were not cancelled."""
     branches: int
-    """Rows of these turns, including those that have not ended."""
+    """Number of rows for training, including those whose turns are still sampled."""
     reused_tokens: int
     """Context tokens that were taken from earlier turns, over all requests."""
     new_tokens: int
@@ -219,7 +212,7 @@ class Branches:
         """Return the turn of a request; the engine continues its `context`.
 
         Raises:
-            EndpointError: the messages or tools are invalid, the template refuses them, or a limit
+            ApiError: the messages or tools are invalid, the template refuses them, or a limit
                 is reached. The episode is as before.
             LimitError: the template exceeds its limits of time or memory again and again.
         """
@@ -235,7 +228,7 @@ class Branches:
         except LimitError:
             raise
         except (ConfigError, RecursionError) as error:
-            raise EndpointError(400, str(error)) from error
+            raise ApiError(400, str(error)) from error
         turn = Turn(self._num_begun, parent, asked, new, parent.tools if parent else listed)
         self._check_limits(turn)
         (parent.children if parent else self._first.setdefault(key, [])).append(turn)
@@ -360,10 +353,10 @@ class Branches:
         return size, text, text[: min(places(size), default=len(text))]
 
     def _check_limits(self, turn: Turn) -> None:
-        """Raise EndpointError if the episode has no room for a turn that is not in it yet."""
+        """Raise ApiError if the episode has no room for a turn that is not in it yet."""
         is_branch = turn.parent is None or bool(turn.parent.children)
         if self.counts.branches + is_branch > self._max_branches:
-            raise EndpointError(
+            raise ApiError(
                 400,
                 f"the episode has {self._max_branches} branches, the most it may have; continue "
                 "the messages of the latest answer instead of rewriting them",
@@ -372,11 +365,11 @@ class Branches:
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens >= self._max_tokens:
-            raise EndpointError(
+            raise ApiError(
                 400,
                 f"This model's maximum context length is {self._max_tokens} tokens, but the "
                 f"messages have {num_tokens} or more, and an answer needs one; shorten them",
-                "context_length_exceeded",
+                code="context_length_exceeded",
             )
 
 
@@ -427,13 +420,13 @@ def _checked(tools: Sequence[Any] | None) -> list[Any]:
     try:
         schemas_of(listed)
     except (ValueError, AttributeError) as error:  # AttributeError: a tool is no object
-        raise EndpointError(400, f"tools: {error}") from error
+        raise ApiError(400, f"tools: {error}") from error
     return listed
 
 
 def _all_normal(messages: Sequence[Any]) -> list[ChatMessage]:
     if not messages:
-        raise EndpointError(400, "messages: is empty; send at least one message")
+        raise ApiError(400, "messages: is empty; send at least one message")
     return [_normal(message, i) for i, message in enumerate(messages)]
 
 
@@ -442,20 +435,20 @@ def _normal(message: Any, place: int) -> ChatMessage:
     calls as JSON text."""
     where = f"messages[{place}]"
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
-        raise EndpointError(400, f"{where}: must be an object with a role of {', '.join(_ROLES)}")
+        raise ApiError(400, f"{where}: must be an object with a role of {', '.join(_ROLES)}")
     content = message.get("content")
     parts = [{"text": content or ""}] if content is None or isinstance(content, str) else content
     if not isinstance(parts, list) or not all(
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts
     ):
-        raise EndpointError(400, f"{where}: content must be text or a list of parts of text")
+        raise ApiError(400, f"{where}: content must be text or a list of parts of text")
     found = {"role": message["role"], "content": "".join(part["text"] for part in parts)}
     for key in ("name", "tool_call_id", "reasoning_content"):
         if message.get(key) and isinstance(message[key], str):
             found[key] = message[key]
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
-            raise EndpointError(400, f"{where}: tool_calls must be a list")
+            raise ApiError(400, f"{where}: tool_calls must be a list")
         found["tool_calls"] = [_normal_call(call, where) for call in calls]
     return found
 
@@ -463,7 +456,7 @@ def _normal(message: Any, place: int) -> ChatMessage:
 def _normal_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise EndpointError(400, f"{where}: a tool call must have a function with a name")
+        raise ApiError(400, f"{where}: a tool call must have a function with a name")
     arguments = function.get("arguments") or "{}"
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     named = {"name": function["name"], "arguments": text}

@@ -67,7 +67,8 @@ _MOST_FAILURES = 16
 
 
 class EpisodeHost(Protocol):
-    """What plays whole episodes in place of environments, such as `harness_env.HarnessHost`."""
+    """Interface of an object that runs whole episodes, instead of environments in processes;
+    `harness_env.HarnessHost` has it."""
 
     async def play(
         self, so_far: Transcript, policy: Policy, sampling: Sampling, prompt: Prompt, name: str
@@ -169,14 +170,15 @@ class EpisodeEngine:
         self._held: list[tuple[_Episode, Request]] = []
         """Turns not submitted yet; with `barrier`, they wait until all episodes requested one."""
         self._unwanted: set[RequestId] = set()
-        """Turns that the inner engine is aborting, while their episodes go on."""
+        """Turns that the inner engine is aborting, while their episodes continue."""
         self._closed = False
         # shared fields, guarded by the lock
         self._changed = threading.Condition()
         self._asked: deque[tuple[_Episode, Request]] = deque()
         self._ended: deque[tuple[_Episode, Sample, EpisodeOutcome]] = deque()
         self._dropped: set[tuple[_Episode, RequestId]] = set()
-        """Turns that nobody waits for any more; the inner engine is to abort them."""
+        """Turns whose client has disconnected or whose episode is over. The next `poll` aborts them
+        in the inner engine."""
         self._counts: defaultdict[str, float] = defaultdict(int)
         self._failure = ""
         # fields used by the event loop's thread only
@@ -223,7 +225,8 @@ class EpisodeEngine:
         RuntimeError if no environment can run."""
         self._hand_over()
         if self._turns:
-            waits = len(self._turns) < len(self._episodes)
+            # An episode of a host may ask for further turns at any time.
+            waits = self._host is not None or len(self._turns) < len(self._episodes)
             found = self._inner.poll(min(timeout_s, _BUSY_S) if waits else timeout_s)
         else:
             if self._episodes:

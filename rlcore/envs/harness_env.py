@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from msgspec import structs
 
 from rlcore.config.schema import EnvConfig
-from rlcore.envs.branches import Answer, Branches, EndpointError
+from rlcore.envs.branches import Answer, Branches
 from rlcore.envs.chat_api import ApiError, ChatAnswer, ChatCall, TokenLogProb, TurnRequest
 from rlcore.envs.endpoint import Endpoint, EndpointLimits, EndpointServer
 from rlcore.envs.episode import PlayedEpisode, Policy, Transcript
@@ -236,11 +236,8 @@ class _EpisodeRequests:
             raise ApiError(
                 400, f"the episode has had {number} requests, the most that --env.max_turns allows"
             )
-        try:
-            with self.lock:
-                turn = self._branches.begin(asked.messages, asked.tools or None)
-        except EndpointError as error:
-            raise ApiError(error.status, error.sentence, code=error.code) from error
+        with self.lock:
+            turn = self._branches.begin(asked.messages, asked.tools or None)
         request = Request(
             id=turn_of(self._name, number),
             prompt=turn.context,

@@ -150,8 +150,8 @@ def _receive(child: Child) -> bytes:
 
 
 class JsonObject(dict[str, Any]):
-    """Arguments of a tool call: a dict for templates that read it by key, and its JSON text, as it
-    was given, for those that write it as text or with `tojson`."""
+    """Arguments of a tool call, as a dict that prints as the original JSON text. Some templates
+    read arguments by key, others write them as text or with `tojson`."""
 
     def __init__(self, text: str) -> None:
         super().__init__(json.loads(text))

@@ -1,5 +1,6 @@
 """Episodes over the torch engine, with environments in processes: tokens, slots, failures."""
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -8,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from rlcore.envs import child, registry
 from rlcore.envs.dialogue import Dialogue
 from rlcore.envs.engine import EpisodeEngine
+from rlcore.envs.episode import PlayedEpisode
 from rlcore.envs.scorer import EnvScorer
 from rlcore.envs.wire import EnvCall
 from rlcore.hf.config import HFConfig
@@ -27,6 +30,7 @@ from rlcore.records import (
     Sample,
     Sampling,
     Stats,
+    turn_of,
 )
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import load_weights
@@ -290,6 +294,51 @@ class Chat(Numbers):
         sides = {"user": "8", "assistant": "9"}
         said = [f"{sides[m['role']]} {m['content']} 1" for m in messages]
         return " ".join([*said, "9"])
+
+
+class Impatient:
+    """A host that asks for three turns, two of them at a time, and leaves the first one."""
+
+    async def play(self, so_far, policy, sampling, prompt, name):
+        def turn(number: int, most: int):
+            asked = structs.replace(sampling, max_tokens=most)
+            return policy(Request(id=turn_of(name, number), prompt=prompt.tokens, sampling=asked))
+
+        left = asyncio.ensure_future(turn(0, 90))
+        await turn(1, 2)
+        left.cancel()
+        sample = await turn(2, 3)
+        return PlayedEpisode(structs.replace(sample, id=so_far.id), {})
+
+    def close(self) -> None: ...
+
+
+def test_a_turn_that_nobody_waits_for_is_aborted_and_its_episode_goes_on(monkeypatch):
+    slow = {"decode_floor_ms": 50.0}  # so that the first turns do not end by themselves
+    inner = Spy(HF, max_model_tokens=100, dtype="float64", device="cpu", max_running=8, **slow)
+    load_weights(inner, weights(HF, 0).items(), 4)
+    aborted: list[str] = []
+    own = inner.abort
+    monkeypatch.setattr(inner, "abort", lambda ids: (aborted.extend(ids), own(ids)))
+    kind, tokenizer = registry.resolve("tests.odd_envs.Sums"), Numbers()
+    engine = EpisodeEngine(
+        inner,
+        "tests.odd_envs.Sums",
+        kind,
+        kind.config(),
+        dialogue=Dialogue(tokenizer, is_chat=False, num_tokens=HF.vocab_size),
+        decode=tokenizer.decode,
+        prompt_of=prompt_of,
+        host=Impatient(),
+    )
+    try:
+        engine.submit(episodes(2))
+        found = by_id(collect(engine, ended(2)))
+        assert {len(event.sample.tokens) for event in found.values()} == {3}
+        assert sorted(aborted) == ["t0.0", "t0.1"]  # the first turns
+        assert not inner.can_work
+    finally:
+        engine.close()
 
 
 def test_an_observation_of_a_chat_is_a_message_behind_the_turn():

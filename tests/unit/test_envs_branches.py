@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from rlcore.envs.branches import Answer, Branches, EndpointError, EpisodeRow, Reuse, Turn
+from rlcore.envs.branches import Answer, Branches, EpisodeRow, Reuse, Turn
+from rlcore.envs.chat_api import ApiError
 from rlcore.envs.dialogue import Dialogue
 from rlcore.hf.tokenizer import Tokenizer, load_tokenizer, make_char_tokenizer
 from rlcore.records import Finish, Sample
@@ -284,7 +285,7 @@ class Harness:
         before = self.branches.rows(), self.branches.counts
         try:
             turn = self.branches.begin(copy.deepcopy(messages), copy.deepcopy(tools))
-        except EndpointError as error:  # the template refuses the messages
+        except ApiError as error:  # the template refuses the messages
             assert error.status == 400 and error.sentence
             assert len(self.branches.rows()) == len(before[0])
             assert self.branches.counts == before[1]
@@ -711,25 +712,25 @@ def test_a_branch_or_token_too_many_is_refused(qwen3: Tokenizer) -> None:
     branches = make_branches(qwen3, max_branches=2, max_tokens=room)
     turn, other = branches.begin([USER]), branches.begin([USER])
     assert branches.room(turn) == 1
-    with pytest.raises(EndpointError, match="has 2 branches, the most it may have") as refused:
+    with pytest.raises(ApiError, match="has 2 branches, the most it may have") as refused:
         branches.begin([USER])
     assert refused.value.status == 400 and refused.value.code is None
     branches.cancel(other)
     assert branches.begin([USER])
     answer = say(branches, qwen3, turn, "a")
-    with pytest.raises(EndpointError, match="maximum context length is") as refused:
+    with pytest.raises(ApiError, match="maximum context length is") as refused:
         branches.begin([USER, answer.message, USER])
     assert refused.value.code == "context_length_exceeded" and branches.counts.turns == 2
     long = {"role": "user", "content": "ab" * 60_000}
-    with pytest.raises(EndpointError, match="maximum context length is"):
+    with pytest.raises(ApiError, match="maximum context length is"):
         branches.begin([long])
-    with pytest.raises(EndpointError, match="maximum context length is"):
+    with pytest.raises(ApiError, match="maximum context length is"):
         make_branches(qwen3, max_tokens=room - 1).begin([USER])
     linear = make_branches(qwen3, max_branches=1)
     answer = say(linear, qwen3, linear.begin([USER]), "ok<|im_end|>")
     assert linear.begin([USER, answer.message, USER])  # it is of the same row
     assert linear.counts.branches == 1
-    with pytest.raises(EndpointError, match="has 1 branches"):
+    with pytest.raises(ApiError, match="has 1 branches"):
         linear.begin([USER, answer.message, USER])
 
 
@@ -766,7 +767,7 @@ def test_an_invalid_request_is_refused_and_changes_nothing(
     qwen3: Tokenizer, messages: Any, tools: Any, words: str
 ) -> None:
     branches = make_branches(qwen3)
-    with pytest.raises(EndpointError, match=words) as refused:
+    with pytest.raises(ApiError, match=words) as refused:
         branches.begin(messages, tools)
     assert refused.value.status == 400 and branches.counts == (0, 0, 0, 0)
 
@@ -809,7 +810,7 @@ def test_arguments_may_be_missing_or_an_object(qwen3: Tokenizer) -> None:
 def test_an_answer_whose_arguments_were_broken_is_refused(qwen3: Tokenizer) -> None:
     branches = make_branches(qwen3)
     say(branches, qwen3, branches.begin([USER], TOOLS), CALL + "<|im_end|>")
-    with pytest.raises(EndpointError, match="are not JSON"):
+    with pytest.raises(ApiError, match="are not JSON"):
         branches.begin([USER, rewritten(arguments="{"), USER], TOOLS)
 
 
@@ -828,7 +829,7 @@ def test_new_messages_are_rendered_with_the_tools(tmp_path: Path) -> None:
 
 def test_tokens_that_the_model_does_not_have_are_refused(qwen3: Tokenizer) -> None:
     branches = make_branches(qwen3, num_tokens=qwen3.token_id("<|im_end|>"))
-    with pytest.raises(EndpointError, match="the messages have token .* the model has only"):
+    with pytest.raises(ApiError, match="the messages have token .* the model has only"):
         branches.begin([USER])
 
 

@@ -1,4 +1,4 @@
-"""Tokens that the simulator shares, against those that the engine and the learner share."""
+"""Compare the shared tokens that the simulator counts with those of the engine and learner."""
 
 from collections.abc import Sequence
 from dataclasses import replace
