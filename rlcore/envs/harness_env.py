@@ -130,23 +130,14 @@ class HarnessHost:
     ) -> PlayedEpisode:
         """Play an episode to the end of its harness. `policy` samples a turn in this loop; turn ids
         are derived from `name`. Score, text and statistics go to `so_far`. Raises EnvError."""
-        branches = Branches(
-            self._tokenizer,
-            family=self._family,
-            num_tokens=self._num_tokens,
-            max_tokens=self._max_tokens,
-            max_branches=self._config.max_branches,
-            reuse=self._config.reuse,
-        )
-        served = _EpisodeRequests(self, branches, so_far, policy, sampling, name)
-        key = self._endpoint.open(name, served.complete)
+        served = self.open(so_far, policy, sampling, name)
         task = {**prompt.fields, "prompt": prompt.text, "answer": prompt.answer, "episode": name}
         run = HarnessRun(
             self._harness,
             name,
             task,
-            root_url=self._server.root_url,
-            key=key,
+            root_url=self.root_url,
+            key=served.key,
             sink=self._log.sink(name),
             posted=lambda: self._endpoint.score(name),
         )
@@ -165,13 +156,32 @@ class HarnessHost:
             raise EnvError("error", "the harness gave no score")
         so_far.rewarded(result.score or 0.0, result.numbers)
         with served.lock:
-            counts, sample = branches.counts, _sample(branches, so_far.id)
+            counts, sample = served.branches.counts, _sample(served.branches, so_far.id)
         numbers = {
             "env/branches": float(counts.branches),
             "env/reused_tokens": float(counts.reused_tokens),
             "env/new_tokens": float(counts.new_tokens),
         }
         return PlayedEpisode(sample, numbers)
+
+    @property
+    def root_url(self) -> str:
+        """Address of the endpoint, without a path."""
+        return self._server.root_url
+
+    def open(
+        self, so_far: Transcript, policy: Policy, sampling: Sampling, name: RequestId
+    ) -> "EpisodeRequests":
+        """Let the endpoint serve an episode whose turns are sampled in the caller's loop."""
+        branches = Branches(
+            self._tokenizer,
+            family=self._family,
+            num_tokens=self._num_tokens,
+            max_tokens=self._max_tokens,
+            max_branches=self._config.max_branches,
+            reuse=self._config.reuse,
+        )
+        return EpisodeRequests(self, self._endpoint, branches, so_far, policy, sampling, name)
 
     def close(self) -> None:
         """End the endpoint and all harnesses."""
@@ -206,24 +216,26 @@ class HarnessHost:
         return self._tokenizer.decode(sample.tokens[:count].tolist())
 
 
-class _EpisodeRequests:
+class EpisodeRequests:
     """Requests of one episode, answered in the endpoint's thread."""
 
     def __init__(
         self,
         host: HarnessHost,
+        endpoint: Endpoint,
         branches: Branches,
         so_far: Transcript,
         policy: Policy,
         sampling: Sampling,
         name: RequestId,
     ) -> None:
-        self._host, self._branches, self._so_far = host, branches, so_far
+        self._host, self.branches, self._so_far = host, branches, so_far
         self._policy, self._sampling, self._name = policy, sampling, name
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
         self.lock = threading.Lock()
         """Held while the branches are used: a turn may be cancelled while its harness has ended."""
+        self.key = endpoint.open(name, self.complete)
 
     async def complete(self, asked: TurnRequest) -> ChatAnswer:
         """Sample the turn of a request. Raises ApiError."""
@@ -237,21 +249,21 @@ class _EpisodeRequests:
                 400, f"the episode has had {number} requests, the most that --env.max_turns allows"
             )
         with self.lock:
-            turn = self._branches.begin(asked.messages, asked.tools or None)
+            turn = self.branches.begin(asked.messages, asked.tools or None)
         request = Request(
             id=turn_of(self._name, number),
             prompt=turn.context,
-            sampling=self._host.limited(asked, self._sampling, self._branches.room(turn)),
+            sampling=self._host.limited(asked, self._sampling, self.branches.room(turn)),
         )
         try:
             sampled = asyncio.run_coroutine_threadsafe(self._sample(request), self._loop)
             sample = await asyncio.wrap_future(sampled)
         except BaseException:
             with self.lock:
-                self._branches.cancel(turn)
+                self.branches.cancel(turn)
             raise
         with self.lock:
-            answer = self._branches.end(turn, sample, asked.sampling.stop_texts)
+            answer = self.branches.end(turn, sample, asked.sampling.stop_texts)
         self._so_far.took_turn(self._host.text(sample, answer.num_tokens))
         count = answer.num_tokens if asked.sampling.logprobs else 0
         return _shown(answer, len(turn.context), self._host.logprobs(sample, count))

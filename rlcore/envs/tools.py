@@ -1,4 +1,5 @@
-"""Questions with tools: a calculator, and Python in the sandbox (`rlcore/sandbox`).
+"""Questions with tools: a calculator, Python in the sandbox (`rlcore/sandbox`), and a search in a
+local corpus (`corpus.py`).
 
     policy        12 % of 1347 is <calc>0.12 * 1347</calc>
     environment   <result>161.64</result>
@@ -19,18 +20,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import gymnasium
 from gymnasium.spaces import Text
 
 from rlcore.config.schema import EnvConfig
+from rlcore.envs.corpus import Corpus
 from rlcore.envs.kind import EnvKind, ToolTurn, TurnCall
 from rlcore.sandbox import isolation
 from rlcore.sandbox.box import Broken, Sandbox
 from rlcore.utils.bounds import above, at_least
 
-_CALL = re.compile(r"<(calc|python)>(.*?)(?:</\1>|\Z)", re.DOTALL)
+_CALL = re.compile(r"<(calc|python|search)>(.*?)(?:</\1>|\Z)", re.DOTALL)
 _MOST_CHARS, _MOST_NODES, _MOST_POWER = 1000, 200, 256
 
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
@@ -65,10 +68,15 @@ class ToolsConfig(EnvConfig):
 
     max_turns: int = 8
     calls: Literal["tags", "native"] = "tags"
-    """`tags`: a turn calls a tool by `<calc>` or `<python>`, and its last call counts. `native`:
-    calls are in the format of the model's chat template, and all of them are made."""
-    tools: tuple[Literal["calc", "python"], ...] = ("calc", "python")
-    """Tools that the policy may call. `calc`: a calculator. `python`: programs in a sandbox."""
+    """`tags`: a turn calls a tool by `<calc>`, `<python>` or `<search>`; its last call counts.
+    `native`: calls are in the format of the model's chat template, and all of them are made."""
+    tools: tuple[Literal["calc", "python", "search"], ...] = ("calc", "python")
+    """Tools that the policy may call. `calc`: a calculator. `python`: programs in a sandbox.
+    `search`: documents of `env.corpus` by the words of a query."""
+    corpus: str = ""
+    """JSONL file of documents with `text` and perhaps `title`, for the tool `search`."""
+    max_documents: Annotated[int, above(0)] = 3
+    """Maximum number of documents in the result of a search."""
     program_timeout_s: Annotated[float, above(0)] = 10.0
     """Seconds after which a program is killed; its result then reports the timeout."""
     max_result_chars: Annotated[int, at_least(20)] = 2000
@@ -82,8 +90,13 @@ class ToolsConfig(EnvConfig):
         out = []
         if not self.tools or len(set(self.tools)) < len(self.tools):
             out.append(
-                f"--env.tools {' '.join(self.tools)}: calc, python or both, each once; without a "
-                "tool take no --env"
+                f"--env.tools {' '.join(self.tools)}: some of calc, python and search, each once; "
+                "without a tool take no --env"
+            )
+        if bool(self.corpus) != ("search" in self.tools):
+            out.append(
+                f"--env.corpus {self.corpus!r}, --env.tools {' '.join(self.tools)}: the tool "
+                "search and a corpus need each other; give both or none"
             )
         if not self.program_timeout_s < self.timeout_s:
             out.append(
@@ -102,6 +115,7 @@ class Tools(gymnasium.Env[Any, Any]):
     def __init__(self, config: ToolsConfig) -> None:
         self._config = config
         self._box: Sandbox | None = None
+        self._corpus = Corpus(Path(config.corpus)) if config.corpus else None
         self._calls = self._errors = 0
 
     def reset(
@@ -128,7 +142,12 @@ class Tools(gymnasium.Env[Any, Any]):
         return f"<result>{shown}</result>\n", 0.0, False, False, self._counts()
 
     def close(self) -> None:
-        """Close the sandbox."""
+        """Close the sandbox and the corpus."""
+        self._close_box()
+        if self._corpus is not None:
+            self._corpus.close()
+
+    def _close_box(self) -> None:
         if self._box is not None:
             self._box.close()
             self._box = None
@@ -140,11 +159,31 @@ class Tools(gymnasium.Env[Any, Any]):
             if tool not in self._config.tools:
                 there = " ".join(self._config.tools)
                 raise ValueError(f"there is no tool {tool}; use one of: {there}")
-            result = f"{calculate(text):.12g}" if tool == "calc" else self._python(text)
+            result = self._made(tool, text)
         except (ValueError, TypeError, ArithmeticError, SyntaxError, RecursionError) as error:
             self._errors += 1
             result = f"error: {error}"
         return _cut(result, self._config.max_result_chars)
+
+    def _made(self, tool: str, text: str) -> str:
+        if tool == "calc":
+            return f"{calculate(text):.12g}"
+        return self._python(text) if tool == "python" else self._search(text)
+
+    def _search(self, query: str) -> str:
+        """Return the best documents, each with the same share of the characters of a result."""
+        assert self._corpus is not None
+        found = self._corpus.search(query, self._config.max_documents)
+        if not found:
+            return "no document has a word of the query"
+        share = max(self._config.max_result_chars // len(found) - 1, 5)
+        shown = [
+            f"{i}. {d.title}\n{d.text}" if d.title else f"{i}. {d.text}"
+            for i, d in enumerate(found, 1)
+        ]
+        return "\n".join(
+            text if len(text) <= share else f"{text[: share - 4]} ..." for text in shown
+        )
 
     def _counts(self) -> dict[str, float]:
         return {"calls": float(self._calls), "call_errors": float(self._errors)}
@@ -158,7 +197,7 @@ class Tools(gymnasium.Env[Any, Any]):
         try:
             outcome = self._box.run(source, lambda: end)
         except Broken as error:
-            self.close()
+            self._close_box()
             raise ValueError(f"the sandbox failed: {error}") from error
         printed = outcome.stdout.decode("utf-8", "replace").strip()
         if outcome.why or outcome.code:
@@ -237,6 +276,7 @@ def _cut(text: str, most: int) -> str:
 _SHOWN = {
     "calc": ("Evaluate an arithmetic expression.", "expression", "such as 0.12 * 1347"),
     "python": ("Run a program and return what it prints.", "code", "the program"),
+    "search": ("Search documents and return the best ones.", "query", "words to look for"),
 }
 
 
