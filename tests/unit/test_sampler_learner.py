@@ -1,18 +1,24 @@
 """The engine and the learner agree: log-probs of the same tokens, and samples in float32 whatever
 decodes beside them."""
 
+import random
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.data.packing import pack_samples
+from rlcore.envs.branches import Branches
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected
-from rlcore.records import Finished, Request, Sample, Sampling
+from rlcore.hf.tokenizer import Tokenizer
+from rlcore.records import Branch, Finished, Request, Sample, Sampling, turn_of
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import load_weights
 from tests import kit
+from tests.unit.test_envs_branches import make_tokenizer
 
 
 def requests(n: int, vocab: int) -> list[Request]:
@@ -35,8 +41,8 @@ def sample(engine: TorchEngine, wanted: list[Request]) -> dict[str, Sample]:
     return found
 
 
-def engine_with(hf: HFConfig, weights, max_running: int) -> TorchEngine:
-    engine = TorchEngine(hf, max_model_tokens=64, max_running=max_running, seed=3)
+def engine_with(hf: HFConfig, weights, max_running: int, max_tokens: int = 64) -> TorchEngine:
+    engine = TorchEngine(hf, max_model_tokens=max_tokens, max_running=max_running, seed=3)
     load_weights(engine, iter(weights), 0)
     return engine
 
@@ -59,6 +65,64 @@ def test_engine_log_probs_equal_the_learners_to_1e_5(tmp_path, arch):
     finally:
         learner.close()
     assert int(batch.mask.sum()) > 100
+    worst = (logp - batch.rollout_log_probs).abs()[batch.mask].max()
+    assert worst <= 1e-5, f"{worst:.2e}"
+
+
+def episode(engine: TorchEngine, tokenizer: Tokenizer, vocabulary: int, number: int) -> Sample:
+    """An episode whose harness continues, edits and forks conversations at random."""
+    die = random.Random(number)
+    branches = Branches(tokenizer, family="qwen", num_tokens=vocabulary, max_tokens=400)
+    known: list[list[dict[str, Any]]] = [[{"role": "user", "content": f"hello {number}"}]]
+    for i in range(8):
+        asked = list(die.choice(known[-3:]))
+        if i and die.random() < 0.3:  # an edit, after which nothing earlier stands
+            asked[0] = {"role": "user", "content": f"grow {i}"}
+        turn = branches.begin(asked)
+        sampling = Sampling(temperature=0.8, max_tokens=12, stop_ids=tokenizer.eos_ids)
+        id = turn_of(f"t{number}.0", i)
+        done = sample(engine, [Request(id=id, prompt=turn.context, sampling=sampling)])[id]
+        answer = branches.end(turn, done)
+        known.append([*asked, answer.message, {"role": "user", "content": f"ok {i}"}])
+    first, *further = branches.rows()
+    assert further
+    more = tuple(
+        Branch(prompt=r.prompt, tokens=r.tokens, logps=r.logps, versions=r.versions)
+        for r in further
+    )
+    return Sample(
+        id=f"t{number}.0",
+        prompt=first.prompt,
+        tokens=first.tokens,
+        logps=first.logps,
+        versions=first.versions,
+        finish="stop",
+        branches=more,
+    )
+
+
+def test_rows_of_a_branching_episode_have_the_learners_log_probs_to_1e_5(tmp_path):
+    from rlcore.mcore.learner import MegatronLearner
+
+    source = (kit.ROOT / "tests/contracts/templates/qwen2_5.jinja").read_text()
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", source)
+    folder = kit.tiny_hf_folder(
+        tmp_path / "m", "qwen3", vocab_size=384, max_position_embeddings=512
+    )
+    hf = HFConfig.from_folder(folder)
+    learner = MegatronLearner(
+        hf,
+        ModelConfig(path=str(folder), dtype="float32"),
+        TrainConfig(distributed_optimizer=False, tokens_per_micro_batch=512),
+        temperature=0.8,
+    )
+    try:
+        engine = engine_with(hf, [(n, t.clone()) for n, t in learner.export()], 5, 512)
+        batch = pack_samples([episode(engine, tokenizer, 384, number) for number in range(6)])
+        logp = learner.logprobs(batch)
+    finally:
+        learner.close()
+    assert batch.num_sequences > 12 and int(batch.mask.sum()) > 200
     worst = (logp - batch.rollout_log_probs).abs()[batch.mask].max()
     assert worst <= 1e-5, f"{worst:.2e}"
 
