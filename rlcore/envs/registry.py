@@ -20,6 +20,7 @@ ENVS: dict[str, str] = {
     "endpoint": "rlcore.envs.harness_env",
     "frozenlake": "rlcore.envs.frozenlake",
     "latency": "rlcore.envs.latency",
+    "openenv": "rlcore.envs.openenv",
     "single_turn": "rlcore.envs.single_turn",
     "swe": "rlcore.envs.swe",
     "tools": "rlcore.envs.tools",

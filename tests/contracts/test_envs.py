@@ -1,6 +1,8 @@
 """The contract of `env_contract.py`, for every environment that comes with rlcore."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,7 @@ from rlcore.envs.alfworld import Alfworld, AlfworldConfig
 from rlcore.envs.frozenlake import FrozenLake
 from rlcore.envs.kind import EnvKind
 from rlcore.envs.latency import Latency, LatencyConfig
+from rlcore.envs.openenv import OpenEnv, OpenEnvConfig, SessionStep
 from rlcore.envs.registry import ENVS, resolve
 from rlcore.envs.swe import Swe, SweConfig, SweTask
 from tests.contracts.env_contract import check_env, prompt_of
@@ -195,7 +198,56 @@ def test_swe_with_a_stub_of_its_workspace():
         kind.make(SweConfig()).reset(options={"image": "image:1"})
 
 
-@pytest.mark.parametrize("name", ["alfworld", "swe"])
+class Countdown:
+    """A session of a server: say a smaller number each time, down to 0."""
+
+    def __init__(self) -> None:
+        self.left = 0
+
+    def reset(self, arguments: Mapping[str, Any]) -> SessionStep:
+        assert arguments["seed"] == 3 and arguments["episode_id"] == "t0.0"
+        self.left = arguments.get("start", 2)
+        return SessionStep({"text": f"from {self.left}", "left": self.left}, None, False)
+
+    def step(self, action: Mapping[str, Any]) -> SessionStep:
+        if str(action.get("message")) == str(self.left - 1):
+            self.left -= 1
+            return SessionStep({"text": "yes", "left": self.left}, 0.5, self.left == 0)
+        return SessionStep({"text": "no", "left": self.left}, -0.25, False)
+
+    def close(self) -> None: ...
+
+
+def test_openenv_with_a_stub_of_its_server():
+    kind = EnvKind(OpenEnvConfig, lambda config: OpenEnv(config, Countdown))
+    keys = {"url": "http://localhost:8000", "observation": "text"}
+    prompt = prompt_of("Count.", reset={"start": 2})
+    told = check_env("openenv", prompt, ["1", "7", "0"], settings=keys, kind=kind)
+    assert told == [("from 2", 0.0, False), ("yes", 0.5, False), ("no", -0.25, False),
+                    ("yes", 0.5, True)]  # fmt: skip
+
+    keys |= {"observation": "", "action": ""}
+    turns = ['{"message": 1}', "1", "[1]", "[" * 100_000, '{"message": 0}']
+    told = check_env("openenv", prompt, turns, settings=keys, kind=kind)
+    assert told[1] == ('{"text": "yes", "left": 1}', 0.5, False)
+    assert all(seen.startswith("error: the action is not") for seen, _, _ in told[2:5])
+    assert told[-1][1:] == (0.5, True)
+
+
+def test_openenv_names_what_is_wrong():
+    kind = EnvKind(OpenEnvConfig, lambda config: OpenEnv(config, Countdown))
+    world = kind.make(OpenEnvConfig(url="http://a", observation="txt"))
+    with pytest.raises(
+        ValueError, match="--env.observation txt: the server's fields are left, text"
+    ):
+        world.reset(seed=3, options={"episode": "t0.0"})
+    with pytest.raises(ValueError, match="field reset of the row: 4 is not an object"):
+        world.reset(seed=3, options={"episode": "t0.0", "reset": 4})
+    assert "is not the address of a server" in OpenEnvConfig(url="localhost:8000").problems()[0]
+    assert not OpenEnvConfig(url="wss://a.b/c").problems()
+
+
+@pytest.mark.parametrize("name", ["alfworld", "openenv", "swe"])
 def test_what_is_optional_says_what_it_lacks(name, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises((ModuleNotFoundError, RuntimeError), match="install"):
@@ -204,6 +256,7 @@ def test_what_is_optional_says_what_it_lacks(name, monkeypatch):
 
 def test_every_environment_has_its_test_here():
     tested = {"single_turn", "frozenlake", "blackjack", "latency", "tools", "alfworld", "swe"}
+    tested.add("openenv")
     tested.add("endpoint")  # tests/unit/test_train_endpoint.py
     assert ENVS.keys() == tested
 
