@@ -55,6 +55,7 @@ _MOST_CLOSED = 1 << 14
 """Number of ended episodes whose keys are still told from wrong ones."""
 _SCORE_BYTES = 1 << 16
 _BACKLOG = 2048
+_WILDCARDS = ("0.0.0.0", "::")  # noqa: S104  # nosec B104  # compared only
 _CLIENT_GONE = 499
 """Status of a response that no client reads."""
 
@@ -506,12 +507,21 @@ def _listen(host: str, port: int) -> socket.socket:
 class EndpointServer:
     """HTTP server of an endpoint, in a thread of its own."""
 
-    def __init__(self, endpoint: Endpoint, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen and start the thread. `port` 0: a free one. Raises OSError if the address cannot
-        be listened on."""
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        public_host: str = "",
+    ) -> None:
+        """Listen and start the thread. `port` 0: a free one. `public_host`: name of this machine in
+        URLs; empty: `host`, or the host name if that is a wildcard. Raises OSError if the address
+        cannot be listened on."""
         self._endpoint = endpoint
         self._socket = _listen(host, port)
-        self.host, self.port = host, int(self._socket.getsockname()[1])
+        self.host = public_host or (socket.gethostname() if host in _WILDCARDS else host)
+        self.port = int(self._socket.getsockname()[1])
         protocol = functools.partial(
             _BoundedProtocol, order={}, most=endpoint.limits.max_connections
         )

@@ -75,6 +75,9 @@ class EndpointConfig(EnvConfig):
     host: str = "127.0.0.1"
     """Address at which the endpoint of a rank listens. Beyond loopback it is open to the network,
     guarded by the keys of the episodes alone."""
+    public_host: str = ""
+    """Name or address of a rank's machine in the URLs that harnesses get. Empty: that of env.host;
+    the host name if env.host is 0.0.0.0 or `::`."""
 
     def problems(self) -> list[str]:
         """Return errors for conflicting keys (`EnvConfig.problems`)."""
@@ -121,7 +124,7 @@ class HarnessHost:
                 allow_sampling=config.allow_sampling,
             )
         )
-        self._server = EndpointServer(self._endpoint, config.host)
+        self._server = EndpointServer(self._endpoint, config.host, public_host=config.public_host)
         self._threads = ThreadPoolExecutor(config.max_running_episodes, "harness")
         self._running: set[HarnessRun] = set()
 

@@ -678,6 +678,24 @@ def test_a_server_ends_with_turns_in_progress() -> None:
         dial(server)
 
 
+@pytest.mark.parametrize(
+    ("host", "public", "shown"),
+    [
+        ("127.0.0.1", "", "127.0.0.1"),
+        ("0.0.0.0", "", socket.gethostname()),
+        ("0.0.0.0", "gateway", "gateway"),
+        ("127.0.0.1", "2001:db8::1", "[2001:db8::1]"),
+    ],
+)
+def test_urls_name_a_host_that_others_can_reach(host: str, public: str, shown: str) -> None:
+    server = EndpointServer(Endpoint(), host, public_host=public)
+    try:
+        assert server.base_url == f"http://{shown}:{server.port}/v1"
+        socket.create_connection(("127.0.0.1", server.port), WAIT_S).close()
+    finally:
+        server.close(WAIT_S)
+
+
 def test_answers_do_not_wait_for_acknowledgements(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     connect = _BoundedProtocol.connection_made
