@@ -1,29 +1,36 @@
 """Measure CPU time and latency of the endpoint of harnesses (`--env endpoint`).
 
     python tools/bench_endpoint.py --seed 0 --json tools/results/endpoint.json     # one minute
+    python tools/bench_endpoint.py --tokenizer FOLDER --sglang                     # three minutes
 
 A server process answers `--episodes` clients at a time, each with its own connection and key. An
 episode is a conversation with tools: every request has all earlier messages. The answers are
-recorded turns that are returned at once, so that the server's own work is left: HTTP, keys, JSON
-and the bookkeeping of turns. Tokens are neither rendered nor sampled.
+recorded turns that are returned at once, so that the server's own work is left.
+
+- `whole`, `stream`: HTTP, keys and JSON. Tokens are neither rendered nor sampled.
+- `episode` (with `--tokenizer`): all that an episode of `--env endpoint` takes, with the tokens of
+  the recorded turns: chat template, tokenizer, rows of the episode, text and calls of the answer.
+- `sglang` (with `--sglang`): SGLang's server with the same tokens, whose scheduler alone is
+  replaced (`tools/studies/peers/sglang_replay.py`). Its server and detokenizer are counted.
 
 `full`: a client sends its next request when it has an answer, so latencies are queues in front of
 one busy core. `paced`: a client waits `--every-s` on average between two requests.
 
 Rows: name, value, unit, baseline, ratio. `cpu` is the CPU time of the server process per request.
 The baseline of a `cpu` row is uvicorn with an application that reads the body and returns the same
-number of bytes. Clients and server share the machine's cores.
-
-SGLang's server is no peer here: it answers nothing without a model, and `--skip-server-warmup` does
-not change that.
+number of bytes; that of the `episode` rows is SGLang's server. Clients and server share the
+machine's cores.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -31,9 +38,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import numpy as np  # noqa: E402
+
 from rlcore.envs.chat_api import ChatAnswer, ChatCall, TurnRequest  # noqa: E402
 from rlcore.envs.endpoint import Endpoint, EndpointServer  # noqa: E402
+from rlcore.envs.episode import Transcript  # noqa: E402
+from rlcore.envs.harness_env import EndpointConfig, HarnessHost  # noqa: E402
+from rlcore.hf.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
+from rlcore.records import Request, RequestId, Sample, Sampling  # noqa: E402
 
 TOOL = {
     "type": "function",
@@ -43,6 +56,18 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
     },
 }
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 151936,
+    "max_position_embeddings": 131072,
+}
+"""Model whose config SGLang's server reads; no process loads it."""
 Row = dict[str, Any]
 
 
@@ -53,8 +78,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--words", type=int, default=60, help="words of a message, on average")
     p.add_argument("--every-s", type=float, default=1.0, help="mean pause of a paced client")
     p.add_argument("--seed", type=int, default=0, help="seed of texts and pauses")
+    p.add_argument("--tokenizer", default="", help="folder with Qwen's tokenizer.json")
+    p.add_argument("--sglang", action="store_true", help="measure SGLang's server, too")
     p.add_argument("--json", default="", help="JSON file for the results")
-    p.add_argument("--serve", choices=["endpoint", "bare"], help=argparse.SUPPRESS)
+    p.add_argument("--serve", choices=["endpoint", "bare", "episode"], help=argparse.SUPPRESS)
     return p.parse_args(argv)
 
 
@@ -94,11 +121,35 @@ def bodies(a: argparse.Namespace, stream: bool) -> list[bytes]:
     ]
 
 
+def with_template(tokenizer: Path, folder: Path) -> Path:
+    """Write a folder with a tokenizer and the chat template of Qwen2.5."""
+    shutil.copytree(tokenizer, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = ROOT / "tests/contracts/templates/qwen2_5.jinja"
+    settings["chat_template"] = template.read_text()
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def turn_ids(a: argparse.Namespace, tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the ids of each recorded turn, as the template of Qwen2.5 writes it."""
+    out = []
+    for said in conversation(a)[2::2]:
+        call = said["tool_calls"][0]["function"]
+        inside = f'{{"name": "{call["name"]}", "arguments": {call["arguments"]}}}'
+        text = f"{said['content']}\n<tool_call>\n{inside}\n</tool_call><|im_end|>"
+        out.append(tokenizer.encode(text))
+    return out
+
+
 # ---- server process
 
 
 def serve(a: argparse.Namespace) -> None:
-    """Serve until stdin ends. Prints the port and the keys."""
+    """Serve until stdin ends. Prints the port, the keys and the processes that count."""
+    if a.serve == "episode":
+        asyncio.run(serve_episodes(a))
+        return
     turns = conversation(a)[2::2]
 
     async def complete(request: TurnRequest) -> ChatAnswer:
@@ -114,10 +165,40 @@ def serve(a: argparse.Namespace) -> None:
 
     endpoint = BareEndpoint(2000) if a.serve == "bare" else Endpoint()
     server = EndpointServer(endpoint)
-    keys = [endpoint.open(f"t0.{i}", complete) for i in range(a.episodes)]
-    print(json.dumps([server.port, keys]), flush=True)
+    keys = [endpoint.open(f"t0.{i}", complete) for i in range(2 * a.episodes)]
+    print(json.dumps([server.port, keys, [os.getpid()]]), flush=True)
     sys.stdin.read()
     server.close()
+
+
+async def serve_episodes(a: argparse.Namespace) -> None:
+    """Serve episodes of `--env endpoint`, two for each client: one of them is the warm-up."""
+    tokenizer = load_tokenizer(a.tokenizer)
+    turns = [np.array(ids, np.int32) for ids in turn_ids(a, tokenizer)]
+    host = HarnessHost(
+        EndpointConfig(command="none"), tokenizer, num_tokens=1 << 20, max_tokens=1 << 20
+    )
+
+    async def policy(asked: Request) -> Sample:
+        _, _, *number = asked.id.split(".")  # turn 0 has the id of the episode
+        ids = turns[int(number[0]) if number else 0]
+        return Sample(
+            id=asked.id,
+            prompt=asked.prompt,
+            tokens=ids,
+            logps=np.zeros(len(ids), np.float32),
+            versions=np.zeros(len(ids), np.int32),
+            finish="stop",
+        )
+
+    def open_episode(name: RequestId) -> str:
+        so_far = Transcript(name, np.zeros(0, np.int32))
+        return host.open(so_far, policy, Sampling(max_tokens=1 << 20), name).key
+
+    keys = [open_episode(f"t{i}.0") for i in range(2 * a.episodes)]
+    print(json.dumps([int(host.root_url.rpartition(":")[2]), keys, [os.getpid()]]), flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    host.close()
 
 
 class BareEndpoint(Endpoint):
@@ -151,12 +232,15 @@ async def play(
             await asyncio.sleep(die.uniform(0, 2 * every_s))
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {key}\r\n"
         begin = time.perf_counter()
-        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        writer.write(
+            f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
         reply = await reader.readuntil(b"\r\n\r\n")
-        if not reply.startswith(b"HTTP/1.1 200"):
-            raise RuntimeError(f"the server refused a request: {reply!r}")
         size = reply.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
-        await reader.readexactly(int(size))
+        answer = await reader.readexactly(int(size))
+        if not reply.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError(f"the server refused a request: {answer.decode()}")
         took.append(time.perf_counter() - begin)
     writer.close()
     return took
@@ -177,23 +261,27 @@ def cpu_s(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
-def measure(a: argparse.Namespace, kind: str, stream: bool, every_s: float) -> dict[str, float]:
+def measure(
+    a: argparse.Namespace, kind: str, stream: bool, every_s: float, folder: str = ""
+) -> dict[str, float]:
     """Return CPU time per request, latencies and requests per second of one server."""
     same = ("episodes", "turns", "words", "seed")
     words = [w for name in same for w in (f"--{name}", str(getattr(a, name)))]
+    command = [__file__, "--serve", kind, *words, *(("--tokenizer", folder) if folder else ())]
+    if kind == "sglang":
+        command = [str(ROOT / "tools/studies/peers/sglang_replay.py"), folder]
     server = subprocess.Popen(
-        [sys.executable, __file__, "--serve", kind, *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
         assert server.stdout is not None
-        port, keys = json.loads(server.stdout.readline())
+        port, keys, pids = json.loads(server.stdout.readline())
         requests = bodies(a, stream)
-        asyncio.run(play_all(port, keys, requests[:1], 0.0, a.seed))  # the first are slower
-        before, begin = cpu_s(server.pid), time.perf_counter()
-        took = asyncio.run(play_all(port, keys, requests, every_s, a.seed))
-        wall, cpu = time.perf_counter() - begin, cpu_s(server.pid) - before
+        # The first requests are slower; they are of other episodes.
+        asyncio.run(play_all(port, keys[a.episodes :], requests[:1], 0.0, a.seed))
+        before, begin = sum(map(cpu_s, pids)), time.perf_counter()
+        took = asyncio.run(play_all(port, keys[: a.episodes], requests, every_s, a.seed))
+        wall, cpu = time.perf_counter() - begin, sum(map(cpu_s, pids)) - before
     finally:
         assert server.stdin is not None
         server.stdin.close()
@@ -213,14 +301,41 @@ def rows(a: argparse.Namespace) -> list[Row]:
     for name, stream in (("whole", False), ("stream", True)):
         for load, every_s in (("full", 0.0), ("paced", a.every_s)):
             found = measure(a, "endpoint", stream, every_s)
-            cpu: Row = {"name": f"{name} {load} cpu", "value": found["cpu"], "unit": "us/request"}
-            if load == "full":  # the selector finds several requests at a time, as in the baseline
-                cpu |= {"baseline": bare["cpu"], "ratio": found["cpu"] / bare["cpu"]}
-            out.append(cpu)
-            for key, unit in (("p50", "ms"), ("p99", "ms"), ("rate", "requests/s")):
-                out.append({"name": f"{name} {load} {key}", "value": found[key], "unit": unit})
+            # The selector finds several requests at a time with the full load, as in the baseline.
+            out += shown(f"{name} {load}", found, bare if load == "full" else None)
+    if a.tokenizer:
+        with tempfile.TemporaryDirectory() as scratch:
+            out += token_rows(a, with_template(Path(a.tokenizer), Path(scratch) / "qwen"))
     sizes = [len(body) for body in bodies(a, False)]
     out.append({"name": "body", "value": sum(sizes) / len(sizes), "unit": "bytes"})
+    return out
+
+
+def token_rows(a: argparse.Namespace, folder: Path) -> list[Row]:
+    """Measure the servers that render, tokenise and decode."""
+    if a.sglang:
+        tokenizer = load_tokenizer(folder)
+        ids = [tokenizer.token_id(token) for token in ("<|im_start|>", "assistant")]
+        recorded = {"turns": turn_ids(a, tokenizer), "opening": ids, "episodes": a.episodes}
+        (folder / "turns.json").write_text(json.dumps(recorded))
+        (folder / "config.json").write_text(json.dumps(MODEL))
+    out: list[Row] = []
+    for load, every_s in (("full", 0.0), ("paced", a.every_s)):
+        peer = measure(a, "sglang", False, every_s, str(folder)) if a.sglang else None
+        if peer:
+            out += shown(f"sglang {load}", peer, None)
+        out += shown(f"episode {load}", measure(a, "episode", False, every_s, str(folder)), peer)
+    return out
+
+
+def shown(name: str, found: dict[str, float], baseline: dict[str, float] | None) -> list[Row]:
+    """Return the rows of one server and load, with the CPU time of a baseline."""
+    units = {"cpu": "us/request", "p50": "ms", "p99": "ms", "rate": "requests/s"}
+    out: list[Row] = [
+        {"name": f"{name} {key}", "value": found[key], "unit": unit} for key, unit in units.items()
+    ]
+    if baseline:
+        out[0] |= {"baseline": baseline["cpu"], "ratio": found["cpu"] / baseline["cpu"]}
     return out
 
 
@@ -231,10 +346,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     found = rows(a)
     for row in found:
-        beside = f"   bare {row['baseline']:8.1f}   {row['ratio']:.2f}x" if "ratio" in row else ""
+        beside = f"   of {row['baseline']:8.1f}   {row['ratio']:.2f}x" if "ratio" in row else ""
         print(f"{row['name']:18} {row['value']:10.1f} {row['unit']:11}{beside}")
     if a.json:
-        settings = {k: v for k, v in vars(a).items() if k not in ("json", "serve")}
+        left_out = ("json", "serve", "tokenizer")  # paths of a machine
+        settings = {k: v for k, v in vars(a).items() if k not in left_out}
         write_atomic(
             Path(a.json), json.dumps({"settings": settings, "rows": found}, indent=1) + "\n"
         )
