@@ -69,6 +69,8 @@ class TurnSampling(Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     """None also if the run's own value holds, the default."""
     logprobs: bool = False
+    token_ids: bool = False
+    """Whether the answer has its token ids."""
 
 
 class TurnRequest(Record):
@@ -112,6 +114,8 @@ class ChatAnswer(Record):
     """Number of prompt tokens that needed no prefill."""
     logprobs: tuple[TokenLogProb, ...] = ()
     """Tokens with log-probs, if the request asks for them."""
+    token_ids: tuple[int, ...] = ()
+    """Sampled token ids, if the request asks for them."""
 
 
 # ---- requests
@@ -195,6 +199,8 @@ class TextCompletion(CompletionForm, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+    return_token_ids: bool | None = None
+    """Whether the answer has the field `token_ids`, as in vLLM."""
 
 
 Body = TypeVar("Body", bound=Struct)
@@ -260,6 +266,7 @@ def text_turn(request: TextCompletion, allow_sampling: bool) -> TurnRequest:
             _refuse("prompt", "a list", "must be one text or the token ids of one")
     wants_logprobs = request.logprobs is not None
     sampling = _sampling(request, request.max_tokens, wants_logprobs, allow_sampling)
+    sampling = msgspec.structs.replace(sampling, token_ids=bool(request.return_token_ids))
     return TurnRequest(prompt=prompt, sampling=sampling)
 
 
@@ -386,7 +393,7 @@ def chat_events(answer: ChatAnswer, model: str, with_usage: bool) -> bytes:
 def text_body(answer: ChatAnswer, model: str) -> bytes:
     """Return the JSON of an answer to `/v1/completions`."""
     head = _head("text_completion", model)
-    choice = _text_choice(answer.content, _finish(answer), _text_logprobs(answer))
+    choice = _text_choice(answer.content, _finish(answer), _text_logprobs(answer)) | _ids(answer)
     return msgspec.json.encode({**head, "choices": [choice], "usage": _usage(answer)})
 
 
@@ -397,7 +404,7 @@ def text_events(answer: ChatAnswer, model: str, with_usage: bool) -> bytes:
         _event({**head, "choices": [_text_choice(piece, None, None)]})
         for piece in _pieces(answer.content)
     ]
-    end = _text_choice("", _finish(answer), _text_logprobs(answer))
+    end = _text_choice("", _finish(answer), _text_logprobs(answer)) | _ids(answer)
     out.append(_event({**head, "choices": [end]}))
     return b"".join([*out, *_last(head, answer, with_usage)])
 
@@ -446,6 +453,10 @@ def _text_choice(
     text: str, finish: FinishReason | None, logprobs: dict[str, Any] | None
 ) -> dict[str, Any]:
     return {"index": 0, "text": text, "finish_reason": finish, "logprobs": logprobs}
+
+
+def _ids(answer: ChatAnswer) -> dict[str, Any]:
+    return {"token_ids": answer.token_ids} if answer.token_ids else {}
 
 
 def _text_logprobs(answer: ChatAnswer) -> dict[str, Any] | None:
