@@ -28,7 +28,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ApiError(Exception):
-    """Error that a client gets, in OpenAI's form."""
+    """Error that a client gets, in OpenAI's form, which is also Anthropic's."""
 
     def __init__(
         self, status: int, sentence: str, *, code: str | None = None, param: str | None = None
@@ -52,7 +52,7 @@ class ApiError(Exception):
             "param": self.param,
             "code": self.code,
         }
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode({"type": "error", "error": error})
 
 
 # ---- what an episode gets and returns
@@ -372,15 +372,15 @@ def chat_events(answer: ChatAnswer, model: str, with_usage: bool) -> bytes:
     """Return the events of an answer to `/v1/chat/completions` with `stream`, `[DONE]` included."""
     head = _head("chat.completion.chunk", model)
     out = [_event({**head, "choices": [_delta({"role": "assistant", "content": ""})]})]
-    for piece in _pieces(answer.reasoning or ""):
+    for piece in pieces(answer.reasoning or ""):
         out.append(_event({**head, "choices": [_delta({"reasoning_content": piece})]}))
     logprobs = _chat_logprobs(answer)
-    for piece in _pieces(answer.content):
+    for piece in pieces(answer.content):
         choice = _delta({"content": piece}) | {"logprobs": logprobs}
         logprobs = None  # only the first piece has those of the turn
         out.append(_event({**head, "choices": [choice]}))
     for index, call in enumerate(answer.calls):
-        first, *rest = _pieces(call.arguments) or [""]
+        first, *rest = pieces(call.arguments) or [""]
         deltas = [_call(call, first), *({"function": {"arguments": piece}} for piece in rest)]
         for delta in deltas:
             choice = _delta({"tool_calls": [{"index": index, **delta}]})
@@ -402,7 +402,7 @@ def text_events(answer: ChatAnswer, model: str, with_usage: bool) -> bytes:
     head = _head("text_completion", model)
     out = [
         _event({**head, "choices": [_text_choice(piece, None, None)]})
-        for piece in _pieces(answer.content)
+        for piece in pieces(answer.content)
     ]
     end = _text_choice("", _finish(answer), _text_logprobs(answer)) | _ids(answer)
     out.append(_event({**head, "choices": [end]}))
@@ -411,7 +411,7 @@ def text_events(answer: ChatAnswer, model: str, with_usage: bool) -> bytes:
 
 def error_event(error: ApiError) -> bytes:
     """Return an error as the last event of a stream that has begun."""
-    return b"data: " + error.body() + b"\n\n"
+    return b"event: error\ndata: " + error.body() + b"\n\n"
 
 
 def models_body(model: str) -> bytes:
@@ -477,7 +477,8 @@ def _finish(answer: ChatAnswer) -> FinishReason:
     return "length" if answer.finish == "length" else "stop"
 
 
-def _pieces(text: str) -> Sequence[str]:
+def pieces(text: str) -> Sequence[str]:
+    """Cut a text into the texts of events."""
     return [text[i : i + _PIECE_CHARS] for i in range(0, len(text), _PIECE_CHARS)]
 
 

@@ -49,7 +49,8 @@ def id(request: pytest.FixtureRequest) -> str:
 
 def events_of(text: str) -> list[Any]:
     """Return the data of a stream's events."""
-    lines = [line for line in text.split("\n") if line and not line.startswith(":")]
+    skipped = ":", "event: error"
+    lines = [line for line in text.split("\n") if line and not line.startswith(skipped)]
     assert all(line.startswith("data: ") for line in lines)
     return [
         line[6:] if line == "data: [DONE]" else json.loads(line.removeprefix("data: "))
