@@ -27,6 +27,43 @@ def talk(task: dict[str, Any]) -> float:
     return float(sum(len(m["content"]) for m in (first, second, third)) % 5)
 
 
+def complete(task: dict[str, Any]) -> float:
+    """Text completions: a text that is continued, and ids that are."""
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    url = os.environ["OPENAI_BASE_URL"] + "/"
+    with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
+
+        def more(prompt: str | list[int]) -> dict[str, Any]:
+            asked = {"prompt": prompt, "max_tokens": 3, "return_token_ids": True, "logprobs": 0}
+            found = client.post("completions", json=asked)
+            assert found.status_code == 200, found.text
+            return found.json()["choices"][0]
+
+        ids = [5, 6, 7]
+        for _ in range(3):
+            choice = more(ids)
+            assert len(choice["token_ids"]) == len(choice["logprobs"]["tokens"]) <= 3
+            ids += [*choice["token_ids"], 8]
+        text = task["prompt"]
+        text += more(text)["text"] + " "
+        more(text)
+    return float(sum(ids) % 5)
+
+
+def plain(task: dict[str, Any]) -> float:
+    """A turn without tools, and one with tools, which is refused."""
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    url = os.environ["OPENAI_BASE_URL"] + "/"
+    with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
+        asked = {"model": "m", "messages": [{"role": "user", "content": task["prompt"]}]}
+        answer = ask(client, asked["messages"])
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        refused = client.post("chat/completions", json=asked | {"tools": tools})
+        assert refused.status_code == 400, refused.text
+        assert "writes no tool calls in a format that rlcore reads" in refused.text
+    return float(len(answer["content"]) % 5)
+
+
 def hurried(task: dict[str, Any]) -> float:
     """A turn, and the end in the middle of further ones."""
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}

@@ -1,7 +1,7 @@
 """What one episode of an outside harness has sampled: a tree of turns, and its rows for training.
 
     branches = Branches(tokenizer, family=family, num_tokens=vocabulary, max_tokens=32768)
-    turn = branches.begin(messages, tools)      # a request of the harness
+    turn = branches.begin(messages, tools)      # a request of the harness, or its text or ids
     sample = ...                                # the engine continues turn.context
     answer = branches.end(turn, sample, stops)  # or branches.cancel(turn)
     rows = branches.rows()                      # at the end of the episode
@@ -30,6 +30,12 @@ requests with equal messages are turns of different rows in the same way.
   template drops reasoning or spells an answer differently, the turn begins a row. With Qwen3, every
   user message after a turn with reasoning does so.
 
+A text completion is a turn without a template. Its prompt is the context: text, which is encoded,
+or token ids. It continues the turn whose context and answer are the longest beginning of the
+prompt: text continues text, ids continue ids, and with `template` text also continues a chat
+without tools. The turn's tokens stay, and only the rest of the prompt is encoded. The prompt's
+special tokens are special, and its answer is not parsed.
+
 With `keep`, a context may differ from a whole rendering, which `changed_tokens` measures:
 
 - The template drops or moves what is already in the context: reasoning before the last user message
@@ -56,7 +62,7 @@ import numpy as np
 from rlcore.envs.chat_api import ApiError
 from rlcore.envs.dialogue import Dialogue
 from rlcore.hf.tokenizer import Tokenizer
-from rlcore.hf.tool_calls import ParsedTurn, assistant_message, parse, reasoning_of
+from rlcore.hf.tool_calls import ParsedTurn, assistant_message, family_of, parse, reasoning_of
 from rlcore.hf.tool_formats import schemas_of
 from rlcore.records import CUT, Finish, FloatArray, IntArray, Sample
 from rlcore.utils.errors import ConfigError, LimitError
@@ -66,6 +72,8 @@ Reuse = Literal["keep", "template"]
 FinishReason = Literal["stop", "length", "tool_calls"]
 ChatMessage = dict[str, Any]
 """A message in OpenAI's form, with only the keys that are known here, and content as one text."""
+Asked = list[ChatMessage] | str | tuple[int, ...]
+"""What a request asks for: messages, or as text or token ids what the model is to continue."""
 
 _ROLES = ("system", "user", "assistant", "tool")
 _TAIL = 16  # more tokens than the text that opens reasoning has
@@ -113,11 +121,13 @@ class Turn:
     number: int
     parent: "Turn | None"
     """The turn that this one continues; None if the whole request was rendered."""
-    asked: list[ChatMessage] | str
-    """What follows the conversation of `parent`: messages, or text if `reuse` is `template`."""
+    asked: Asked
+    """What follows the conversation of `parent`; messages are text if `reuse` is `template`."""
     new: IntArray
     """Tokens of `asked`."""
     tools: list[Any]
+    is_chat: bool
+    """Whether the request has messages and the answer may have calls."""
     children: "list[Turn]" = field(default_factory=list)
     """The turns that continue this one, in the order in which they began."""
     answer: ChatMessage | None = None
@@ -156,16 +166,16 @@ class Turn:
         self.versions = np.asarray(sample.versions[:size], np.int32)
         self.finish, self.text, self.answer = finish, text, answer
 
-    def prefix_end(self, request: list[ChatMessage] | str, at: int) -> int:
+    def prefix_end(self, request: Asked, at: int) -> int:
         """Return the length of the prefix of a request that is this turn's conversation, given that
         of the parent's, `at`. -1: the conversation is not a prefix."""
         if self.answer is None:
             return -1
-        if isinstance(request, str):
-            shown = f"{self.asked}{self.text}"
-            end = at + len(shown)
-            return end if request[at:end] == shown else -1
         end = at + len(self.asked)
+        if not isinstance(request, list):
+            shown = self.text if isinstance(request, str) else tuple(self.tokens.tolist())
+            is_prefix = request[at:end] == self.asked and request[end : end + len(shown)] == shown
+            return end + len(shown) if is_prefix else -1
         if end >= len(request) or request[at:end] != self.asked:
             return -1
         return end + 1 if _is_answer(request[end], self.answer) else -1
@@ -188,7 +198,8 @@ class Branches:
         """Store the settings.
 
         Args:
-            family: format of tool calls, a key of `hf.tool_formats.FAMILIES`.
+            family: format of tool calls, a key of `hf.tool_formats.FAMILIES`; "" if the template
+                has none, so that requests with tools are refused.
             num_tokens: size of the model's vocabulary.
             max_tokens: maximum number of tokens in a row, prompt and answers together.
             max_branches: maximum number of rows of the episode.
@@ -206,18 +217,22 @@ class Branches:
 
     def begin(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]] | str | tuple[int, ...],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Turn:
-        """Return the turn of a request; the engine continues its `context`.
+        """Return the turn of a request; the engine continues its `context`. `messages`: those of a
+        chat, or the prompt of a text completion, as text or ids.
 
         Raises:
             ApiError: the messages or tools are invalid, the template refuses them, or a limit
                 is reached. The episode is as before.
             LimitError: the template exceeds its limits of time or memory again and again.
         """
+        is_chat = not isinstance(messages, str | tuple)
         try:
             listed = _checked(tools)
+            if listed and not self._family:
+                family_of(self._tokenizer.chat_template)  # raises
             key = json.dumps(listed)
             request = self._request(messages, listed)
             parent, at = _longest(self._first.get(key, []), request)
@@ -229,7 +244,8 @@ class Branches:
             raise
         except (ConfigError, RecursionError) as error:
             raise ApiError(400, str(error)) from error
-        turn = Turn(self._num_begun, parent, asked, new, parent.tools if parent else listed)
+        given = parent.tools if parent else listed  # equal lists are one object
+        turn = Turn(self._num_begun, parent, asked, new, given, is_chat)
         self._check_limits(turn)
         (parent.children if parent else self._first.setdefault(key, [])).append(turn)
         self._turns.append(turn)
@@ -258,13 +274,9 @@ class Branches:
         finish = sample.finish if shown == text else "stop"
         if size and ids[size - 1] in self._tokenizer.eos_ids:
             shown = shown.removesuffix(self._decode([ids[size - 1]]))
-        opening = self._decode(turn.context[-_TAIL:].tolist())
-        reasoning = reasoning_of(self._tokenizer.chat_template, opening)
-        parsed = _with_lost_text(parse(self._family, shown, turn.tools, reasoning))
-        names = [f"call_{turn.number}_{i}" for i in range(len(parsed.calls))]
-        message = assistant_message(parsed, names)
+        message = self._message(turn, shown)
         turn.set_answer(sample, size, finish, text, _normal(message, 0))
-        done: FinishReason = "tool_calls" if parsed.calls else "stop"
+        done: FinishReason = "tool_calls" if "tool_calls" in message else "stop"
         return Answer(message, "length" if finish in CUT else done, size)
 
     def cancel(self, turn: Turn) -> None:
@@ -298,30 +310,46 @@ class Branches:
         pairs = list(zip_longest(turn.context.tolist(), again))
         return len(pairs) - next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
-    def _request(self, messages: Sequence[Any], tools: list[Any]) -> list[ChatMessage] | str:
-        """Return what is compared with earlier turns: messages, or their text."""
+    def _message(self, turn: Turn, shown: str) -> ChatMessage:
+        """Return the message of an answer with the text `shown`."""
+        if not turn.is_chat:
+            return {"role": "assistant", "content": shown}
+        opening = self._decode(turn.context[-_TAIL:].tolist())
+        reasoning = reasoning_of(self._tokenizer.chat_template, opening)
+        parsed = _with_lost_text(parse(self._family, shown, turn.tools, reasoning))
+        names = [f"call_{turn.number}_{i}" for i in range(len(parsed.calls))]
+        return assistant_message(parsed, names)
+
+    def _request(self, messages: Sequence[Any] | str | tuple[int, ...], tools: list[Any]) -> Asked:
+        """Return what is compared with earlier turns: messages or their text, or a prompt."""
+        if isinstance(messages, str | tuple):
+            is_text = isinstance(messages, str)
+            self._check_length(self._tokenizer.min_tokens(messages) if is_text else len(messages))
+            return messages
         asked = _all_normal(messages)
         least = sum(self._tokenizer.min_tokens(message["content"]) for message in asked)
         self._check_length(least)  # to encode a very long text takes minutes
         return self._rendered(asked, tools) if self._reuse == "template" else asked
 
-    def _tokens_of(
-        self, asked: list[ChatMessage] | str, parent: Turn | None, tools: list[Any]
-    ) -> IntArray:
+    def _tokens_of(self, asked: Asked, parent: Turn | None, tools: list[Any]) -> IntArray:
         """Return the tokens of what follows a turn, or of a whole request."""
         if isinstance(asked, str):
             ids = self._tokenizer.encode(asked)
+        elif isinstance(asked, tuple):
+            ids = list(asked)
         elif parent is None:
             ids = self._tokenizer.encode(self._rendered(asked, tools))
         else:
             last = int(parent.tokens[-1]) if len(parent.tokens) else -1
             variables = self._variables | {"tools": self._defused(tools) or None}
             ids = self._dialogue.appended(self._defused(asked), last, **variables)
-        if strange := [i for i in ids if i >= self._num_tokens]:
+        if strange := [i for i in ids if not 0 <= i < self._num_tokens]:
             raise ConfigError(
-                f"the messages have token {strange[0]}, but the model has only {self._num_tokens}; "
+                f"the request has token {strange[0]}, but the model has only {self._num_tokens}; "
                 "use the model's own tokenizer"
             )
+        if not ids and parent is None:
+            raise ConfigError("the request has no tokens; give at least one to continue")
         return np.array(ids, np.int32)
 
     def _rendered(self, messages: list[ChatMessage], tools: list[Any]) -> str:
@@ -368,12 +396,12 @@ class Branches:
             raise ApiError(
                 400,
                 f"This model's maximum context length is {self._max_tokens} tokens, but the "
-                f"messages have {num_tokens} or more, and an answer needs one; shorten them",
+                f"request has {num_tokens} or more, and an answer needs one; shorten it",
                 code="context_length_exceeded",
             )
 
 
-def _longest(turns: Sequence[Turn], request: list[ChatMessage] | str) -> tuple[Turn | None, int]:
+def _longest(turns: Sequence[Turn], request: Asked) -> tuple[Turn | None, int]:
     """Return the turn whose conversation is the longest prefix of a request, and its length. Equal
     ids and reasoning decide a tie, then whether a turn is not continued yet, then its age."""
     best: tuple[Turn | None, int] = None, 0

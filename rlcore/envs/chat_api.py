@@ -28,7 +28,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ApiError(Exception):
-    """Error that a client gets, in OpenAI's form."""
+    """Error that a client gets, in OpenAI's form, which is also Anthropic's."""
 
     def __init__(
         self, status: int, sentence: str, *, code: str | None = None, param: str | None = None
@@ -52,7 +52,7 @@ class ApiError(Exception):
             "param": self.param,
             "code": self.code,
         }
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode({"type": "error", "error": error})
 
 
 # ---- what an episode gets and returns
@@ -69,6 +69,8 @@ class TurnSampling(Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     """None also if the run's own value holds, the default."""
     logprobs: bool = False
+    token_ids: bool = False
+    """Whether the answer has its token ids."""
 
 
 class TurnRequest(Record):
@@ -112,6 +114,8 @@ class ChatAnswer(Record):
     """Number of prompt tokens that needed no prefill."""
     logprobs: tuple[TokenLogProb, ...] = ()
     """Tokens with log-probs, if the request asks for them."""
+    token_ids: tuple[int, ...] = ()
+    """Sampled token ids, if the request asks for them."""
 
 
 # ---- requests
@@ -195,6 +199,8 @@ class TextCompletion(CompletionForm, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+    return_token_ids: bool | None = None
+    """Whether the answer has the field `token_ids`, as in vLLM."""
 
 
 Body = TypeVar("Body", bound=Struct)
@@ -260,6 +266,7 @@ def text_turn(request: TextCompletion, allow_sampling: bool) -> TurnRequest:
             _refuse("prompt", "a list", "must be one text or the token ids of one")
     wants_logprobs = request.logprobs is not None
     sampling = _sampling(request, request.max_tokens, wants_logprobs, allow_sampling)
+    sampling = msgspec.structs.replace(sampling, token_ids=bool(request.return_token_ids))
     return TurnRequest(prompt=prompt, sampling=sampling)
 
 
@@ -365,15 +372,15 @@ def chat_events(answer: ChatAnswer, model: str, with_usage: bool) -> bytes:
     """Return the events of an answer to `/v1/chat/completions` with `stream`, `[DONE]` included."""
     head = _head("chat.completion.chunk", model)
     out = [_event({**head, "choices": [_delta({"role": "assistant", "content": ""})]})]
-    for piece in _pieces(answer.reasoning or ""):
+    for piece in pieces(answer.reasoning or ""):
         out.append(_event({**head, "choices": [_delta({"reasoning_content": piece})]}))
     logprobs = _chat_logprobs(answer)
-    for piece in _pieces(answer.content):
+    for piece in pieces(answer.content):
         choice = _delta({"content": piece}) | {"logprobs": logprobs}
         logprobs = None  # only the first piece has those of the turn
         out.append(_event({**head, "choices": [choice]}))
     for index, call in enumerate(answer.calls):
-        first, *rest = _pieces(call.arguments) or [""]
+        first, *rest = pieces(call.arguments) or [""]
         deltas = [_call(call, first), *({"function": {"arguments": piece}} for piece in rest)]
         for delta in deltas:
             choice = _delta({"tool_calls": [{"index": index, **delta}]})
@@ -386,7 +393,7 @@ def chat_events(answer: ChatAnswer, model: str, with_usage: bool) -> bytes:
 def text_body(answer: ChatAnswer, model: str) -> bytes:
     """Return the JSON of an answer to `/v1/completions`."""
     head = _head("text_completion", model)
-    choice = _text_choice(answer.content, _finish(answer), _text_logprobs(answer))
+    choice = _text_choice(answer.content, _finish(answer), _text_logprobs(answer)) | _ids(answer)
     return msgspec.json.encode({**head, "choices": [choice], "usage": _usage(answer)})
 
 
@@ -395,16 +402,16 @@ def text_events(answer: ChatAnswer, model: str, with_usage: bool) -> bytes:
     head = _head("text_completion", model)
     out = [
         _event({**head, "choices": [_text_choice(piece, None, None)]})
-        for piece in _pieces(answer.content)
+        for piece in pieces(answer.content)
     ]
-    end = _text_choice("", _finish(answer), _text_logprobs(answer))
+    end = _text_choice("", _finish(answer), _text_logprobs(answer)) | _ids(answer)
     out.append(_event({**head, "choices": [end]}))
     return b"".join([*out, *_last(head, answer, with_usage)])
 
 
 def error_event(error: ApiError) -> bytes:
     """Return an error as the last event of a stream that has begun."""
-    return b"data: " + error.body() + b"\n\n"
+    return b"event: error\ndata: " + error.body() + b"\n\n"
 
 
 def models_body(model: str) -> bytes:
@@ -448,6 +455,10 @@ def _text_choice(
     return {"index": 0, "text": text, "finish_reason": finish, "logprobs": logprobs}
 
 
+def _ids(answer: ChatAnswer) -> dict[str, Any]:
+    return {"token_ids": answer.token_ids} if answer.token_ids else {}
+
+
 def _text_logprobs(answer: ChatAnswer) -> dict[str, Any] | None:
     if not answer.logprobs:
         return None
@@ -466,7 +477,8 @@ def _finish(answer: ChatAnswer) -> FinishReason:
     return "length" if answer.finish == "length" else "stop"
 
 
-def _pieces(text: str) -> Sequence[str]:
+def pieces(text: str) -> Sequence[str]:
+    """Cut a text into the texts of events."""
     return [text[i : i + _PIECE_CHARS] for i in range(0, len(text), _PIECE_CHARS)]
 
 

@@ -1,4 +1,5 @@
-"""HTTP server through which harnesses sample turns of their episodes, with OpenAI's interface.
+"""HTTP server through which harnesses sample turns of their episodes, with OpenAI's interface and
+Anthropic's messages.
 
     endpoint = Endpoint(EndpointLimits())
     server = EndpointServer(endpoint)                # 127.0.0.1, a free port
@@ -41,9 +42,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from rlcore.envs import chat_api
+from rlcore.envs import chat_api, messages_api
 from rlcore.envs.chat_api import ApiError, ChatAnswer, ChatCompletion, TextCompletion, TurnRequest
 from rlcore.envs.harness import EpisodeScore, parse_score
+from rlcore.envs.messages_api import MessagesForm
 from rlcore.records import RequestId
 from rlcore.utils.log import log
 
@@ -93,6 +95,7 @@ class _Render(NamedTuple):
 
 _CHAT = _Render(chat_api.chat_body, chat_api.chat_events)
 _TEXT = _Render(chat_api.text_body, chat_api.text_events)
+_MESSAGES = _Render(messages_api.messages_body, messages_api.messages_events)
 
 
 class _Served:
@@ -217,9 +220,11 @@ class Endpoint:
     def _make_app(self) -> Starlette:
         chat = self._turns(ChatCompletion, chat_api.chat_turn, _CHAT)
         text = self._turns(TextCompletion, chat_api.text_turn, _TEXT)
+        messages = self._turns(MessagesForm, messages_api.messages_turn, _MESSAGES)
         keyed = [
             ("/v1/chat/completions", "POST", chat),
             ("/v1/completions", "POST", text),
+            ("/v1/messages", "POST", messages),
             ("/v1/models", "GET", self._models),
             ("/v1/episodes/{id}/score", "POST", self._post_score),
         ]
@@ -391,7 +396,7 @@ async def _health(request: Request) -> Response:
 
 def _header_key(request: Request) -> str:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 def _equal(key: str, right: str) -> bool:

@@ -4,7 +4,7 @@ A harness is a command, a shell command, a Python function, or a command in a co
 a process of its own (`harness_child.py`) with these variables, in an empty folder that is removed
 after it:
 
-    OPENAI_BASE_URL, OPENAI_API_KEY   the endpoint, and the key of the episode
+    OPENAI_BASE_URL, OPENAI_API_KEY   the endpoint, and the key of the episode; ANTHROPIC_* too
     RLCORE_EPISODE                    id of the episode
     RLCORE_TASK                       file with the task, JSON
     RLCORE_SCORE                      file that takes the score
@@ -252,6 +252,8 @@ class HarnessRun:
         return {
             "OPENAI_BASE_URL": f"{self._root_url}/v1",
             "OPENAI_API_KEY": self._key,
+            "ANTHROPIC_BASE_URL": self._root_url,
+            "ANTHROPIC_API_KEY": self._key,
             "RLCORE_EPISODE": self._id,
             "RLCORE_SCORE_URL": f"{self._root_url}/v1/episodes/{self._id}/score",
             TASK: str(folder / "task.json"),

@@ -39,6 +39,7 @@ from rlcore.records import (
 )
 from rlcore.utils.bounds import above, at_least
 from rlcore.utils.errors import ConfigError
+from rlcore.utils.log import announce
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +106,10 @@ class HarnessHost:
         log_file: Path | None = None,
     ) -> None:
         """Start the endpoint. `num_tokens`: size of the vocabulary. `max_tokens`: tokens of a row,
-        prompt included. Raises ConfigError if the chat template has no known format of calls."""
+        prompt included."""
         self._config, self._tokenizer = config, tokenizer
         self._num_tokens, self._max_tokens = num_tokens, max_tokens
-        self._family = family_of(tokenizer.chat_template)
+        self._family = _family(tokenizer)
         self._harness = Harness(
             command=config.command,
             function=config.function,
@@ -242,17 +243,15 @@ class EpisodeRequests:
 
     async def complete(self, asked: TurnRequest) -> ChatAnswer:
         """Sample the turn of a request. Raises ApiError."""
-        if asked.prompt is not None:
-            raise ApiError(
-                400, "/v1/completions: an episode is a conversation; use /v1/chat/completions"
-            )
         number = next(self._numbers)
         if number >= self._host.max_turns:
             raise ApiError(
                 400, f"the episode has had {number} requests, the most that --env.max_turns allows"
             )
         with self.lock:
-            turn = self.branches.begin(asked.messages, asked.tools or None)
+            turn = self.branches.begin(
+                asked.messages if asked.prompt is None else asked.prompt, asked.tools or None
+            )
         request = Request(
             id=turn_of(self._name, number),
             prompt=turn.context,
@@ -269,10 +268,21 @@ class EpisodeRequests:
             answer = self.branches.end(turn, sample, asked.sampling.stop_texts)
         self._so_far.took_turn(self._host.text(sample, answer.num_tokens))
         count = answer.num_tokens if asked.sampling.logprobs else 0
-        return _shown(answer, len(turn.context), self._host.logprobs(sample, count))
+        shown = _shown(answer, len(turn.context), self._host.logprobs(sample, count))
+        ids = tuple(turn.tokens.tolist()) if asked.sampling.token_ids else ()
+        return structs.replace(shown, token_ids=ids)
 
     async def _sample(self, request: Request) -> Sample:
         return await self._policy(request)
+
+
+def _family(tokenizer: Tokenizer) -> str:
+    """Return the format of calls; "" if the template has none, so that requests have no tools."""
+    try:
+        return family_of(tokenizer.chat_template)
+    except ConfigError as error:
+        announce("tool calls", f"refused in requests: {error}")
+        return ""
 
 
 def _shown(answer: Answer, context: int, logprobs: tuple[TokenLogProb, ...]) -> ChatAnswer:

@@ -20,7 +20,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from rlcore.hf.tool_formats import FAMILIES, MalformedCall, ToolCall, ToolFamily, schemas_of
+from rlcore.hf.tool_formats import (
+    FAMILIES,
+    NO_CALLS,
+    MalformedCall,
+    ToolCall,
+    ToolFamily,
+    schemas_of,
+)
 from rlcore.utils.errors import ConfigError
 
 Reasoning = Literal["none", "tagged", "open"]
@@ -101,9 +108,9 @@ def parse(
     family: str, text: str, tools: Sequence[Mapping[str, Any]], reasoning: Reasoning = "none"
 ) -> ParsedTurn:
     """Return the parts of a turn. A call that cannot be made is among the malformed ones. A call
-    within reasoning is text; if that reasoning has no end, its first call is malformed. Raises
-    ConfigError for a family that is not in `FAMILIES` and ValueError for a tool without a name, but
-    nothing for any text."""
+    within reasoning is text; if that reasoning has no end, its first call is malformed. With the
+    family "" nothing is a call. Raises ConfigError for another family that is not in `FAMILIES` and
+    ValueError for a tool without a name, but nothing for any text."""
     form, schemas = _form(family), schemas_of(tools)
     text = _without_end(text, form)
     parts = _parts(text, form, reasoning)
@@ -157,6 +164,8 @@ def assistant_message(parsed: ParsedTurn, ids: Sequence[str] = ()) -> dict[str, 
 
 
 def _form(family: str) -> ToolFamily:
+    if not family:
+        return NO_CALLS
     if family not in FAMILIES:
         raise ConfigError(f"tool calls {family!r}: must be one of {', '.join(FAMILIES)}")
     return FAMILIES[family]
@@ -195,7 +204,7 @@ def _without_end(text: str, form: ToolFamily) -> str:
 
 def _released(text: str, words: Sequence[str]) -> str:
     """Return the text without the longest end of it that begins one of the words."""
-    longest = min(len(text), max(map(len, words)))
+    longest = min(len(text), max(map(len, words), default=0))
     for size in range(longest, 0, -1):
         if any(word.startswith(text[-size:]) for word in words):
             return text[:-size]

@@ -524,3 +524,6 @@ FAMILIES: dict[str, ToolFamily] = {
     ),
 }
 """Families by name."""
+
+NO_CALLS = FAMILIES["qwen"]._replace(first=lambda text, at: -1, markers=(), gaps=(), ends=())
+"""Texts of a model whose format of calls is unknown: no text is a call."""

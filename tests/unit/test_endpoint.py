@@ -49,7 +49,8 @@ def id(request: pytest.FixtureRequest) -> str:
 
 def events_of(text: str) -> list[Any]:
     """Return the data of a stream's events."""
-    lines = [line for line in text.split("\n") if line and not line.startswith(":")]
+    skipped = ":", "event: error"
+    lines = [line for line in text.split("\n") if line and not line.startswith(skipped)]
     assert all(line.startswith("data: ") for line in lines)
     return [
         line[6:] if line == "data: [DONE]" else json.loads(line.removeprefix("data: "))
@@ -160,8 +161,10 @@ def test_text_completions_take_a_text_or_token_ids(served: Served, id: str) -> N
     assert episode.turns[0].prompt == "Once"
     wanted = TurnSampling(max_tokens=3, stop_texts=("\n",), logprobs=True)
     assert episode.turns[0].sampling == wanted
+    assert "token_ids" not in choice
     ask(prompt=[5, 6])
-    ask(prompt=["Once"])
+    ask(prompt=["Once"], return_token_ids=True)
+    assert [t.sampling.token_ids for t in episode.turns] == [False, False, True]
     assert [t.prompt for t in episode.turns[1:]] == [(5, 6), "Once"]
     *events, done = events_of(ask(prompt="Once", stream=True).text)
     assert "".join(e["choices"][0]["text"] for e in events) == "Let me look."

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from rlcore.envs.branches import Answer, Branches, EpisodeRow, Reuse, Turn
 from rlcore.envs.chat_api import ApiError
 from rlcore.envs.dialogue import Dialogue
-from rlcore.hf.tokenizer import Tokenizer, load_tokenizer, make_char_tokenizer
+from rlcore.hf.tokenizer import CHATML, Tokenizer, load_tokenizer, make_char_tokenizer
 from rlcore.records import Finish, Sample
 from rlcore.utils.errors import LimitError
 from tests.contracts.record_tool_calls import wide
@@ -129,7 +129,10 @@ class Call:
     tools: list[Any]
     asked: list[dict[str, Any]]
     conversation: list[tuple[dict[str, Any], bool]]
-    """Plain messages, and whether each is a sampled answer."""
+    """Plain messages, and whether each is a sampled answer; none of a text completion."""
+    text: str | None = None
+    """Text of context and answer, if text can continue it."""
+    is_of_ids: bool = False
     kept: list[int] | None = None
     is_cancelled: bool = False
 
@@ -279,7 +282,12 @@ class Harness:
                 if kind in ("json", "arguments"):
                     function["arguments"] = json.dumps(values, indent=1)
 
+    def ended(self) -> list[Call]:
+        return [c for c in self.calls if c.kept is not None and not c.is_cancelled]
+
     def begin(self) -> None:
+        if self.is_rare(0.2):
+            return self.begin_prompt()
         messages = self.messages()
         tools = self.draw(self.tools[:1], None) if self.is_rare(0.1) else self.tools
         before = self.branches.rows(), self.branches.counts
@@ -292,9 +300,9 @@ class Harness:
             return
         context = turn.context.tolist()
         asked = [plain(message) for message in messages]
-        ended = [c for c in self.calls if c.kept is not None and not c.is_cancelled]
+        text = None
         if self.reuse == "keep":
-            parent = self.expected(messages, tools or [], ended, context)
+            parent = self.expected(messages, tools or [], self.ended(), context)
             known = parent.conversation if parent else []
             asked_from = [(m, False) for m in asked[len(known) :]]
             conversation = [*known, *asked_from]
@@ -302,16 +310,39 @@ class Harness:
             conversation = [(m, False) for m in asked]
             text = self.whole(messages, tools)
             assert self.decode(context) == text
-            same_tools = [c for c in ended if c.tools == (tools or [])]
-            starts = [c.context + (c.kept or []) for c in same_tools]
-            reusable = [s for s in starts if text.startswith(self.decode(s))]
-            longest = max((len(self.decode(s)) for s in reusable), default=0)
-            best = [s for s in reusable if len(self.decode(s)) == longest]
-            if best:
-                assert any(context == s + self.tokenizer.encode(text[longest:]) for s in best)
-            else:
-                assert context == self.tokenizer.encode(text)
-        self.calls.append(Call(turn, context, tools or [], messages, conversation))
+            assert context in self.continued(text, tools or [])
+        self.calls.append(Call(turn, context, tools or [], messages, conversation, text))
+
+    def begin_prompt(self) -> None:
+        """Begin a text completion: a known text or known ids, continued, cut or whole."""
+        draw, ended = self.draw, [c for c in self.ended() if not c.tools]
+        more = draw("hello", "<|im_end|>ok", "\u4eac ok", "")
+        cut = draw(None, None, None, -1)
+        if draw(True, False):
+            text = (draw("", *(c.text for c in ended if c.text)) + more)[:cut] or "a"
+            turn = self.branches.begin(text)
+            assert turn.context.tolist() in self.continued(text, [])
+            self.calls.append(Call(turn, turn.context.tolist(), [], [], [], text))
+            return
+        known = [[*c.context, *(c.kept or [])] for c in ended if c.is_of_ids]
+        ids = [*draw([], *known), *self.tokenizer.encode(more)][:cut] or [5]
+        turn = self.branches.begin(tuple(ids))
+        assert turn.context.tolist() == ids
+        begun = len(turn.parent.context) + len(turn.parent.tokens) if turn.parent else 0
+        assert begun == max((len(k) for k in known if ids[: len(k)] == k), default=0)
+        self.calls.append(Call(turn, ids, [], [], [], is_of_ids=True))
+
+    def continued(self, text: str, tools: list[Any]) -> list[list[int]]:
+        """Return the contexts that a text may have."""
+        fits = [
+            (c.text, c)
+            for c in self.ended()
+            if c.tools == tools and c.text and text.startswith(c.text)
+        ]
+        longest = max((len(begun) for begun, _ in fits), default=0)
+        rest = self.tokenizer.encode(text[longest:])
+        best = [c for begun, c in fits if len(begun) == longest]
+        return [[*c.context, *(c.kept or []), *rest] for c in best] or [rest]
 
     def expected(
         self,
@@ -369,7 +400,13 @@ class Harness:
         answer = self.branches.end(call.turn, sample, stops)
         call.kept = ids[: answer.num_tokens]
         self.check_stop(ids, stops, answer.num_tokens)
+        if call.text is not None:
+            call.text += self.decode(call.kept)
         shown = copy.deepcopy(answer.message)
+        if not call.asked:
+            assert shown.keys() == {"role", "content"} and answer.finish_reason != "tool_calls"
+            assert self.decode(call.kept).startswith(shown["content"])
+            return
         call.conversation = [*call.conversation, (plain(shown), True)]
         self.seen.append([*call.asked, shown])
 
@@ -674,6 +711,88 @@ def test_reasoning_that_the_prompt_opens_is_no_content(
     assert answer.message == {"role": "assistant", "content": "ok", "reasoning_content": "hm"}
 
 
+def test_a_text_completion_is_continued_by_text_that_has_its_end_again(tmp_path: Path) -> None:
+    own = make_char_tokenizer(tmp_path, "".join(map(chr, range(10, 127))))
+    branches = make_branches(own)
+    first = branches.begin("<eos>hello:")
+    assert first.context.tolist() == [own.eos_ids[0], *own.encode("hello:")]
+    answer = say(branches, own, first, CALL + "<eos>")
+    assert answer.message == {"role": "assistant", "content": CALL}  # not parsed, without its end
+    assert answer.finish_reason == "stop"
+    begun = [*first.context, *first.tokens]
+    second = branches.begin(f"<eos>hello:{CALL}<eos>ok")
+    assert second.context.tolist() == [*begun, *own.encode("ok")]
+    say(branches, own, second, "ok")
+    other = branches.begin(f"<eos>hello:{CALL}ok")
+    say(branches, own, other, "ok")
+    assert [row.prompt.tolist() for row in branches.rows()] == [
+        first.context.tolist(),
+        other.context.tolist(),
+    ]
+    assert other.context.tolist() == own.encode(f"<eos>hello:{CALL}ok")
+
+
+def test_ids_are_continued_by_ids_and_their_spelling_stands(qwen3: Tokenizer) -> None:
+    branches = make_branches(qwen3)
+    letters = [i for letter in "hello" for i in qwen3.encode(letter)]
+    first = branches.begin(tuple(letters))
+    say(branches, qwen3, first, " ok")
+    begun = [*letters, *first.tokens.tolist()]
+    second = branches.begin((*begun, 7))
+    assert second.parent is first and second.context.tolist() == [*begun, 7]
+    same = branches.begin(tuple(begun))
+    assert same.parent is first and same.context.tolist() == begun  # nothing is between them
+    assert branches.begin(tuple(qwen3.encode("hello ok"))).parent is None
+    assert branches.begin("hello ok").parent is None
+    assert branches.counts.new_tokens == len(letters) + 1 + 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", "the request has no tokens"),
+        ((), "the request has no tokens"),
+        ((3, -1), "the request has token -1, but the model has only 1048576"),
+        ((1 << 20,), "the request has token 1048576"),
+        ((5,) * (1 << 20), "maximum context length is 1048576 tokens, but the request has"),
+    ],
+    ids=["text", "ids", "negative", "unknown", "long"],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused(
+    qwen3: Tokenizer, prompt: Any, words: str
+) -> None:
+    branches = make_branches(qwen3)
+    with pytest.raises(ApiError, match=words) as refused:
+        branches.begin(prompt)
+    assert refused.value.status == 400 and branches.counts == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("reuse", "is_continued"), [("keep", False), ("template", True)])
+def test_text_continues_a_chat_if_text_decides(
+    qwen3: Tokenizer, reuse: Reuse, is_continued: bool
+) -> None:
+    branches = make_branches(qwen3, reuse=reuse)
+    chat = branches.begin([USER])
+    say(branches, qwen3, chat, CALL + "<|im_end|>")
+    text = qwen3.decode([*chat.context, *chat.tokens], False) + "ok"
+    assert (branches.begin(text).parent is chat) == is_continued
+
+
+def test_without_a_format_of_calls_nothing_is_a_call_and_tools_are_refused(
+    qwen3: Tokenizer, tmp_path: Path
+) -> None:
+    own = make_tokenizer(tmp_path, CHATML)
+    branches = make_branches(own, "")
+    answer = say(branches, own, branches.begin([USER]), "ok\n" + CALL + "<|im_end|>")
+    assert answer.message["content"] == "ok\n" + CALL + "<|im_end|>"
+    assert answer.finish_reason == "stop"
+    assert branches.begin([USER, answer.message, USER]).parent is not None
+    before = branches.counts
+    with pytest.raises(ApiError, match="writes no tool calls in a format that rlcore reads") as no:
+        branches.begin([USER], TOOLS)
+    assert no.value.status == 400 and branches.counts == before
+
+
 def test_a_token_that_ends_a_response_is_not_shown(tmp_path: Path) -> None:
     own = make_char_tokenizer(tmp_path, "".join(map(chr, range(10, 127))))
     branches = make_branches(own)
@@ -722,8 +841,9 @@ def test_a_branch_or_token_too_many_is_refused(qwen3: Tokenizer) -> None:
         branches.begin([USER, answer.message, USER])
     assert refused.value.code == "context_length_exceeded" and branches.counts.turns == 2
     long = {"role": "user", "content": "ab" * 60_000}
-    with pytest.raises(ApiError, match="maximum context length is"):
-        branches.begin([long])
+    for asked in ([long], long["content"]):
+        with pytest.raises(ApiError, match="maximum context length is"):
+            branches.begin(asked)
     with pytest.raises(ApiError, match="maximum context length is"):
         make_branches(qwen3, max_tokens=room - 1).begin([USER])
     linear = make_branches(qwen3, max_branches=1)
@@ -829,7 +949,7 @@ def test_new_messages_are_rendered_with_the_tools(tmp_path: Path) -> None:
 
 def test_tokens_that_the_model_does_not_have_are_refused(qwen3: Tokenizer) -> None:
     branches = make_branches(qwen3, num_tokens=qwen3.token_id("<|im_end|>"))
-    with pytest.raises(ApiError, match="the messages have token .* the model has only"):
+    with pytest.raises(ApiError, match="the request has token .* the model has only"):
         branches.begin([USER])
 
 

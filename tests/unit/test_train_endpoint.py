@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlcore.hf.tokenizer import CHATML
 from tests import kit, runs
 
 TEMPLATES = kit.ROOT / "tests/contracts/templates"
@@ -20,11 +21,11 @@ ENDPOINT = (
 )
 
 
-def model(folder: Path, real_data: Path) -> Path:
-    """A tiny model with Qwen's vocabulary and the chat template of Qwen2.5."""
+def model(folder: Path, real_data: Path, template: str) -> Path:
+    """A tiny model with Qwen's vocabulary and a chat template."""
     shutil.copytree(real_data / "tokenizer_qwen", folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["chat_template"] = (TEMPLATES / "qwen2_5.jinja").read_text()
+    settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     sizes = {"model_type": "qwen3", "vocab_size": 151_680, "max_position_embeddings": 512}
     (folder / "config.json").write_text(json.dumps(kit.tiny_config("qwen3") | sizes))
@@ -34,20 +35,23 @@ def model(folder: Path, real_data: Path) -> Path:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, real_data: Path) -> Any:
     folder = tmp_path_factory.mktemp("endpoint")
-    qwen, out = model(folder / "qwen", real_data), folder / "runs"
+    qwen = model(folder / "qwen", real_data, (TEMPLATES / "qwen2_5.jinja").read_text())
+    chatml, out = model(folder / "chatml", real_data, CHATML), folder / "runs"
     rows = [{"question": f"Say {i}.", "answer": str(i)} for i in range(40)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = "--data.train", folder / "train.jsonl", "--data.val", folder / "train.jsonl"
 
-    def job(name: str, *keys: object) -> runs.Job:
+    def job(name: str, *keys: object, start: Path = qwen) -> runs.Job:
         more = *BARE, *data, *ENDPOINT, *keys
-        return {"name": name, "argv": runs.arguments(qwen, out, name, *more)}
+        return {"name": name, "argv": runs.arguments(start, out, name, *more)}
 
     talk = "--env.function", "tests.harnesses.talk"
     jobs = [
         job("talk", *talk),
         job("means", *talk, "--algo.loss_agg_mode", "seq-mean-token-mean", "--run.steps", 1),
         job("reward", *talk, "--env.score", "reward", "--run.steps", 1),
+        job("texts", "--env.function", "tests.harnesses.complete"),
+        job("plain", "--env.function", "tests.harnesses.plain", start=chatml),
         job("hurried", "--env.function", "tests.harnesses.hurried"),
         job("silent", "--env.function", "tests.harnesses.silent"),
         job("none"),
@@ -65,6 +69,24 @@ def test_episodes_of_a_harness_are_trained_as_they_were_sampled(found: Any) -> N
         assert row["env/turns"] == 3 and row["env/branches"] == 2
         assert row["training/rollout_probs_diff_max"] < 1e-4
         assert row["env/failures/error"] == 0
+
+
+def test_text_completions_are_trained_as_they_were_sampled(found: Any) -> None:
+    gang, out = found
+    gang.check("texts")
+    for row in runs.rows(out / "texts").values():
+        assert row["env/turns"] == 5 and 2 <= row["env/branches"] <= 3  # a text may have its end
+        assert row["training/rollout_probs_diff_max"] < 1e-4
+        assert row["env/failures/error"] == 0
+
+
+def test_a_template_without_a_format_of_calls_serves_requests_without_tools(found: Any) -> None:
+    gang, out = found
+    gang.check("plain")
+    for row in runs.rows(out / "plain").values():
+        assert row["env/turns"] == 1 and row["env/failures/error"] == 0
+        assert row["training/rollout_probs_diff_max"] < 1e-4
+    assert "tool calls: refused in requests: the chat template writes no" in gang.text("plain")
 
 
 def test_a_harness_that_ends_in_the_middle_of_turns_costs_nothing_else(found: Any) -> None:

@@ -32,8 +32,6 @@ def run_tokenizer(cfg: Config, eos_ids: Sequence[int]) -> Tokenizer:
     if not cfg.select.env:
         return found
     tools = envs.resolve(cfg.select.env).tools(cfg.env)
-    if envs.resolve(cfg.select.env).host is not None:
-        family_of(found.chat_template)
     if not tools:
         return found
     if not is_chat(cfg):
