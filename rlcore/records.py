@@ -197,6 +197,13 @@ class Sample(Record):
         return len(self.tokens) + sum(len(b.prompt) + len(b.tokens) for b in self.branches)
 
     @property
+    def oldest_version(self) -> int:
+        """Policy version of the oldest sampled token of all rows; 0 if no token is sampled. It need
+        not be in the first row, whose turns may have waited while others were sampled."""
+        sampled = [row.versions[row.versions >= 0] for row in self.rows]
+        return min((int(v.min()) for v in sampled if len(v)), default=0)
+
+    @property
     def num_observed(self) -> int:
         """Number of these tokens that are not trained: those of environments."""
         return self.num_tokens - sum(int((row.versions >= 0).sum()) for row in self.rows)
@@ -312,7 +319,7 @@ class Finished(Event):
     finish: Finish
     sample: Sample | None = None
     version: Version = 0
-    """Policy version of the first token, set by the rollout worker; used in `--mode async`."""
+    """Policy version of the oldest token, set by the rollout worker; used in `--mode async`."""
     num_observed: int = 0
     """Number of environment tokens in the response, which are not trained on."""
 

@@ -221,7 +221,7 @@ def build(cfg: "Config", here: "World", epochs: float) -> "Tuning":
             start.on_close(screen.close)
             goes_on = checkpoint is not None and checkpoint.is_relative_to(start.folder)
             folder.save_settings(cfg, start.folder, goes_on=goes_on)
-            seen = observers.make_observers(start, screen, tokenizer.pieces, ())
+            seen = observers.make_observers(start, screen, tokenizer, ())
         start.spans.listen(observers.watch(start, screen))
         stop_requested, on_done = observers.signals(start)
         start.spans.add("start", time.monotonic() - began)

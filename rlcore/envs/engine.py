@@ -182,7 +182,9 @@ class EpisodeEngine:
         self._counts: defaultdict[str, float] = defaultdict(int)
         self._failure = ""
         # fields used by the event loop's thread only
-        self._waiting: dict[RequestId, asyncio.Future[Sample]] = {}
+        self._waiting: dict[tuple[_Episode, RequestId], asyncio.Future[Sample]] = {}
+        """Turns that wait for their sample. An episode that starts again has turns of the same ids,
+        while the last request of the one before it may still arrive."""
         self._errors: Counter[str] = Counter()
         self._ended_well = False
         started = threading.Event()
@@ -313,7 +315,7 @@ class EpisodeEngine:
             self._loop.call_soon_threadsafe(self._cancel, episode)
             return []
         length = episode.lengthen(sample)
-        self._loop.call_soon_threadsafe(self._answer, turn, sample)
+        self._loop.call_soon_threadsafe(self._answer, episode, turn, sample)
         return [LengthReport(ids=(episode.request.id,), lengths=(length,))]
 
     def _aborted(self) -> list[AnyEvent]:
@@ -406,8 +408,8 @@ class EpisodeEngine:
         if episode.task is not None:
             episode.task.cancel()
 
-    def _answer(self, turn: RequestId, sample: Sample) -> None:
-        future = self._waiting.pop(turn, None)
+    def _answer(self, episode: _Episode, turn: RequestId, sample: Sample) -> None:
+        future = self._waiting.pop((episode, turn), None)
         if future is not None and not future.done():
             future.set_result(sample)
 
@@ -487,7 +489,8 @@ class EpisodeEngine:
         self._end(episode, sample, outcome)
 
     async def _policy(self, episode: _Episode, turn: Request) -> Sample:
-        future = self._waiting[turn.id] = self._loop.create_future()
+        key = episode, turn.id
+        future = self._waiting[key] = self._loop.create_future()
         with self._changed:
             self._asked.append((episode, turn))
             self._changed.notify_all()
@@ -495,11 +498,10 @@ class EpisodeEngine:
             return await future
         except asyncio.CancelledError:
             with self._changed:
-                self._dropped.add((episode, turn.id))
+                self._dropped.add(key)
             raise
         finally:
-            if self._waiting.get(turn.id) is future:
-                del self._waiting[turn.id]
+            self._waiting.pop(key, None)
 
     def _end(self, episode: _Episode, sample: Sample, outcome: EpisodeOutcome) -> None:
         with self._changed:

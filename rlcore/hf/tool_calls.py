@@ -148,6 +148,23 @@ def streamable(family: str, text: str, reasoning: Reasoning = "none") -> Streama
     return Streamable(thought, content)
 
 
+def split_calls(family: str, text: str, reasoning: Reasoning = "none") -> list[tuple[bool, str]]:
+    """Split a turn into pieces, each with whether it is calls, and lose nothing. Calls of unknown
+    tools and malformed ones are calls too. Raises ConfigError for an unknown family."""
+    form = _form(family)
+    body = _without_end(text, form)
+    at, done = _parts(body, form, reasoning).end, 0
+    found: list[tuple[bool, str]] = []
+    while 0 <= at < len(body):
+        _, end = form.read(body, at, {})
+        if found and done == at:
+            found[-1] = True, found[-1][1] + body[at:end]
+        else:
+            found += [(False, body[done:at]), (True, body[at:end])]
+        done, at = end, form.following(body, end)
+    return [piece for piece in [*found, (False, text[done:])] if piece[1]]
+
+
 def assistant_message(parsed: ParsedTurn, ids: Sequence[str] = ()) -> dict[str, Any]:
     """Return a turn as a message in OpenAI's form. `ids` are those of the calls; by default they
     are numbered. The text of malformed calls and the rest are not in it."""

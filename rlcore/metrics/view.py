@@ -22,7 +22,7 @@ from rlcore.utils.errors import ConfigError
 CHUNK_ROWS = 400
 TAIL = 90
 """Number of characters that the list shows from the end of a response, where the answer is."""
-PARTS = {"texts": ("prompt", "answer", "response", "segments"), "tokens": ("tokens",)}
+PARTS = {"texts": ("prompt", "answer", "response", "advantage", "turns"), "tokens": ("tokens",)}
 """Parts of a chunk, packed separately so that the search need not unpack the tokens."""
 
 Row = Mapping[str, Any]

@@ -531,8 +531,6 @@ class RolloutWorker:
                 assert sample is not None, event.id
                 self._live.discard(event.id)
                 self._moving.discard(event.id)
-                sampled = sample.versions[sample.versions >= 0]
-                version = int(sampled[0]) if len(sampled) else 0
                 if sample.group in self.prompts:
                     self.samples[event.id] = sample
                     self.texts[event.id] = self._decode(sample.tokens.tolist())
@@ -540,7 +538,7 @@ class RolloutWorker:
                     self._to_score.append(event.id)
                 else:  # a `Hold` has removed the group, and no other will: keep nothing of it
                     self._scorer.cancel([event.id])
-                event = msgspec.structs.replace(event, sample=None, version=version)
+                event = msgspec.structs.replace(event, sample=None, version=sample.oldest_version)
             elif isinstance(event, Aborted):
                 self._live.discard(event.id)
                 moves = event.id in self._moving

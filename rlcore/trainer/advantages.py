@@ -78,6 +78,7 @@ def by_response(
         for members, values in zip(plan.groups, found, strict=True)
         for r, a in zip(members, values, strict=True)
     }
+    run.progress.add_advantages(found_of)
     return [b.with_(advantage=by_id(found_of, b)) for b in batches]
 
 

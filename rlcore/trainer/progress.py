@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch.distributed import ProcessGroup
 
+from rlcore.hf.tokenizer import Tokenizer
 from rlcore.metrics.screen import Screen
 from rlcore.metrics.sinks import MetricsWriter
 from rlcore.records import Prompt
@@ -68,6 +69,8 @@ class Progress:
         """Version of the engines' weights."""
         self.metrics: dict[str, float] = {}
         """Metrics of the current step so far."""
+        self.advantages: dict[str, float] = {}
+        """Advantages of the current step by sample id, if each is one number."""
         self.stops = False
         """Whether this step is the last one of this process; the same on all ranks."""
         self.is_complete = False
@@ -78,7 +81,7 @@ class Progress:
 
     def begin(self, step: int) -> None:
         """Set the current step, at the start of a step or when a checkpoint is restored."""
-        self.step = step
+        self.step, self.advantages = step, {}
 
     def sent_weights(self, version: int) -> None:
         """Record that the engines get the weights of this version."""
@@ -110,6 +113,10 @@ class Progress:
         """Add metrics to the current step; a later value of a name replaces an earlier one."""
         self.metrics.update(metrics)
 
+    def add_advantages(self, advantages: Mapping[str, float]) -> None:
+        """Add advantages of samples to the current step, for the log of rollouts."""
+        self.advantages.update(advantages)
+
     def take(self) -> dict[str, float]:
         """Return the metrics of the step and clear them."""
         found, self.metrics = self.metrics, {}
@@ -123,7 +130,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observers:
-    """Receivers of the metrics of a run, on rank 0; the other ranks have `pieces` alone."""
+    """Receivers of the metrics of a run, on rank 0; the other ranks have the tokenizer alone."""
 
     writer: MetricsWriter | None = None
     screen: Screen | None = None
@@ -133,5 +140,5 @@ class Observers:
     """The user's callbacks; None if there are none."""
     on_step: Sequence[Callable[[dict[str, float]], None]] = ()
     """Functions called with the metrics of every step."""
-    pieces: Callable[[Sequence[int]], list[str]] | None = None
-    """Function that returns the text of each token."""
+    tokenizer: Tokenizer | None = None
+    """Tokenizer of the run, for the log of rollouts."""

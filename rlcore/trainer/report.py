@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 
 from rlcore.algos import mismatch
 from rlcore.config.schema import Config
+from rlcore.envs.turn_tree import sampled_stretches, turns_of
 from rlcore.hf.size import size_of
 from rlcore.metrics import stats
 from rlcore.metrics.jsonl import dumps
@@ -209,6 +211,7 @@ def rollout_rows(run: Run, groups: tuple[Group, ...]) -> list[dict[str, Any]]:
     worker = run.rollout.worker
     rows: list[dict[str, Any]] = []
     limit, room = run.cfg.log.rollouts, run.cfg.log.rollout_tokens
+    assert run.observers.tokenizer is not None
     room = sys.maxsize if room < 0 else room
     for g in groups:
         for k, (ref, score, error) in enumerate(zip(g.refs, g.scores, g.errors, strict=True)):
@@ -228,8 +231,11 @@ def rollout_rows(run: Run, groups: tuple[Group, ...]) -> list[dict[str, Any]]:
                 "num_tokens": g.lengths[k],
                 "finish": g.finishes[k],
             }
+            if ref.id in run.progress.advantages:
+                row["advantage"] = run.progress.advantages[ref.id]
             if run.cfg.select.env:
-                row["segments"] = segments_of(run, worker.samples[ref.id])
+                turns = turns_of(worker.samples[ref.id], run.observers.tokenizer, prompt.tokens)
+                row["turns"] = msgspec.to_builtins(turns)
             if room > 0:
                 row["tokens"] = tokens = of_tokens(run, worker.samples[ref.id], room)
                 room -= len(tokens["pieces"])
@@ -237,31 +243,28 @@ def rollout_rows(run: Run, groups: tuple[Group, ...]) -> list[dict[str, Any]]:
     return rows
 
 
-def segments_of(run: Run, sample: Sample) -> list[list[str]]:
-    """Return an episode's text as [author, text], the author being `policy` or `environment`."""
-    assert run.observers.pieces is not None
-    found, start = [], 0
-    for is_sampled, count in _stretches((sample.versions >= 0).astype(int).tolist()):
-        pieces = run.observers.pieces(sample.tokens[start : start + count].tolist())
-        found.append(["policy" if is_sampled else "environment", "".join(pieces)])
-        start += count
-    return found
-
-
 def of_tokens(run: Run, sample: Sample, most: int) -> dict[str, Any]:
-    """Return texts, sampler log-probs and policy versions of the first `most` tokens of a response.
+    """Return texts, sampler log-probs and policy versions of the first `most` sampled tokens of a
+    response, those of an episode turn by turn.
 
     Versions are run-length encoded as [version, number of tokens]. If the engine drafts, the result
     also has [1 if drafted else 0, number of tokens].
     """
-    assert run.observers.pieces is not None
-    versions = sample.versions[:most].tolist()
+    assert run.observers.tokenizer is not None
+    pieces: list[str] = []
+    logps: list[float] = []
+    versions: list[int] = []
+    for number, begin, end in sampled_stretches(sample):
+        row, end = sample.rows[number], min(end, begin + most - len(pieces))
+        pieces += run.observers.tokenizer.pieces(row.tokens[begin:end].tolist())
+        logps += row.logps[begin:end].tolist()
+        versions += row.versions[begin:end].tolist()
     drafted = {}
     if sample.drafted is not None:
         drafted["drafted"] = _stretches(sample.drafted[:most].astype(int).tolist())
     return drafted | {
-        "pieces": run.observers.pieces(sample.tokens[:most].tolist()),
-        "logps": [round(x, 3) for x in sample.logps[:most].tolist()],
+        "pieces": pieces,
+        "logps": [round(x, 3) for x in logps],
         "versions": _stretches(versions),
     }
 

@@ -79,9 +79,15 @@ def test_episodes_of_a_rank_that_samples_are_trained_by_one_that_trains(found: F
         assert row["training/rollout_probs_diff_max"] < 1e-4
     lines = (found.runs / "sync" / "rollouts.jsonl").read_text().splitlines()
     for sample in map(json.loads, lines):
-        authors, texts = zip(*sample["segments"], strict=True)
-        assert authors == ("policy", "environment", "policy")
-        assert "".join(texts).replace("<eos>", "") == sample["response"]
+        first, second = sample["turns"]
+        assert (first["row"], second["row"], second["parent"]) == (0, 0, 0)
+        parts = *first["sampled"], *second["context"], *second["sampled"]
+        assert "context" not in first and len(second["context"]) == 1
+        assert "".join(text for _, text in parts).replace("<eos>", "") == sample["response"]
+        assert (
+            first["num_tokens"] + second["num_context"] + second["num_tokens"]
+            == (sample["num_tokens"])
+        )
     assert lines
 
 

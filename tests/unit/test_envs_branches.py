@@ -19,8 +19,9 @@ from tokenizers import Tokenizer as Backend
 from rlcore.envs.branches import Answer, Branches, EpisodeRow, Reuse, Turn
 from rlcore.envs.chat_api import ApiError
 from rlcore.envs.dialogue import Dialogue
+from rlcore.envs.turn_tree import EpisodeTurn, sampled_stretches, turns_of
 from rlcore.hf.tokenizer import CHATML, Tokenizer, load_tokenizer, make_char_tokenizer
-from rlcore.records import Finish, Sample
+from rlcore.records import Branch, Finish, Sample
 from rlcore.utils.errors import LimitError
 from tests.contracts.record_tool_calls import wide
 from tests.kit import ROOT
@@ -989,3 +990,98 @@ def test_rows_of_qwen_are_those_of_a_whole_rendering(real_data: Path) -> None:
     (row,) = branches.rows()
     text = own.decode(row.tokens, skip_special_tokens=False)
     assert text.startswith("Left, then right.<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>")
+
+
+# ---- the tree of turns, as the log of rollouts has it
+
+
+def path_of(turns: Sequence[EpisodeTurn], number: int) -> list[EpisodeTurn]:
+    """Return a turn and those before it, the first one first."""
+    path = [turns[number]]
+    while path[0].parent >= 0:
+        path.insert(0, turns[path[0].parent])
+    return path
+
+
+def shown_context(turns: Sequence[EpisodeTurn], number: int) -> list[tuple[str, str]]:
+    """Return the messages of a turn's context, with those that an earlier turn has too."""
+    turn = turns[number]
+    like, count = turn.same
+    return [*(shown_context(turns, like)[:count] if count else []), *turn.context]
+
+
+@every_model
+@settings(max_examples=12)
+@given(seed=st.integers(0, 1 << 32))
+def test_the_tree_has_every_turn_once_below_the_one_that_it_continues(
+    model: Model, tokenizer: Callable[[str], Tokenizer], seed: int
+) -> None:
+    harness = Harness(model, tokenizer(model.template), "keep", random.Random(seed))
+    for _ in range(30):
+        pending = harness.pending()
+        if pending and not harness.is_rare():
+            harness.end(harness.draw(*pending))
+        else:
+            harness.begin()
+    rows = harness.branches.rows()
+    first, *further = [
+        Branch(prompt=r.prompt, tokens=r.tokens, logps=r.logps, versions=r.versions) for r in rows
+    ]
+    fields = {name: getattr(first, name) for name in ("prompt", "tokens", "logps", "versions")}
+    sample = Sample(id="t0.0", finish="stop", branches=tuple(further), **fields)
+    turns = turns_of(sample, harness.tokenizer, np.zeros(0, np.int32))
+    numbers = [int(rows[row].versions[begin]) for row, begin, _ in sampled_stretches(sample)]
+    assert sorted(numbers) == [n for n, c in enumerate(harness.calls) if c.kept is not None]
+    for k, (turn, number) in enumerate(zip(turns, numbers, strict=True)):
+        call, (*before, _) = harness.calls[number], path_of(turns, k)
+        assert "".join(text for _, text in turn.sampled) == harness.decode(call.kept or [])
+        assert turn.num_tokens == len(call.kept or [])
+        sizes = sum(t.num_context + t.num_tokens for t in before) + turn.num_context
+        assert sizes == len(call.context) and harness.calls[numbers[k]].turn is call.turn
+        ended = [c for c in harness.calls if c.kept is not None]
+        starts = [[*c.context, *c.kept] for c in ended if c.kept is not None]
+        fits = [len(s) for s in starts if call.context[: len(s)] == s]
+        assert sizes - turn.num_context == max(fits, default=0)
+        begun = harness.decode(call.context[sizes - turn.num_context :])
+        assert all(text in begun for _, text in shown_context(turns, k))
+
+
+def test_equal_messages_of_parallel_requests_are_in_the_tree_once(
+    tokenizer: Callable[[str], Tokenizer],
+) -> None:
+    qwen = tokenizer("qwen2_5")
+    branches = make_branches(qwen)
+    system = {"role": "system", "content": "Be brief."}
+    answers = []
+    for i, asked in enumerate(["hello", "hello", "ok"]):
+        turn = branches.begin([system, {"role": "user", "content": asked}], TOOLS)
+        text = CALLS["qwen"] if i else "hello"
+        made = branches.end(turn, make_sample(qwen.encode(text + "<|im_end|>"), i))
+        answers.append(made.message)
+    more = [system, {"role": "user", "content": "hello"}, answers[0]]
+    turn = branches.begin([*more, {"role": "tool", "content": "Noon."}], TOOLS)
+    branches.end(turn, make_sample(qwen.encode("ok"), 3))
+    first, *further = branches.rows()
+    sample = Sample(
+        id="t0.0",
+        prompt=first.prompt,
+        tokens=first.tokens,
+        logps=first.logps,
+        versions=first.versions,
+        finish="stop",
+        branches=tuple(
+            Branch(prompt=r.prompt, tokens=r.tokens, logps=r.logps, versions=r.versions)
+            for r in further
+        ),
+    )
+    one, two, three, four = turns_of(sample, qwen, np.zeros(0, np.int32))
+    assert [role for role, _ in one.context] == ["system", "user"]
+    assert one.context[0][1].startswith("Be brief.") and one.context[1][1] == "hello"
+    assert (two.row, two.parent) == (0, 0) and two.sampled == [(False, "ok")]
+    assert two.context == [("tool", "<tool_response>\nNoon.\n</tool_response>")]
+    assert (three.row, three.parent, three.same, three.context) == (1, -1, (0, 2), [])
+    assert three.sampled == [(True, CALLS["qwen"]), (False, "<|im_end|>")]
+    assert (four.row, four.parent, four.same) == (2, -1, (0, 1))
+    assert four.context == [("user", "ok")]
+    (known, *_) = turns_of(sample, qwen, first.prompt)
+    assert known.context == [] and known.num_context == 0

@@ -15,9 +15,10 @@ from rlcore.hf.tool_calls import (
     family_of,
     parse,
     reasoning_of,
+    split_calls,
     streamable,
 )
-from rlcore.hf.tool_formats import FAMILIES
+from rlcore.hf.tool_formats import FAMILIES, MalformedCall
 
 GROW = {
     "type": "object",
@@ -284,3 +285,29 @@ def test_a_template_without_tool_calls_and_a_strange_family_are_refused() -> Non
     with pytest.raises(ValueError, match="has no name; give OpenAI's form of a function"):
         parse("qwen", "", [{"type": "function"}])
     assert reasoning_of("{{ x }}", "<think>") == "none"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_pieces_of_a_turn_are_its_calls_and_its_text(family: str) -> None:
+    call, end = CALLS[family], FAMILIES[family].ends[0]
+    opened = "" if family == "llama3" else "hello\n"
+    text = f"{opened}{call}{end}"
+    pieces = [(False, opened), (True, call), (False, end)]
+    assert split_calls(family, text) == [piece for piece in pieces if piece[1]]
+    hidden = f"<think>\n{call}\n</think>\n\n"
+    assert split_calls(family, hidden + text, "tagged")[0] == (False, hidden + opened)
+    assert split_calls(family, hidden[:-10], "tagged") == [(False, hidden[:-10])]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=8))
+def test_the_pieces_of_any_text_lose_nothing(family: str, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    found = split_calls(family, text, "tagged")
+    assert "".join(piece for _, piece in found) == text and all(piece for _, piece in found)
+    attempts = parse(family, text, TOOLS, "tagged").attempts
+    hidden = [a for a in attempts if isinstance(a, MalformedCall) and a.fault == "in_reasoning"]
+    if any(is_call for is_call, _ in found):
+        assert attempts or family.startswith("deepseek")  # a marker alone is no call
+    else:
+        assert len(attempts) == len(hidden)

@@ -101,26 +101,85 @@ def test_a_reader_finds_a_response_and_sees_its_tokens_in_colour(tmp_path):
         assert page.errors == [] and page.js("document.title") == "run"
 
 
+def _turn(parent: int, context: list[Any], sampled: list[Any], n: int, **more: Any) -> Any:
+    turn = {"row": 0, "parent": parent, "context": context, "sampled": sampled}
+    return turn | {"num_context": 5, "num_tokens": n} | more
+
+
+CALL = '<tool_call>{"name": "grow"}</tool_call>'
+EPISODE = [
+    _turn(-1, [["system", "Be brief."], ["user", "hello"]], [[False, "go "], [True, CALL]], 3),
+    _turn(0, [["tool", HOSTILE]], [[False, "up"]], 1),
+    _turn(1, [["", "more"]], [[False, "needle"]], 2),
+    _turn(0, [["user", "other"]], [[False, "left"]], 1, row=1),
+    _turn(-1, [["user", "part"]], [[False, "sub"]], 1, row=2, same=[0, 1]),
+    _turn(4, [["user", "on"]], [[False, "end"]], 1, row=2),
+]
+PIECES = ["go", " ", CALL, "up", "nee", "dle", "left", "sub", "end"]
+
+
+def _episode(has_tokens: bool) -> dict[str, Any]:
+    row = _row(1, 1, 0, finish="turns", response="go up needle", num_tokens=50, advantage=-0.25)
+    row["turns"] = EPISODE
+    if has_tokens:
+        row["tokens"] = _tokens(PIECES, [-k / 10 for k in range(len(PIECES))])
+    return row
+
+
 @needs_browser
 @pytest.mark.parametrize("has_tokens", [False, True], ids=["text", "tokens"])
-def test_the_environments_part_of_an_episode_is_marked(tmp_path, has_tokens):
-    row = _row(1, 1, 0, finish="turns", response="go ok up", num_tokens=3)
-    row["segments"] = [["policy", "go"], ["environment", " ok "], ["policy", "up"]]
-    if has_tokens:
-        tokens = _tokens(["go", " ok ", "up"], [-0.1, 0.0, -0.2])
-        row["tokens"] = tokens | {"versions": [[3, 1], [-1, 1], [4, 1]]}
+def test_an_episode_is_a_tree_of_its_turns(tmp_path, has_tokens):
+    path, _ = view.write(_run(tmp_path / "run", [_episode(has_tokens)]))
+    with browser.Browser(tmp_path) as page:
+        page.open(path)
+        page.until("document.querySelectorAll('.turn').length == 6")
+
+        def texts(selector: str) -> list[str]:
+            return page.js(f"[...document.querySelectorAll('{selector}')].map(e => e.textContent)")
+
+        below = "[...document.querySelectorAll('.turn')].map(e => e.dataset.turn)"
+        assert page.js(below) == ["0", "3", "1", "2", "4", "5"]
+        inside = "[...document.querySelectorAll('.branch .turn')].map(e => e.dataset.turn)"
+        assert page.js(inside) == ["3", "4", "5"]
+        assert texts(".branch > .name") == [
+            "row 1: continues turn 0",
+            "row 2: a conversation of its own",
+        ]
+        assert texts(".sampled") == [f"go {CALL}", "left", "up", "needle", "sub", "end"]
+        assert texts(".call") == [CALL]
+        assert texts(".role") == [
+            *("system", "user", "user", "tool", "context", "1 message as in turn 0", "user", "user")
+        ]
+        assert HOSTILE in texts(".context")[2]
+        assert texts("#rows .dim") == ["row 0: 6 sampled", "row 1: 1 sampled", "row 2: 2 sampled"]
+        places = "[...document.querySelectorAll('#rows button')].map(e => e.style.gridArea)"
+        assert [p.split(" / ")[:2] for p in page.js(places)] == [
+            *(["1", "2"], ["1", "3"], ["1", "4"], ["2", "3"], ["3", "2"], ["3", "3"])
+        ]
+        assert "score 0, advantage -0.25" in page.js("$('detail').textContent")
+        assert "end: turns" in page.js("$('detail').textContent")
+        page.js("$('query').value = 'NEEDLE'; $('query').oninput()")
+        page.until("document.querySelector('.found') && count.textContent.startsWith('1 of')")
+        assert "".join(texts(".found")) == "needle"
+        if has_tokens:
+            assert texts("span[data-k]") == [*PIECES[:3], "left", *PIECES[3:6], "sub", "end"]
+            page.js("document.querySelector('input[value=version]').click()")
+            assert page.js("keys.textContent") == "version 3version 4"
+        assert page.errors == [] and page.js("document.title") == "run"
+
+
+@needs_browser
+def test_turns_beyond_the_recorded_tokens_are_shown_as_text(tmp_path):
+    row = _episode(True)
+    row["tokens"] = _tokens(PIECES[:5], [-0.1] * 5)
     path, _ = view.write(_run(tmp_path / "run", [row]))
     with browser.Browser(tmp_path) as page:
         page.open(path)
-        page.until("document.querySelector('#response .env') !== null")
-        env = "[...document.querySelectorAll('#response .env')].map(s => s.textContent)"
-        assert page.js(env) == [" ok "]
-        assert page.js("document.querySelector('#response').textContent") == "go ok up"
-        assert page.js("keys.textContent").startswith("environment")
-        assert "end: turns" in page.js("document.querySelector('#detail').textContent")
-        if has_tokens:
-            page.js("document.querySelector('input[value=version]').click()")
-            assert page.js("keys.textContent") == "environmentversion 3version 4"
+        page.until("document.querySelectorAll('.turn').length == 6")
+        shown = page.js("[...document.querySelectorAll('.sampled')].map(e => e.textContent)")
+        cut = "nee\n[1 more tokens without colours]\ndle"
+        assert shown == [f"go {CALL}", "left", "up", cut, "sub", "end"]
+        assert page.js("document.querySelectorAll('span[data-k]').length") == 5
         assert page.errors == []
 
 

@@ -4,11 +4,14 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
 from rlcore import algos
 from rlcore.algos.base import AlgoConfig
+from rlcore.data.packing import pack_samples
+from rlcore.records import Branch, Sample
 from rlcore.tensors import LossInputs, LossOutput
 from rlcore.trainer.objective import Objective
 
@@ -163,3 +166,59 @@ def test_entropy_has_a_gradient_only_for_those_who_use_it():
     assert Objective(ModuleType("m"), Curious(), max_tokens=1).needs_entropy_grad
     assert Objective(ModuleType("m"), AlgoConfig(entropy_coef=0.1), max_tokens=1).needs_entropy_grad
     assert not Objective(ModuleType("m"), AlgoConfig(), max_tokens=1).needs_entropy_grad
+
+
+def episode() -> LossInputs:
+    """An episode of two rows with an observed token. The learner's probabilities of the sampled
+    tokens are 1.2, 1.5 and, in the second row, 0.55 and 3 times the sampler's."""
+    row = {
+        "prompt": np.array([1], np.int32),
+        "tokens": np.array([2, 3, 4], np.int32),
+        "logps": np.array([-1, 0, -2], np.float32),
+        "versions": np.array([0, -1, 1], np.int32),
+    }
+    further = Branch(
+        prompt=np.array([1, 2], np.int32),
+        tokens=np.array([5, 6], np.int32),
+        logps=np.array([-3, -1], np.float32),
+        versions=np.array([1, 1], np.int32),
+    )
+    batch = pack_samples([Sample(id="t0.0", finish="stop", branches=(further,), **row)])
+    assert batch.rollout_log_probs is not None and batch.versions is not None
+    sampler = batch.rollout_log_probs.double()
+    ratio = torch.tensor([1, 1.2, 7, 1.5, 1, 1, 0.55, 3], dtype=torch.float64)
+    old, ones = sampler + ratio.log(), torch.ones(8, dtype=torch.float64)
+    return LossInputs(
+        log_probs=old.clone().requires_grad_(),
+        entropy=ones.clone().requires_grad_(),
+        mask=batch.mask,
+        score=ones,
+        advantage=-2 * ones,
+        old_log_probs=old,
+        rollout_log_probs=sampler,
+        correction=ones,
+        ref_log_probs=old,
+        sequence=batch.sequence_index,
+        num_sequences=batch.num_sequences,
+        versions=batch.versions,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"), [("token", [1.2, 1.5, 0.55, 2]), ("sequence", [1.8, 1.8, 1.65, 1.65])]
+)
+def test_correction_weights_are_of_each_token_or_each_row_of_an_episode(kind, weights):
+    _, plain, _ = of("grpo", episode(), rollout_is="none")
+    _, found, kept = of("grpo", episode(), rollout_is=kind, rollout_is_threshold=2.0)
+    assert kept.nonzero().flatten().tolist() == [1, 3, 6, 7]
+    torch.testing.assert_close(
+        found[kept] / plain[kept], torch.tensor(weights, dtype=torch.float64)
+    )
+    assert not found[~kept].any()
+
+
+@pytest.mark.parametrize(("rule", "left"), [("token_k1", [1, 3, 6]), ("seq_sum_k1", [1, 3, 6, 7])])
+def test_rejection_is_of_each_token_or_each_row_of_an_episode(rule, left):
+    """Over the whole episode the product is 2.97, outside of the bounds."""
+    _, _, kept = of("grpo", episode(), rollout_is="none", rollout_rs=(rule,))
+    assert kept.nonzero().flatten().tolist() == left

@@ -14,6 +14,7 @@ from rlcore.records import (
     Abort,
     Aborted,
     AnyEvent,
+    Branch,
     Down,
     EndRound,
     Finished,
@@ -408,3 +409,57 @@ def test_a_request_that_moves_to_another_rank_is_no_longer_open_here(tmp_path: P
         hub.send(0, "worker", Abort(rank=0, ids=("t1.0",)))
         hub.send(0, "worker", Hold(rank=0, mode="release"))
         future.result(20)
+
+
+class Unhurried(Idle):
+    """A reward service that has scored nothing when the round ends."""
+
+    def cancel(self, ids) -> None: ...
+
+
+class Branching:
+    """An engine whose episode has an older token in its second row than in its first."""
+
+    failure = ""
+
+    def __init__(self) -> None:
+        self._todo: list[Request] = []
+
+    def submit(self, requests) -> None:
+        self._todo += requests
+
+    def poll(self, timeout_s: float) -> list[AnyEvent]:
+        todo, self._todo = self._todo, []
+        out: list[AnyEvent] = []
+        for request in todo:
+            rows = [
+                {
+                    "prompt": request.prompt,
+                    "tokens": np.array([5, 6, 7], np.int32),
+                    "logps": np.zeros(3, np.float32),
+                    "versions": np.array(versions, np.int32),
+                }
+                for versions in ([4, -1, 5], [3, 4, -1])
+            ]
+            sample = Sample(id=request.id, finish="stop", **rows[0], branches=(Branch(**rows[1]),))
+            out.append(
+                Finished(id=request.id, num_tokens=sample.num_tokens, finish="stop", sample=sample)
+            )
+        return out
+
+
+def test_the_version_of_an_episode_is_that_of_its_oldest_token_in_any_row() -> None:
+    hub = LocalHub()
+    worker = RolloutWorker(hub, Branching(), Unhurried(), str, 20.0)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(worker.run_round)
+        hub.send(0, "worker", submit("t0.0"))
+        events: list[AnyEvent] = []
+        while not any(isinstance(e, Finished) for e in events):
+            more = hub.receive("controller", list[AnyEvent], 20.0)
+            assert more is not None
+            events += more
+        hub.send(0, "worker", EndRound(rank=0, groups=()))
+        future.result(20)
+    (finished,) = [e for e in events if isinstance(e, Finished)]
+    assert finished.version == 3 and finished.sample is None

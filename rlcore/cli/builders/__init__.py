@@ -176,11 +176,11 @@ def _run(
     if checkpoint is not None:
         with waiting(f"loading {checkpoint}"):
             checkpoints.load(checkpoint, progress)
-    seen = Observers(pieces=side.tokenizer.pieces)
+    seen = Observers(tokenizer=side.tokenizer)
     if start.is_first:
         goes_on = checkpoint is not None and checkpoint.is_relative_to(start.folder)
         folder.save_settings(cfg, start.folder, goes_on=goes_on)
-        seen = observers.make_observers(start, side.screen, side.tokenizer.pieces, on_step)
+        seen = observers.make_observers(start, side.screen, side.tokenizer, on_step)
     world.phase("")
     stop_requested, on_done = observers.signals(start)
     return Run(

@@ -13,6 +13,7 @@ from rlcore.cli.world import World
 from rlcore.config import resolve
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
+from rlcore.hf.tokenizer import Tokenizer
 from rlcore.metrics.screen import Screen
 from rlcore.metrics.sinks import MetricsWriter, Prometheus, Sink, Wandb
 from rlcore.metrics.trace import RunTrace
@@ -124,7 +125,7 @@ def of_agent(start: BuildContext) -> list[Callable[[AnyCommand | AnyEvent], None
 def make_observers(
     start: BuildContext,
     screen: Screen | None,
-    pieces: Callable[[Sequence[int]], list[str]],
+    tokenizer: Tokenizer,
     on_step: Sequence[Callable[[dict[str, float]], None]],
 ) -> Observers:
     """Return the receivers of metrics, on rank 0. The checkpoint must already be loaded, since
@@ -147,7 +148,7 @@ def make_observers(
         balance=balance,
         callbacks=start.callbacks,
         on_step=on_step,
-        pieces=pieces,
+        tokenizer=tokenizer,
     )
 
 
