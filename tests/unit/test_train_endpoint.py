@@ -20,14 +20,14 @@ ENDPOINT = (
 )
 
 
-def model(folder: Path, real_data: Path) -> Path:
+def model(folder: Path, real_data: Path, **sizes: int) -> Path:
     """A tiny model with Qwen's vocabulary and the chat template of Qwen2.5."""
     shutil.copytree(real_data / "tokenizer_qwen", folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = (TEMPLATES / "qwen2_5.jinja").read_text()
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    sizes = {"model_type": "qwen3", "vocab_size": 151_680, "max_position_embeddings": 512}
-    (folder / "config.json").write_text(json.dumps(kit.tiny_config("qwen3") | sizes))
+    usual = {"model_type": "qwen3", "vocab_size": 151_680, "max_position_embeddings": 512}
+    (folder / "config.json").write_text(json.dumps(kit.tiny_config("qwen3") | usual | sizes))
     return folder
 
 
