@@ -9,6 +9,7 @@ The requests of an episode get the turns of one script, in order, as the tokens 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -132,6 +133,25 @@ def asked(folder: Path) -> list[AskedTurn]:
 def trained(folder: Path) -> list[TrainedRow]:
     """The rows that the learner was given."""
     return [TrainedRow(**line) for line in _lines(folder / "trained.jsonl")]
+
+
+def check_rows(rows: Sequence[TrainedRow], turns: Sequence[AskedTurn]) -> None:
+    """Check that each turn is trained once, behind the tokens from which it was sampled, with the
+    log-probs of the engine, and that nothing else is trained."""
+    left = list(turns)
+    for row in rows:
+        at = 0
+        for is_trained, group in groupby(row.mask):
+            end = at + len(list(group))
+            if is_trained:
+                (turn,) = [turn for turn in left if turn.context == row.tokens[:at]]
+                left.remove(turn)
+                assert row.tokens[at:end] == turn.tokens
+                assert row.logps[at:end] == logps(end - at).tolist()
+            else:
+                assert not any(row.logps[at:end])
+            at = end
+    assert not left
 
 
 def _append(file: Path, line: dict[str, Any]) -> None:
