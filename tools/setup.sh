@@ -16,6 +16,8 @@ usage: bash tools/setup.sh [flags]
   --bench        also the peer of tools/bench_judge.py
   --browser      also Chromium, for the tests of pages (Debian and Ubuntu; needs root)
   --slurm        also Slurm and munge, for the tests of jobs (Debian and Ubuntu; needs root)
+  --mini-swe-agent
+                 also mini-swe-agent, in an environment of its own, .venvs/mini-swe-agent (800 MB)
   --apex SOURCE  also NVIDIA Apex, built from SOURCE: a folder or a git URL (builds; many minutes)
   --cuda         insist on a CUDA build of torch
   --cpu          accept a CPU build of torch on a machine with an NVIDIA GPU
@@ -40,7 +42,7 @@ die() {
   exit 1
 }
 
-EXTRAS=() APEX='' TORCH=auto QUIET=0 BROWSER=0 MUX=0 SLURM=0
+EXTRAS=() APEX='' TORCH=auto QUIET=0 BROWSER=0 MUX=0 SLURM=0 MINI=0
 while (($#)); do
   case $1 in
     --test | --te | --sglang | --bench | --wandb) EXTRAS+=("${1#--}") ;;
@@ -52,6 +54,7 @@ while (($#)); do
     --browser) BROWSER=1 ;;
     --mux) MUX=1 ;;
     --slurm) SLURM=1 ;;
+    --mini-swe-agent) MINI=1 ;;
     --cuda | --cpu) TORCH=${1#--} ;;
     --quiet) QUIET=1 ;;
     --help | -h)
@@ -70,6 +73,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
 VENV=${RLCORE_VENV:-$ROOT/.venv}
 [[ $VENV == /* ]] || VENV=$ROOT/$VENV
+MINI_VENV=$ROOT/.venvs/mini-swe-agent
 LOG=$ROOT/build/setup.log
 NEWEST=14 # minor version of the newest Python that will do
 NEEDED='Python 3.11 to 3.14'
@@ -128,6 +132,7 @@ ready() {
   ((! BROWSER)) || has_browser || return 1
   ((! MUX)) || has_redis || return 1
   ((! SLURM)) || has_slurm || return 1
+  ((! MINI)) || has_mini || return 1
   sandbox_ready && native_ready
 }
 
@@ -144,6 +149,10 @@ has_slurm() { # Debian has the daemons where only root looks
   for name in slurmctld slurmd munged sbatch; do
     PATH=$PATH:/usr/sbin command -v "$name" >/dev/null || return 1
   done
+}
+
+has_mini() { # of the versions that pyproject.toml names
+  [[ -f $MINI_VENV/rlcore.stamp && $(<"$MINI_VENV/rlcore.stamp") == "$(packages_key mini)" ]]
 }
 
 # ---- the parts
@@ -359,6 +368,16 @@ install_debian() { # flag name packages...
   step "$name" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
 }
 
+install_mini() { # its packages have pins of their own
+  local requirements
+  mapfile -t requirements < <(pyproject 'p["tool"]["rlcore"]["mini-swe-agent"]')
+  [[ -x $MINI_VENV/bin/python ]] ||
+    step "virtual environment ${MINI_VENV#"$ROOT"/}" "$VENV/bin/python" -m venv "$MINI_VENV"
+  step "${requirements[0]}" "$MINI_VENV/bin/python" -m pip install --disable-pip-version-check \
+    "${requirements[@]}"
+  packages_key mini >"$MINI_VENV/rlcore.stamp"
+}
+
 install_native() {
   local said built=python
   step 'rlcore, with its native build' pip_install -v --no-deps --no-build-isolation -e .
@@ -398,5 +417,6 @@ sandbox_ready || install_sandbox
 ((! BROWSER)) || has_browser || install_debian --browser Chromium chromium
 ((! MUX)) || has_redis || install_debian --mux Redis redis-server
 ((! SLURM)) || has_slurm || install_debian --slurm Slurm slurm-wlm munge
+((! MINI)) || has_mini || install_mini
 native_ready || install_native
 echo "setup: ready after $SECONDS s; the log is build/setup.log"

@@ -48,6 +48,10 @@ if ((SERVICES && EUID == 0)); then
   bash tools/setup.sh --mux --quiet || echo 'tools/test.sh: Redis is not installed: mux tests are skipped' >&2
   bash tools/setup.sh --slurm --quiet || echo 'tools/test.sh: Slurm is not installed: its tests are skipped' >&2
 fi
+if [[ -n ${RLCORE_LONG:-} ]]; then
+  bash tools/setup.sh --mini-swe-agent --quiet ||
+    echo 'tools/test.sh: mini-swe-agent is not installed: its tests are skipped' >&2
+fi
 BIN=${RLCORE_VENV:-$ROOT/.venv}/bin
 export PATH="$BIN:$PATH"
 

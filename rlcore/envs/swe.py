@@ -1,12 +1,13 @@
-"""Software tasks in the style of SWE-bench: shell commands in a container, then the task's tests.
+"""Software tasks in the style of SWE-bench: shell commands in a workspace, then the task's tests.
 
-Optional: needs docker. A row of `--data.train` has the fields `image`, `tests` (a command that
-exits with 0 if the task is done) and optionally `workdir`. The prompt is the issue. If a turn has a
-fenced block of bash, the block is run and its output is the observation. If a turn has a line
-`submit`, the episode ends; its score is 1 if the tests pass, else 0.
+A row of `--data.train` has the field `tests` (a command that exits with 0 if the task is done), and
+`image`, a container for docker, or `repo`, a folder or tar archive that is copied into the sandbox
+(`rlcore/sandbox/workspace.py`). Its optional `workdir` is where commands run. The prompt is the
+issue. If a turn has a fenced block of bash, the block is run and its output is the observation. If
+a turn has a line `submit`, the episode ends; its score is 1 if the tests pass, else 0.
 
-Containers are used only through `Workspace`; the contract test replaces them with a stub. This
-environment has not been run with docker.
+Workspaces are used only through `Workspace`. Containers have not been run: the contract test
+replaces docker with a stub.
 
 The docker command is called instead of the package docker, to save the dependency.
 """
@@ -16,13 +17,16 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import gymnasium
 from gymnasium.spaces import Text
 
 from rlcore.config.schema import EnvConfig
 from rlcore.envs.kind import EnvKind
+from rlcore.sandbox import isolation
+from rlcore.sandbox.workspace import SandboxWorkspace, archive_of
 from rlcore.utils.bounds import above, at_least
 
 # Possessive quantifiers prevent backtracking, which takes quadratic time and blocks the process.
@@ -36,12 +40,16 @@ class SweTask(NamedTuple):
     """Software task of one data row."""
 
     image: str
+    """Image of the container; empty: none."""
+    repo: str
+    """Path of the folder or tar archive that is copied into the sandbox; empty: none."""
     tests: str
     workdir: str
+    """Folder in which commands run; empty: the top of the workspace."""
 
 
 class Workspace(Protocol):
-    """Interface of the container of one episode."""
+    """Interface of the container or sandbox of one episode."""
 
     def run(self, command: str, timeout_s: float) -> tuple[int, str]:
         """Run a command. Returns exit status and output; the status is 124 after a time-out."""
@@ -55,6 +63,9 @@ class SweConfig(EnvConfig):
 
     max_turns: int = 40
     timeout_s: float = 900.0
+    workspace: Literal["auto", "docker", "sandbox"] = "auto"
+    """Place where commands run. `docker`: a container of the row's `image`. `sandbox`: a copy of
+    the row's `repo` in the sandbox. `auto`: docker if it is on PATH and the row has an `image`."""
     command_timeout_s: Annotated[float, above(0)] = 120.0
     """Seconds after which a command is killed; its observation then reports the timeout."""
     tests_timeout_s: Annotated[float, above(0)] = 600.0
@@ -63,6 +74,13 @@ class SweConfig(EnvConfig):
     """Maximum number of characters of a command's output; a longer output is cut in the middle."""
     docker_args: tuple[str, ...] = ("--network=none", "--memory=4g", "--pids-limit=512")
     """Further arguments of `docker run`."""
+    memory_mb: Annotated[int, at_least(64)] = 1024
+    """Memory limit in MB of a command in the sandbox; files add up to 128 MB."""
+    allow_packages: bool = False
+    """Whether Python in the sandbox may import this environment's packages, such as pytest."""
+    require_isolation: isolation.IsolationGrade = "fallback"
+    """Weakest grade of isolation of the sandbox: `fallback`, `namespaces` or `cgroup` (as
+    `--reward.require_isolation`)."""
 
     def problems(self) -> list[str]:
         """Return errors for conflicting keys (`EnvConfig.problems`)."""
@@ -80,7 +98,7 @@ class Swe(gymnasium.Env[str, str]):
 
     def __init__(self, config: SweConfig, open_workspace: Callable[[SweTask], Workspace]) -> None:
         self._config, self._open = config, open_workspace
-        self._task = SweTask("", "", "")
+        self._tests = ""
         self._workspace: Workspace | None = None
 
     def reset(
@@ -89,12 +107,12 @@ class Swe(gymnasium.Env[str, str]):
         """Start the workspace; the prompt is the issue. Raises ValueError if a field is missing."""
         super().reset(seed=seed)
         row = options or {}
-        for field in ("image", "tests"):
-            if not row.get(field):
-                raise ValueError(f"the row has no field {field}; --env swe needs image and tests")
+        task = SweTask(*(str(row.get(field) or "") for field in SweTask._fields))
+        if not task.tests:
+            raise ValueError("the row has no field tests; --env swe needs it, and repo or image")
         self.close()
-        self._task = SweTask(str(row["image"]), str(row["tests"]), str(row.get("workdir") or "/"))
-        self._workspace = self._open(self._task)
+        self._tests = task.tests
+        self._workspace = self._open(task)
         return "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -102,12 +120,13 @@ class Swe(gymnasium.Env[str, str]):
         assert self._workspace is not None, "call reset first"
         blocks = _BLOCK.findall(action)
         if blocks:
-            code, printed = self._workspace.run(blocks[-1], self._config.command_timeout_s)
+            command = blocks[-1].replace("\0", "")  # no command may have one
+            code, printed = self._workspace.run(command, self._config.command_timeout_s)
             return self._shown(code, printed), 0.0, False, False, {"success": 0.0}
         if not _SUBMIT.search(action):
             said = "Give a command in a block of bash, or a line that says submit.\n"
             return said, 0.0, False, False, {"success": 0.0}
-        code, _ = self._workspace.run(self._task.tests, self._config.tests_timeout_s)
+        code, _ = self._workspace.run(self._tests, self._config.tests_timeout_s)
         done = float(code == 0)
         return "", done, True, False, {"success": done}
 
@@ -135,7 +154,7 @@ class Container:
     """Docker container of one episode, idle between commands."""
 
     def __init__(self, task: SweTask, args: tuple[str, ...]) -> None:
-        words = ["run", "--detach", "--rm", "--init", *args, "--workdir", task.workdir]
+        words = ["run", "--detach", "--rm", "--init", *args, "--workdir", task.workdir or "/"]
         self._id = self._docker([*words, task.image, "sleep", "infinity"], 300.0).strip()
 
     def run(self, command: str, timeout_s: float) -> tuple[int, str]:
@@ -165,9 +184,37 @@ class Container:
 
 
 def _make(config: SweConfig) -> Swe:
-    if shutil.which("docker") is None:
-        raise RuntimeError("docker is not on PATH; install it, or use another --env")
-    return Swe(config, lambda task: Container(task, config.docker_args))
+    """Create an environment. Raises RuntimeError if no workspace of the config can start here."""
+    has_docker = shutil.which("docker") is not None
+    packages = isolation.installed_packages() if config.allow_packages else ()
+    if config.workspace == "docker" and not has_docker:
+        raise RuntimeError(
+            "docker is not on PATH; install it, or set --env.workspace sandbox and give rows a repo"
+        )
+    if config.workspace == "sandbox" or not has_docker:
+        isolation.grade_name(config.require_isolation, packages)
+
+    def open_workspace(task: SweTask) -> Workspace:
+        if config.workspace == "docker" or (
+            config.workspace == "auto" and has_docker and task.image
+        ):
+            _check_field("image", task.image, "docker")
+            return Container(task, config.docker_args)
+        _check_field("repo", task.repo, "the sandbox")
+        return SandboxWorkspace(
+            isolation.grade_name(config.require_isolation, packages),
+            archive_of(Path(task.repo)),
+            folder=task.workdir or ".",
+            memory_mb=config.memory_mb,
+            packages=packages,
+        )
+
+    return Swe(config, open_workspace)
+
+
+def _check_field(name: str, value: str, place: str) -> None:
+    if not value:
+        raise ValueError(f"the row has no field {name}, which --env swe needs with {place}")
 
 
 KIND = EnvKind(SweConfig, _make)

@@ -19,7 +19,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -192,7 +191,7 @@ class Tools(gymnasium.Env[Any, Any]):
         """Run a program and return its output. Raises ValueError with the last line of stderr if
         the program fails."""
         if self._box is None:
-            self._box = Sandbox(_isolation(self._config.require_isolation))
+            self._box = Sandbox(isolation.grade_name(self._config.require_isolation))
         end = time.monotonic() + self._config.program_timeout_s
         try:
             outcome = self._box.run(source, lambda: end)
@@ -204,12 +203,6 @@ class Tools(gymnasium.Env[Any, Any]):
             said = outcome.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
             raise ValueError(outcome.why or " ".join(said) or f"exit code {outcome.code}")
         return printed
-
-
-@cache
-def _isolation(required: isolation.IsolationGrade) -> isolation.IsolationGrade:
-    """Return this machine's grade of isolation; found once per process."""
-    return isolation.grade(required).name
 
 
 def calculate(text: str) -> float:

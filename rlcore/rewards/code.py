@@ -9,10 +9,8 @@ Each rank has `--reward.workers` worker threads, each with its own sandbox.
 """
 
 import json
-import os
 import queue
 import re
-import sysconfig
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -128,7 +126,7 @@ class CodeRunner:
     # ---- worker threads
 
     def _main(self) -> None:
-        packages = _packages() if self._config.allow_packages else ()
+        packages = isolation.installed_packages() if self._config.allow_packages else ()
         try:
             with Sandbox(self._isolation(packages), packages) as box:
                 while (job := self._jobs.get()) is not None and not self._closing:
@@ -270,12 +268,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"a {type(value).__name__} instead of text")
     return value
-
-
-def _packages() -> tuple[str, ...]:
-    """Return the package folders of this Python environment."""
-    paths = sysconfig.get_paths()
-    return tuple(dict.fromkeys(p for p in (paths["purelib"], paths["platlib"]) if os.path.isdir(p)))
 
 
 KIND = RewardKind(CodeRewardConfig, serve=CodeRunner)

@@ -125,7 +125,7 @@ class Sandbox:
         source: str,
         deadline: Deadline,
         *,
-        stdin: str = "",
+        stdin: str | bytes = "",
         limits: ProgramLimits | None = None,
     ) -> ProgramOutcome:
         """Run the source as a script. Raises Broken if the sandbox fails meanwhile."""
@@ -347,11 +347,13 @@ class _Files:
         self._open.add(fd)
         return fd
 
-    def memory(self, text: str) -> int:
-        """Create a sealed, read-only file in memory with this text, and return its descriptor."""
+    def memory(self, content: str | bytes) -> int:
+        """Create a sealed, read-only file in memory with this content; return its descriptor."""
         fd = os.memfd_create("given", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._open.add(fd)
-        data = memoryview(text.encode("utf-8", "surrogatepass"))
+        if isinstance(content, str):
+            content = content.encode("utf-8", "surrogatepass")
+        data = memoryview(content)
         while data:
             data = data[os.write(fd, data) :]
         os.lseek(fd, 0, os.SEEK_SET)

@@ -41,7 +41,7 @@ _BUFFER_BYTES = 208 << 10
 """Linux's default of what a socket buffers (net.core.wmem_default), more than a pipe's 64 KB."""
 _RESERVE_BYTES = 2 << 30
 """Programs are killed if the machine has less memory left than this, or than a 16th of it."""
-TMP_BYTES, _TMP_FILES = 128 << 20, 4096
+TMP_BYTES, TMP_FILES = 128 << 20, 4096
 _CHANNEL = 3
 _PRELOADED = (
     "bisect cmath collections copy dataclasses datetime decimal fractions functools heapq "
@@ -109,7 +109,7 @@ class Zygote:
         self._ooms = self._oom_kills()
         if settings.has_namespaces:
             confine.hide_proc()
-            confine.mount_tmp(TMP_BYTES, _TMP_FILES)
+            confine.mount_tmp(TMP_BYTES, TMP_FILES)
 
     def serve(self) -> None:
         """Process requests until the client closes the socket."""
@@ -178,7 +178,7 @@ class Zygote:
             self._sweep()
         elif job.order.what != "tests" and os.listdir("/tmp"):
             confine.unmount_tmp()
-            confine.mount_tmp(TMP_BYTES, _TMP_FILES)
+            confine.mount_tmp(TMP_BYTES, TMP_FILES)
         report = {
             "job": job.order.job,
             "code": os.waitstatus_to_exitcode(status),

@@ -15,9 +15,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import uuid
+from functools import cache
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
@@ -212,6 +214,14 @@ def grade(required: IsolationGrade = "fallback", packages: tuple[str, ...] = ())
     raise AssertionError("the fallback returns or raises")
 
 
+@cache
+def grade_name(
+    required: IsolationGrade = "fallback", packages: tuple[str, ...] = ()
+) -> IsolationGrade:
+    """Return the name of this machine's grade of isolation; found once per process."""
+    return grade(required, packages).name
+
+
 _REMEDIES = {
     "namespaces": "install bubblewrap and allow user namespaces (in Docker: --security-opt "
     "seccomp=unconfined --security-opt systempaths=unconfined)",
@@ -239,6 +249,12 @@ def interpreters() -> list[str]:
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     own = os.path.join(sys.base_prefix, "bin", name)
     return [own, *(p for p in (f"/usr/bin/{name}",) if os.path.exists(p) and p != own)]
+
+
+def installed_packages() -> tuple[str, ...]:
+    """Return the package folders of this Python environment."""
+    paths = sysconfig.get_paths()
+    return tuple(dict.fromkeys(p for p in (paths["purelib"], paths["platlib"]) if os.path.isdir(p)))
 
 
 def _environment(path: str, packages: tuple[str, ...], mark: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,7 +164,7 @@ class Shell:
     """A workspace of one file."""
 
     def __init__(self, task: SweTask) -> None:
-        assert task == SweTask("image:1", "grep -q fixed file", "/")
+        assert task == SweTask("image:1", "", "grep -q fixed file", "")
         self.text = "broken"
 
     def run(self, command: str, timeout_s: float) -> tuple[int, str]:
@@ -247,11 +248,77 @@ def test_openenv_names_what_is_wrong():
     assert not OpenEnvConfig(url="wss://a.b/c").problems()
 
 
-@pytest.mark.parametrize("name", ["alfworld", "openenv", "swe"])
-def test_what_is_optional_says_what_it_lacks(name, monkeypatch):
+PROJECT = Path(__file__).resolve().parents[1] / "projects/durations"
+IN_SANDBOX = {"workspace": "sandbox", "max_output_chars": 400}
+
+
+def test_swe_copies_a_repository_into_the_sandbox():
+    turns = [
+        "```bash\ngrep -c . durations.py; cat /etc/passwd /proc/cpuinfo\n```",
+        "```sh\nsed -i 's|= seconds // 60|= seconds % 3600 // 60|' durations.py\n```",
+        "```bash\npython3 -m unittest -q checks 2>&1 | tail -n 1; exit 7\n```",
+        "submit",
+    ]
+    tests = "python3 -m unittest -q checks"
+    before = {path.name: path.read_bytes() for path in PROJECT.glob("*.py")}
+    prompt = prompt_of("Fix it.", repo=str(PROJECT), tests=tests)
+    told = check_env("swe", prompt, turns, settings=IN_SANDBOX)
+    assert told[1][0].startswith("18\n") and told[1][0].endswith("[exit 1]\n")
+    assert told[2][0] == "\n[exit 0]\n" and told[3][0] == "OK\n[exit 7]\n"
+    assert told[4] == ("", 1.0, True)
+    assert before == {path.name: path.read_bytes() for path in PROJECT.glob("*.py")}
+    assert _submitted(repo=str(PROJECT), tests=tests) == 0.0
+    assert _submitted(repo=str(PROJECT), tests="test -f checks.py", workdir="") == 1.0
+
+
+def _submitted(**row: str) -> float:
+    env = resolve("swe").make(SweConfig(**IN_SANDBOX))
+    env.reset(options=row)
+    _, score, is_over, _, info = env.step("submit")
+    env.close()
+    assert is_over and info == {"success": score}
+    return score
+
+
+@pytest.mark.parametrize(
+    ("workspace", "row", "match"),
+    [
+        ("sandbox", {"image": "i", "tests": "t"}, "no field repo, which .* needs with the sandbox"),
+        ("auto", {"image": "i", "tests": "t"}, "no field repo"),
+        ("sandbox", {"repo": "/nowhere", "tests": "t"}, "/nowhere: no such folder or tar archive"),
+        ("sandbox", {"repo": str(PROJECT), "tests": "t", "workdir": "src"}, "No such file .*src"),
+        ("sandbox", {"repo": str(PROJECT)}, "no field tests"),
+    ],
+)
+def test_swe_says_what_a_row_lacks(workspace, row, match, monkeypatch):
+    monkeypatch.setattr("rlcore.envs.swe.shutil.which", lambda name: None)
+    with pytest.raises(ValueError, match=match):
+        resolve("swe").make(SweConfig(workspace=workspace)).reset(options=row)
+
+
+@pytest.mark.parametrize("row", [{"image": "i", "repo": "r"}, {"image": "i"}, {"repo": "r"}])
+@pytest.mark.parametrize("workspace", ["auto", "docker"])
+def test_swe_takes_docker_where_it_is_there_for_rows_with_an_image(workspace, row, monkeypatch):
+    opened = []
+    monkeypatch.setattr("rlcore.envs.swe.shutil.which", lambda name: name)
+    monkeypatch.setattr("rlcore.envs.swe.Container", lambda task, args: opened.append(task.image))
+    env = resolve("swe").make(SweConfig(workspace=workspace))
+    if "image" in row:
+        env.reset(options=row | {"tests": "t"})
+        assert opened == ["i"]
+    else:
+        wrong = "r: no such folder" if workspace == "auto" else "no field image.* with docker"
+        with pytest.raises(ValueError, match=wrong):
+            env.reset(options=row | {"tests": "t"})
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"), [("alfworld", {}), ("openenv", {}), ("swe", {"workspace": "docker"})]
+)
+def test_what_is_optional_says_what_it_lacks(name, keys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises((ModuleNotFoundError, RuntimeError), match="install"):
-        resolve(name).make(resolve(name).config())
+        resolve(name).make(resolve(name).config(**keys))
 
 
 def test_every_environment_has_its_test_here():

@@ -10,7 +10,7 @@ import pytest
 from rlcore.hf.tokenizer import CHATML
 from tests import kit, runs
 
-TEMPLATES = kit.ROOT / "tests/contracts/templates"
+QWEN = (kit.ROOT / "tests/contracts/templates/qwen2_5.jinja").read_text()
 BARE = (
     *("--checkpoint.no_at_end", "--checkpoint.no_export_hf", "--eval.no_at_start"),
     *("--eval.no_at_end", "--rollout.dtype", "float64", "--log.rollouts", -1),
@@ -21,21 +21,21 @@ ENDPOINT = (
 )
 
 
-def model(folder: Path, real_data: Path, template: str) -> Path:
+def model(folder: Path, real_data: Path, template: str = QWEN, **sizes: int) -> Path:
     """A tiny model with Qwen's vocabulary and a chat template."""
     shutil.copytree(real_data / "tokenizer_qwen", folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    sizes = {"model_type": "qwen3", "vocab_size": 151_680, "max_position_embeddings": 512}
-    (folder / "config.json").write_text(json.dumps(kit.tiny_config("qwen3") | sizes))
+    usual = {"model_type": "qwen3", "vocab_size": 151_680, "max_position_embeddings": 512}
+    (folder / "config.json").write_text(json.dumps(kit.tiny_config("qwen3") | usual | sizes))
     return folder
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, real_data: Path) -> Any:
     folder = tmp_path_factory.mktemp("endpoint")
-    qwen = model(folder / "qwen", real_data, (TEMPLATES / "qwen2_5.jinja").read_text())
+    qwen = model(folder / "qwen", real_data)
     chatml, out = model(folder / "chatml", real_data, CHATML), folder / "runs"
     rows = [{"question": f"Say {i}.", "answer": str(i)} for i in range(40)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
