@@ -213,13 +213,13 @@ def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
         return  # `dry_run.show` has already reported this error
     plain = replace(cfg.train, transformer_impl="local", apex=False)
     with found.check("--train"):
-        check_learner(hf, cfg.model, plain)
+        check_learner(hf, cfg.model, plain, cfg.lora)
     if (cfg.train.transformer_impl, cfg.train.apex) != ("local", False):
         setting = f"--train.transformer_impl {cfg.train.transformer_impl}" + (
             " --train.apex" if cfg.train.apex else ""
         )
         with found.check(setting, may_lack=found.elsewhere or not torch.cuda.is_available()):
-            check_learner(hf, cfg.model, cfg.train)
+            check_learner(hf, cfg.model, cfg.train, cfg.lora)
     with found.check("--train.lr_schedule"):
         total = total_updates(cfg)
         learning_rate(cfg.train, cfg.train.lr_warmup_updates, total)

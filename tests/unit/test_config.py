@@ -599,7 +599,7 @@ def test_the_page_for_other_frameworks_has_their_tables(who: str):
         ("actor_rollout_ref.rollout.n", "here verl's rollout.n is --rollout.samples_per_prompt"),
         ("train.learning_rate", "here TRL's learning_rate is --train.lr"),
         ("train.eps_clip", "here slime's eps_clip is --algo.clip_low"),
-        ("train.lora_rank", "rlcore does not have LoRA"),
+        ("train.lora_rank", "here verl's model.lora_rank is --lora.rank"),
     ],
 )
 def test_a_key_of_another_framework_is_refused_with_ours(key: str, words: str):
