@@ -50,8 +50,11 @@ class Source:
     seed: int | None
     """Seed of the weights that the run started from; None: those of `model`."""
 
-    def base(self, hf: "HFConfig") -> "TensorSource":
-        """Return the weights that the run started from, which adapters are added to."""
+    def base(self, hf: "HFConfig") -> "TensorSource | None":
+        """Return the weights that adapters are added to, those that the run started from. None: the
+        run has no adapters."""
+        if not self.lora.rank:
+            return None
         from rlcore.hf.weights import WeightReader
         from rlcore.mcore.bridge import RandomWeights
 
@@ -186,7 +189,7 @@ def export(source: Source, out: Path, dtype: str) -> None:
         kind,
         share_of(hf, kind, rank, size),
         source.lora,
-        source.base(hf) if source.lora.rank else None,
+        source.base(hf),
     )
     shown = track(
         tensors,

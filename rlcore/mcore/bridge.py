@@ -128,7 +128,7 @@ def export_hf(
     A tensor may be a view of the model's parameter or of a temporary bundle of `BUNDLE_BYTES`, so
     callers must copy a tensor to keep it.
     """
-    yield from _stream(pieces(hf), _Weights(models, hf, layout), expected(hf), hf, layout)
+    yield from _stream(pieces(hf), _MergedWeights(models, hf, layout), expected(hf), hf, layout)
 
 
 def shards(
@@ -139,7 +139,7 @@ def shards(
     A shard is a view of a parameter, or of the sum of a weight and its adapters; its elements keep
     their order in the Hugging Face tensor. Shards of query, key and value have an extra dimension
     of query groups. A tied embedding is yielded only once, without the last stage's copy."""
-    weights = _Weights(models, hf, layout)
+    weights = _MergedWeights(models, hf, layout)
     shapes = expected(hf)
     for piece in pieces(hf):
         if piece.name not in weights:
@@ -239,7 +239,7 @@ def _parameters(
     }
 
 
-class _Weights(Mapping[str, Tensor]):
+class _MergedWeights(Mapping[str, Tensor]):
     """This rank's weights by the name in `ParamPiece`, in the model's dtype. A weight with adapters
     is added to them at each access."""
 

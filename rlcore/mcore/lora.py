@@ -80,9 +80,10 @@ class Adapter(Module):
 
         def matrix(size: tuple[int, int], is_divided: bool, dim: int) -> Parameter:
             parameter = Parameter(weight.new_empty(size))
-            if is_divided:
+            if is_divided or linear.is_expert:  # other ranks have other values
                 set_tensor_model_parallel_attributes(parameter, True, dim, 1)
-            parameter.sequence_parallel = self._sequence_parallel and not is_divided  # type: ignore[attr-defined]  # Megatron reads it
+            mark = self._sequence_parallel and not is_divided
+            parameter.sequence_parallel = mark  # type: ignore[attr-defined]  # Megatron reads it
             parameter.allreduce = weight.allreduce  # type: ignore[attr-defined]  # the same
             return parameter
 

@@ -110,6 +110,8 @@ def test_three_updates_equal_those_of_one_rank(
         assert 0.05 < found["actor/shared_tokens 0"] < 0.25
         ours = {k: found[k] for k in figures}
         kit.assert_close_named(ours, figures, rtol=1e-5, atol=1e-5)
+        trained = want.get("adapters", {}).values()
+        assert all(tensor.abs().max() > 0 for tensor in trained)  # B was 0
         for what in ("weights", "adapters") if case in ADAPTED else ("weights",):
             kit.assert_close_named(found[what], want[what], rtol=1e-5, atol=1e-5)
 

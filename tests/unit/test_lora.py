@@ -26,7 +26,7 @@ from tests.ranks import learner_ranks as ranks
 
 LORA: dict[str, Any] = {"rank": 3, "alpha": 6.0}
 SOME: dict[str, Any] = {"rank": 2, "alpha": 3.0, "rs": True, "targets": ("k_proj", "up_proj")}
-TRAIN: dict[str, Any] = {"clip_grad": 0.0, "adam_eps": 1e-3, "weight_decay": 0.1}
+TRAIN: dict[str, Any] = {"clip_grad": 0.0, "adam_eps": 0.1, "weight_decay": 0.1}
 COUNT = 50.0
 
 
@@ -119,7 +119,7 @@ def test_gradients_and_a_step_are_those_of_plain_torch(
         one = batch.select([i])
         loss = loss - wanted.log_probs(one.tokens)[one.mask[1:]].sum()
     optimizer = torch.optim.AdamW(
-        wanted.leaves.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
+        wanted.leaves.values(), lr=1e-2, betas=(0.9, 0.95), eps=0.1, weight_decay=0.1
     )
     (loss / COUNT).backward()
 
