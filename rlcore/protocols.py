@@ -200,6 +200,10 @@ class Learner(Protocol):
         """Yield the weights under Hugging Face names, one full tensor at a time on every rank.
         Collective: every rank must exhaust the iterator."""
 
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the LoRA adapters under PEFT's names, in full on every rank. Collective: every rank
+        must exhaust the iterator."""
+
     def shards(self) -> Iterator[tuple[Shard, Tensor]]:
         """Yield this rank's shards of the weights; not collective. A tensor has its shard's
         elements in order, in any shape, and is a view of the live weights where possible. Shards of

@@ -92,6 +92,8 @@ def show(cfg: Config, every: bool = False) -> int:
         print(rank_map(layout, world, per_node, tp))
     for line in notes:
         print(line)
+    if hf is not None and not problems and cfg.lora.rank:
+        print(adapters(cfg, hf))
     if hf is not None and not problems:
         gpu_bytes, source = gpu_gb(cfg) * memory.GB, gpu_source(cfg)
         most = gpu_bytes or GPU_GB * memory.GB
@@ -156,6 +158,20 @@ def is_elsewhere(cfg: Config) -> bool:
     return any(
         os.environ.get(variable) and not all(Path(path).is_dir() for path in paths)
         for variable, paths in folders.items()
+    )
+
+
+def adapters(cfg: Config, hf: HFConfig) -> str:
+    """Return a line with the number of trained parameters."""
+    from rlcore.hf.lora import num_adapter_parameters, scale
+    from rlcore.hf.names import num_parameters
+
+    count = num_adapter_parameters(hf, cfg.lora)
+    share = count / num_parameters(hf)
+    where = ", ".join(cfg.lora.targets) + (" (experts too)" if cfg.lora.experts else "")
+    return (
+        f"LoRA         rank {cfg.lora.rank}, scale {scale(cfg.lora):g}, on {where}: trains "
+        f"{count / 1e6:.2f} M parameters, {share:.2%} of the weights"
     )
 
 

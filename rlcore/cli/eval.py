@@ -28,6 +28,7 @@ from rlcore.utils.files import read_json
 if TYPE_CHECKING:  # importing torch would slow down the command line
     from torch import Tensor, device
 
+    from rlcore.cli.export import Source
     from rlcore.cli.world import World
     from rlcore.config.schema import Config
     from rlcore.hf.config import HFConfig
@@ -53,7 +54,8 @@ class Weights:
 
     hf: "HFConfig"
     folder: Path
-    is_checkpoint: bool
+    source: "Source | None"
+    """The checkpoint of which these are the weights; None: those of `folder`."""
     dtype: str
     device: "device"
 
@@ -66,9 +68,10 @@ class Weights:
         from rlcore.mcore import export
 
         kind = getattr(torch, self.dtype)
-        if self.is_checkpoint:
-            names = expected(self.hf).keys()
-            found = export.read(self.folder / "learner", self.hf, kind, names)
+        if source := self.source:
+            names, base = expected(self.hf).keys(), source.base(self.hf)
+            learner = source.checkpoint / "learner"
+            found = export.read(learner, self.hf, kind, names, source.lora, base)
         else:
             found = read_folder(self.folder, self.hf)
         for name, tensor in found:
@@ -106,17 +109,17 @@ def _main(argv: Sequence[str]) -> int:
     from rlcore.config import rules
 
     model = words[words.index("--model.path") + 1] if "--model.path" in words[:-1] else ""
-    checkpoint, base = _source(args.path, args.step, model)
+    source, base = _source(args.path, args.step, model)
     cfg = _evaluates(settings.parse([*base, *words]), args.path)
     rules.check(cfg)
 
     def work(cfg: "Config", here: "World", warnings: Sequence[str]) -> int:
-        return _work(cfg, here, warnings, checkpoint, args.json)
+        return _work(cfg, here, warnings, source, args.json)
 
     return train.run(cfg, work)
 
 
-def _source(path: str, step: int | None, model: str) -> tuple[Path | None, list[str]]:
+def _source(path: str, step: int | None, model: str) -> "tuple[Source | None, list[str]]":
     """Return the checkpoint, if `path` is a run or a checkpoint, and the words of its settings.
     `model`: folder of the run's start model, if it was moved; its config.json is read."""
     from rlcore.cli import export
@@ -138,7 +141,7 @@ def _source(path: str, step: int | None, model: str) -> tuple[Path | None, list[
         raise ConfigError(str(error).replace("--model ", "--model.path ")) from error
     if fault := seal.fault(source.checkpoint, None):
         raise ConfigError(f"{source.checkpoint}: {fault}; choose another checkpoint with --step")
-    return source.checkpoint, _words(source.checkpoint.parents[1])
+    return source, _words(source.checkpoint.parents[1])
 
 
 def _words(run: Path) -> list[str]:
@@ -173,7 +176,7 @@ def _work(
     cfg: "Config",
     here: "World",
     warnings: Sequence[str],
-    checkpoint: Path | None,
+    source: "Source | None",
     out: Path | None,
 ) -> int:
     """Evaluate on one rank. Return the exit code."""
@@ -186,16 +189,16 @@ def _work(
         open_folder(cfg, here)
         for line in warnings:
             log.warning("WARNING: %s", line)
-        found = _evaluate(cfg, here, checkpoint)
+        found = _evaluate(cfg, here, source)
     except Exception as e:
         return failed(cfg, here, e)
     world.leave(here)
     if here.rank == 0:
-        _report(cfg, found, checkpoint, out)
+        _report(cfg, found, source.checkpoint if source else None, out)
     return 0
 
 
-def _evaluate(cfg: "Config", here: "World", checkpoint: Path | None) -> dict[str, float]:
+def _evaluate(cfg: "Config", here: "World", source: "Source | None") -> dict[str, float]:
     """Start engines, send them the weights, and evaluate. Return the metrics on rank 0."""
     from rlcore.cli import builders
     from rlcore.cli.builders.learner import Models
@@ -204,10 +207,8 @@ def _evaluate(cfg: "Config", here: "World", checkpoint: Path | None) -> dict[str
     from rlcore.utils import collective
     from rlcore.utils.waits import waiting
 
-    source = checkpoint or Path(cfg.model.path)
-    weights = Weights(
-        model_config(cfg), source, checkpoint is not None, cfg.model.dtype, here.device
-    )
+    hf, folder = model_config(cfg), Path(cfg.model.path)
+    weights = Weights(hf, folder, source, cfg.model.dtype, here.device)
     models = Models(
         learner=cast("Learner", weights),
         model_parallel_groups=[[rank] for rank in range(here.size)],

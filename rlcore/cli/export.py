@@ -3,6 +3,7 @@
     rlcore export runs/NAME                           # the newest checkpoint, to runs/NAME/hf
     rlcore export runs/NAME --step 40 --out FOLDER
     rlcore export runs/NAME/checkpoints/step_000040 --out FOLDER
+    rlcore export runs/NAME --adapters                # of a LoRA run: PEFT's format, to adapters
     torchrun --nproc-per-node 8 -m rlcore export runs/NAME     # 8 processes share the work
 
 It needs no GPU and about 6 GB of memory per process. It may run beside the training.
@@ -17,9 +18,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlcore.cli import exits
 from rlcore.utils.errors import ConfigError
+
+if TYPE_CHECKING:  # importing torch would slow down the command line
+    from rlcore.config.schema import LoraConfig
+    from rlcore.hf.config import HFConfig
+    from rlcore.mcore.bridge import TensorSource
 
 TIMEOUT_S = 3600.0
 """Seconds that the processes of one export wait for each other."""
@@ -38,6 +45,20 @@ class Source:
     """Data type of the weights in training."""
     num_layers: int
     """Number of layers; 0: as in config.json."""
+    lora: "LoraConfig"
+    """Settings of the adapters."""
+    seed: int | None
+    """Seed of the weights that the run started from; None: those of `model`."""
+
+    def base(self, hf: "HFConfig") -> "TensorSource | None":
+        """Return the weights that adapters are added to, those that the run started from. None: the
+        run has no adapters."""
+        if not self.lora.rank:
+            return None
+        from rlcore.hf.weights import WeightReader
+        from rlcore.mcore.bridge import RandomWeights
+
+        return WeightReader(self.model) if self.seed is None else RandomWeights(hf, self.seed)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,12 +81,20 @@ def _main(argv: Sequence[str]) -> int:
         choices=("float32", "bfloat16"),
         help="data type of the weights; default: as in training (model.dtype)",
     )
+    parser.add_argument(
+        "--adapters",
+        action="store_true",
+        help="write the adapters of a LoRA run in PEFT's format; default folder: adapters",
+    )
     parser.add_argument("--model", default="", help="folder of the model, if it was moved")
     args = parser.parse_args(list(argv))
     source = source_of(args.path, args.step, args.model)
-    out = args.out or source.checkpoint.parents[1] / "hf"
+    if args.adapters and not source.lora.rank:
+        raise ConfigError(f"--adapters: {args.path} has none; leave it out")
+    write, name = (export_adapters, "adapters") if args.adapters else (export, "hf")
+    out = args.out or source.checkpoint.parents[1] / name
     with _joined():
-        export(source, out, args.dtype or source.dtype)
+        write(source, out, args.dtype or source.dtype)
     return 0
 
 
@@ -75,6 +104,7 @@ def source_of(path: Path, step: int | None, model: str) -> Source:
     Raises:
         ConfigError: there is no such checkpoint, or its run's config.json cannot be read.
     """
+    from rlcore.config.schema import LoraConfig
     from rlcore.trainer import resume, seal
 
     if (path / seal.MANIFEST).is_file():
@@ -96,13 +126,16 @@ def source_of(path: Path, step: int | None, model: str) -> Source:
             raise ConfigError(f"--step {step}: {path} has no such checkpoint; it has {known}")
     file = checkpoint.parents[1] / "config.json"
     try:
-        section = json.loads(file.read_text())["model"]
+        saved = json.loads(file.read_text())
+        section, lora = saved["model"], saved.get("lora", {})  # runs before LoRA have no section
         found = Source(
             checkpoint=checkpoint,
             model=model or section["path"],
             tokenizer=model or section["tokenizer"] or section["path"],
             dtype=section["dtype"],
             num_layers=section["num_layers"] if section["random_init"] else 0,
+            lora=LoraConfig(**lora | {"targets": tuple(lora["targets"])} if lora else {}),
+            seed=saved["run"]["seed"] if section["random_init"] else None,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -143,23 +176,21 @@ def export(source: Source, out: Path, dtype: str) -> None:
     import torch
     from rich.progress import track
 
-    from rlcore.hf.config import HFConfig
     from rlcore.hf.names import expected
     from rlcore.hf.weights import save_folder, share_of
     from rlcore.mcore import export as reader
-    from rlcore.trainer import seal
     from rlcore.utils import collective
 
     rank, size = collective.place()
-    if rank == 0:
-        print(f"{source.checkpoint}: checking", flush=True)
-    if fault := seal.fault(source.checkpoint, None):
-        raise ConfigError(f"{source.checkpoint}: {fault}; choose another checkpoint with --step")
-    hf = HFConfig.from_folder(source.model)
-    if source.num_layers:
-        hf = hf.with_(num_layers=source.num_layers)
-    kind = getattr(torch, dtype)
-    tensors = reader.read(source.checkpoint / "learner", hf, kind, share_of(hf, kind, rank, size))
+    hf, kind = _checked(source, rank), getattr(torch, dtype)
+    tensors = reader.read(
+        source.checkpoint / "learner",
+        hf,
+        kind,
+        share_of(hf, kind, rank, size),
+        source.lora,
+        source.base(hf),
+    )
     shown = track(
         tensors,
         f"{out.name}",
@@ -169,3 +200,35 @@ def export(source: Source, out: Path, dtype: str) -> None:
     save_folder(shown, hf, source.tokenizer, out, together=True)
     if rank == 0:
         print(f"model: {out}")
+
+
+def export_adapters(source: Source, out: Path, dtype: str) -> None:
+    """Write the adapters as a PEFT folder, by the first process. Raises as `export`."""
+    import torch
+
+    from rlcore.hf.lora import save_adapters
+    from rlcore.mcore import export as reader
+    from rlcore.utils import collective
+
+    rank, _ = collective.place()
+    if rank:
+        return
+    hf = _checked(source, rank)
+    tensors = reader.read_adapters(
+        source.checkpoint / "learner", hf, getattr(torch, dtype), source.lora
+    )
+    save_adapters(tensors, hf, source.lora, source.model, out)
+    print(f"adapters: {out}")
+
+
+def _checked(source: Source, rank: int) -> "HFConfig":
+    """Check the files of the checkpoint. Return the model's architecture."""
+    from rlcore.hf.config import HFConfig
+    from rlcore.trainer import seal
+
+    if rank == 0:
+        print(f"{source.checkpoint}: checking", flush=True)
+    if fault := seal.fault(source.checkpoint, None):
+        raise ConfigError(f"{source.checkpoint}: {fault}; choose another checkpoint with --step")
+    hf = HFConfig.from_folder(source.model)
+    return hf.with_(num_layers=source.num_layers) if source.num_layers else hf

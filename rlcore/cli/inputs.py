@@ -28,6 +28,7 @@ from rlcore.config.schema import Config
 from rlcore.data import prompts
 from rlcore.data.hub import UnreachableError, is_name
 from rlcore.hf import hub
+from rlcore.hf import lora as peft
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import HEAD, expected
 from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
@@ -213,13 +214,13 @@ def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
         return  # `dry_run.show` has already reported this error
     plain = replace(cfg.train, transformer_impl="local", apex=False)
     with found.check("--train"):
-        check_learner(hf, cfg.model, plain)
+        check_learner(hf, cfg.model, plain, cfg.lora)
     if (cfg.train.transformer_impl, cfg.train.apex) != ("local", False):
         setting = f"--train.transformer_impl {cfg.train.transformer_impl}" + (
             " --train.apex" if cfg.train.apex else ""
         )
         with found.check(setting, may_lack=found.elsewhere or not torch.cuda.is_available()):
-            check_learner(hf, cfg.model, cfg.train)
+            check_learner(hf, cfg.model, cfg.train, cfg.lora)
     with found.check("--train.lr_schedule"):
         total = total_updates(cfg)
         learning_rate(cfg.train, cfg.train.lr_warmup_updates, total)
@@ -240,7 +241,10 @@ def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
 
 
 def weights(cfg: Config, hf: HFConfig, found: Findings) -> None:
-    """Check names and shapes of the initial weights of actor and critic."""
+    """Check names and shapes of the initial weights of actor, its adapters, and critic."""
+    if path := cfg.lora.path:
+        with found.check(f"--lora.path {path}", may_lack=found.may_lack(path)):
+            peft.reader(path, hf, cfg.lora)
     if cfg.model.random_init:
         return
     folders = {"--model.path": cfg.model.path}

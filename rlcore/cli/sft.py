@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # importing torch would slow down the command line
 
     Rows = tuple[list[list[Demonstration]], list[tuple[str, list[Demonstration]]]]
 
-SECTIONS = "run", "model", "data", "train", "eval", "checkpoint", "cluster", "log"
+SECTIONS = "run", "model", "data", "train", "lora", "eval", "checkpoint", "cluster", "log"
 """Sections of keys that fine-tuning uses."""
 UNUSED = {
     "train": ("offload", "fused_loss", "samples_per_update"),

@@ -101,7 +101,10 @@ VERL = {
     "data.train_files": "data.train",
     "data.val_files": "data.val",
     "model.enable_activation_offload": "train.offload_activations",
+    "model.lora_alpha": "lora.alpha",
+    "model.lora_rank": "lora.rank",
     "model.path": "model.path",
+    "model.target_modules": "lora.targets",
     "rollout.gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "rollout.max_num_seqs": "rollout.max_running_requests",
     "rollout.n": "rollout.samples_per_prompt",
@@ -194,9 +197,6 @@ SLIME = {
 """Keys of rlcore that correspond to slime's arguments, by argument."""
 
 MISSING = {
-    "lora": "LoRA",
-    "lora_rank": "LoRA",
-    "use_peft": "LoRA",
     "fp8": "FP8 training",
     "speculative_draft_model_path": "a draft model (EAGLE, MTP); rollout.draft has drafts without",
 }

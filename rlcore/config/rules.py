@@ -12,10 +12,12 @@ from rlcore.algos import fused
 from rlcore.algos.base import AlgoConfig
 from rlcore.config import sglang_args
 from rlcore.config.schema import (
+    PROJECTIONS,
     AsyncConfig,
     Config,
     DraftConfig,
     EnvConfig,
+    LoraConfig,
     MuxConfig,
     StreamConfig,
     TailConfig,
@@ -42,6 +44,7 @@ def broken(cfg: Config) -> list[str]:
         *_rollout(cfg),
         *_draft(cfg),
         *_train(cfg),
+        *_lora(cfg),
         *_roles(cfg),
         *_async(cfg),
         *_mux(cfg),
@@ -578,6 +581,26 @@ def _sizes(cfg: Config) -> list[str]:
         )
     if r.adaptive_tp and 0 < r.max_tp < r.tp:
         out.append(f"--rollout.max_tp {r.max_tp}: must be at least rollout.tp {r.tp}")
+    return out
+
+
+def _lora(cfg: Config) -> list[str]:
+    """Check the keys of adapters, and settings that conflict with them."""
+    found, out = cfg.lora, []
+    if not found.rank:
+        return _idle(found, LoraConfig(), "lora", "--lora.rank")
+    if unknown := [name for name in found.targets if name not in PROJECTIONS]:
+        out.append(
+            f"--lora.targets {unknown[0]}: must be among {', '.join(PROJECTIONS)}; other layers "
+            "have no adapters"
+        )
+    if not found.targets:
+        out.append("--lora.targets: is empty; name projections, or leave it out for all")
+    if cfg.train.transformer_impl == "te":
+        out.append(
+            "--train.transformer_impl te: its layers fuse a norm with the next projection, so "
+            "adapters would not get their input; with --lora.rank use local"
+        )
     return out
 
 

@@ -11,6 +11,9 @@ from rlcore.algos.base import AlgoConfig
 from rlcore.utils.bounds import above, at_least
 from rlcore.utils.scores import LARGEST
 
+PROJECTIONS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+"""Linear layers of a transformer layer, by their names on disk."""
+
 Share = Annotated[float, at_least(0, at_most=1)]
 TopP = Annotated[float, above(0, at_most=1, note="; 1 turns it off")]
 Clip = Annotated[float, above(0, unbounded=True, note="; inf turns it off")]
@@ -345,6 +348,30 @@ class TrainConfig:
     fp32_lm_head: bool | None = None
     """Whether logits of a bfloat16 or float16 model stay in fp32, as with rollout.fp32_lm_head;
     only with train.head_chunk_tokens. None: on a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """LoRA: the actor trains low-rank adapters, and its weights stay those of model.path, which is
+    also the reference of a KL term."""
+
+    rank: Annotated[int, at_least(0, at_most=4096, note="; 0: train all weights")] = 0
+    """Rank of the adapters; 0: no adapters, all weights are trained."""
+    alpha: Annotated[float, above(0)] = 32.0
+    """Scale of an adapter's output, times the rank: alpha / rank multiplies B A x."""
+    rs: bool = False
+    """Whether the scale is alpha / sqrt(rank), so that large ranks learn as fast (rsLoRA)."""
+    targets: tuple[str, ...] = PROJECTIONS
+    """Names of the projections that have adapters, as PEFT's target_modules; default: all."""
+    experts: bool = False
+    """Whether gate_proj, up_proj and down_proj of the experts of an MoE model have adapters."""
+    lr_ratio: Annotated[float, above(0)] = 1.0
+    """Learning rate of the matrices B as a multiple of train.lr, that of A (LoRA+: 16)."""
+    path: str = ""
+    """Folder of adapters to start from, in PEFT's format; empty: new ones, whose B is 0."""
+
+
+NO_ADAPTERS = LoraConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -691,6 +718,7 @@ class Config:
     draft: DraftConfig = field(default_factory=DraftConfig)
     algo: Any = field(default_factory=AlgoConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     tail: TailConfig = field(default_factory=TailConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)

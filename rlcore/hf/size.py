@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rlcore.hf.config import HFConfig
+from rlcore.hf.lora import LoraSettings, num_adapter_parameters
 from rlcore.hf.names import num_parameters
 
 
@@ -30,6 +31,13 @@ class ModelSize:
     expert_share: float = 1.0
     """Share of a layer's experts that a token uses."""
     experts_per_token: int = 0
+    adapters: float = 0.0
+    """Parameters of LoRA adapters, if only they are trained; 0: all weights are."""
+
+    @property
+    def trained(self) -> float:
+        """Return the number of parameters that have gradients and optimizer states."""
+        return self.adapters or self.parameters
 
     @property
     def dense(self) -> float:
@@ -44,12 +52,14 @@ class ModelSize:
 
     def train_flops(self, tokens: float, squares: float) -> float:
         """Return the FLOPs of forward and backward passes over sequences with `tokens` in all and
-        `squares` as the sum of their squared lengths. Attention is causal: half of all pairs."""
-        return 6 * self.products * tokens + 6 * self.layers * self.attention * squares
+        `squares` as the sum of their squared lengths. Attention is causal: half of all pairs.
+        Weights that are not trained have no gradient, which is a third of the FLOPs."""
+        linear = 4 * self.products + 6 * self.adapters if self.adapters else 6 * self.products
+        return linear * tokens + 6 * self.layers * self.attention * squares
 
 
-def size_of(hf: HFConfig, name: str = "") -> ModelSize:
-    """Return the properties of the model that a config.json describes."""
+def size_of(hf: HFConfig, name: str = "", lora: LoraSettings | None = None) -> ModelSize:
+    """Return the properties of the model that a config.json describes, trained as `lora` says."""
     experts = 3.0 * hf.hidden_size * hf.moe_intermediate_size * hf.num_experts * hf.num_layers
     return ModelSize(
         name=name or hf.arch,
@@ -64,4 +74,5 @@ def size_of(hf: HFConfig, name: str = "") -> ModelSize:
         experts=experts,
         expert_share=hf.experts_per_token / hf.num_experts if hf.num_experts else 1.0,
         experts_per_token=hf.experts_per_token,
+        adapters=float(num_adapter_parameters(hf, lora)) if lora and lora.rank else 0.0,
     )

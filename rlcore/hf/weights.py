@@ -64,12 +64,12 @@ class ShardIndex(msgspec.Struct):
 class WeightReader:
     """Reader of a folder's tensors by name. Files are opened when first needed and stay mapped."""
 
-    def __init__(self, folder: str | Path) -> None:
-        """Find the folder's tensors. Raise ValueError if the folder has no safetensors file, or
-        lacks a shard that the index names."""
+    def __init__(self, folder: str | Path, file: str = "") -> None:
+        """Find the tensors of a model's folder, or of one `file` in it. Raise ValueError if the
+        folder has no safetensors file, or lacks a shard that the index names."""
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
-        self._file_of = self._find()
+        self._file_of = self._of(file) if file else self._find()
         self._stacked = self._unstack()
 
     def names(self) -> list[str]:
@@ -135,13 +135,18 @@ class WeightReader:
                 raise ConfigError(f"{index}: {why}; fetch the model again")
             return self._index(index)
         if not (why := fault(single)):
-            return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
+            return self._of(SINGLE)
         if why != "no such file":
             raise ConfigError(f"{single}: {why}; fetch the model again")
         raise ConfigError(
             f"{self.folder}: has neither {SINGLE} nor {INDEX}; give a folder with safetensors "
             "weights, or use random weights with --model.random_init"
         )
+
+    def _of(self, file: str) -> dict[str, str]:
+        if why := fault(self.folder / file):
+            raise ConfigError(f"{self.folder / file}: {why}; fetch the model again")
+        return dict.fromkeys(self._shard(file).keys(), file)
 
     def _index(self, index: Path) -> dict[str, str]:
         """Return the shard of each tensor. Raise ConfigError if a shard is missing, or is not a
@@ -276,26 +281,26 @@ def _write(
     part = path.with_name(path.name + ".part")
     rank, size = collective.place() if together else (0, 1)
     try:
-        with _agreed(path, together):
+        with agreed(path, together):
             if rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir(parents=True)
-        with _agreed(path, together):
+        with agreed(path, together):
             dtype, plan = _write_shards(tensors, expected(hf), part, max_shard_bytes, rank, size)
-        with _agreed(path, together):
+        with agreed(path, together):
             if rank == 0:
                 if len(plan.names) > 1:
                     disk.write_text(part / INDEX, plan.index())
                 _write_rest(hf.with_(dtype=dtype), tokenizer_folder, part)
                 disk.sync_tree(part)
-                _replace(part, path)
+                replace_folder(part, path)
     finally:
         if rank == 0:
             shutil.rmtree(part, ignore_errors=True)
 
 
 @contextmanager
-def _agreed(path: Path, together: bool) -> Iterator[None]:
+def agreed(path: Path, together: bool) -> Iterator[None]:
     """Raise an OSError that names `path` if the block cannot write. With `together`, raise on every
     rank if the block fails on any; collective."""
     problem: Exception | None = None
@@ -420,7 +425,7 @@ def _write_rest(hf: HFConfig, tokenizer_folder: str | Path | None, part: Path) -
             shutil.copyfile(Path(folder) / name, part / name)
 
 
-def _replace(part: Path, path: Path) -> None:
+def replace_folder(part: Path, path: Path) -> None:
     """Move the complete folder `part` to `path`; delete an older folder at `path` afterwards."""
     old = path.with_name(path.name + ".old")
     shutil.rmtree(old, ignore_errors=True)

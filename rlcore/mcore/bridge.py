@@ -9,6 +9,9 @@ parameters into views, without communication. `export_hf` works in bundles of pa
 that own a bundle gather it over TP and split fused parameters, then broadcast over EP and PP. Every
 rank yields every tensor, in the order of `hf.names.expected`.
 
+LoRA adapters have pieces of their own, with PEFT's names. The weights that are exported contain
+them: `shards` then yields sums, not views.
+
 The vocabulary may be padded to a multiple of the tensor-parallel size. Padding rows are zero and
 are never exported.
 
@@ -17,8 +20,9 @@ Own code instead of Megatron-Bridge or mbridge, to need no extra dependency and 
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -27,18 +31,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from rlcore.config.schema import LoraConfig
+from rlcore.hf import lora as peft
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import EMBED, HEAD, NORM, Shape, expected, layer_prefix
 from rlcore.hf.weights import Index, WeightReader
 from rlcore.mcore import compat
 from rlcore.mcore.layout import ParallelLayout
+from rlcore.mcore.lora import SUFFIX, Adapter, fuse
 from rlcore.records import Shard
 from rlcore.utils.seed import derive
 
 BUNDLE_BYTES = 256 << 20
 """Maximum bytes of a bundle (weights exported at once); a larger parameter is its own bundle."""
 
-Kind = Literal["copy", "vocab", "columns", "qkv", "gate_up"]
+Kind = Literal["copy", "vocab", "columns", "rows", "qkv", "gate_up"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ def load_hf(
     """
     reader = WeightReader(folder)
     reader.check({n: shape for n, shape in expected(hf).items() if head or n != HEAD})
-    _fill(models, hf, layout, reader, head)
+    _fill_weights(models, hf, layout, reader, head)
 
 
 def init_random(
@@ -86,7 +93,30 @@ def init_random(
     """Initialise random weights that depend only on seed and tensor name, so that all layouts get
     the same model. Matrices are normal with standard deviation `initializer_range`, norms are 1,
     biases 0. Without `head`, the output layer stays unchanged."""
-    _fill(models, hf, layout, _Random(hf, seed), head)
+    _fill_weights(models, hf, layout, RandomWeights(hf, seed), head)
+
+
+def fill_adapters(
+    models: Sequence[Module],
+    hf: HFConfig,
+    layout: ParallelLayout,
+    lora: LoraConfig,
+    source: TensorSource,
+) -> None:
+    """Set the values of this rank's adapters from `source`, which has PEFT's names. Not
+    collective."""
+    params = _parameters(models, hf, layout, adapters=True)
+    _fill(params, adapter_pieces(hf, lora), hf, layout, source)
+
+
+def export_adapters(
+    models: Sequence[Module], hf: HFConfig, layout: ParallelLayout, lora: LoraConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every A and B in full on every rank, in the order of `hf.lora.shapes`. Otherwise as
+    `export_hf`."""
+    params = _parameters(models, hf, layout, adapters=True)
+    local = {name: param.detach() for name, param in params.items()}
+    yield from _stream(adapter_pieces(hf, lora), local, peft.shapes(hf, lora), hf, layout)
 
 
 def export_hf(
@@ -98,15 +128,7 @@ def export_hf(
     A tensor may be a view of the model's parameter or of a temporary bundle of `BUNDLE_BYTES`, so
     callers must copy a tensor to keep it.
     """
-    params = _parameters(models, hf, layout)
-    like = next(iter(params.values()))
-    shapes = expected(hf)
-    for bundle in _bundles(hf, layout, like.element_size()):
-        names = [name for piece in bundle for name in piece.tensors]
-        with torch.no_grad():
-            full = _export(bundle, params, hf, layout, [shapes[name] for name in names], like)
-        yield from zip(names, full, strict=True)
-        del full  # free this bundle's memory before the next bundle is gathered
+    yield from _stream(pieces(hf), _MergedWeights(models, hf, layout), expected(hf), hf, layout)
 
 
 def shards(
@@ -114,23 +136,22 @@ def shards(
 ) -> Iterator[tuple[Shard, Tensor]]:
     """Yield this rank's shards of the Hugging Face tensors, in the model's dtype. Not collective.
 
-    A shard is a view of a parameter; its elements keep their order in the Hugging Face tensor.
-    Shards of query, key and value have an extra dimension of query groups. A tied embedding is
-    yielded only once, without the last stage's copy."""
-    params = _parameters(models, hf, layout)
-    dtype = next(iter(params.values())).dtype
+    A shard is a view of a parameter, or of the sum of a weight and its adapters; its elements keep
+    their order in the Hugging Face tensor. Shards of query, key and value have an extra dimension
+    of query groups. A tied embedding is yielded only once, without the last stage's copy."""
+    weights = _MergedWeights(models, hf, layout)
     shapes = expected(hf)
     for piece in pieces(hf):
-        if piece.name not in params:
+        if piece.name not in weights:
             continue
-        local = params[piece.name].detach().to(dtype)
+        local = weights[piece.name]
         parts = _own_parts(piece, local, hf, layout)
         for name, (dim, start, size, tensor) in zip(piece.tensors, parts, strict=True):
             if size:  # size 0: only padding of the vocabulary, or no row of q, k or v
                 yield (
                     Shard(
                         name=name,
-                        dtype=str(dtype).removeprefix("torch."),
+                        dtype=str(local.dtype).removeprefix("torch."),
                         shape=shapes[name],
                         dim=dim,
                         start=start,
@@ -188,20 +209,74 @@ def _layer_pieces(hf: HFConfig, layer: int) -> list[ParamPiece]:
     return found
 
 
+def adapter_pieces(hf: HFConfig, lora: LoraConfig) -> list[ParamPiece]:
+    """Return one `ParamPiece` per A and B, in the order of `hf.lora.shapes`."""
+    adapted, found = peft.adapted(hf, lora), []
+    for piece in pieces(hf):
+        adapter = piece.name.removesuffix(".weight") + SUFFIX
+        is_column_parallel = piece.kind in ("qkv", "gate_up") and piece.expert < 0
+        kinds: tuple[Kind, Kind] = ("copy", "rows" if is_column_parallel else "copy")
+        if piece.kind == "columns":
+            kinds = "columns", "copy"
+        for weight in (name for name in piece.tensors if name in adapted):
+            projection = weight.split(".")[-2]
+            for letter, name, kind in zip("AB", peft.matrices(weight), kinds, strict=True):
+                own = f"{adapter}.{letter}.{projection}"
+                found.append(ParamPiece(own, (name,), kind, piece.layer, piece.expert))
+    return found
+
+
 def _parameters(
-    models: Sequence[Module], hf: HFConfig, layout: ParallelLayout
+    models: Sequence[Module], hf: HFConfig, layout: ParallelLayout, *, adapters: bool = False
 ) -> dict[str, Parameter]:
-    """Return this rank's parameters by the name in `ParamPiece`."""
+    """Return this rank's parameters by the name in `ParamPiece`: those of adapters, or all
+    others."""
+    return {
+        name: param
+        for model, whole_name in _chunks(models, hf, layout)
+        for name, param in ((whole_name(n), p) for n, p in model.named_parameters())
+        if (f"{SUFFIX}." in name) == adapters
+    }
+
+
+class _MergedWeights(Mapping[str, Tensor]):
+    """This rank's weights by the name in `ParamPiece`, in the model's dtype. A weight with adapters
+    is added to them at each access."""
+
+    def __init__(self, models: Sequence[Module], hf: HFConfig, layout: ParallelLayout) -> None:
+        self._params = _parameters(models, hf, layout)
+        self._dtype = next(iter(self._params.values())).dtype
+        self._adapters = {
+            whole_name(name.removesuffix(SUFFIX) + ".weight"): module
+            for model, whole_name in _chunks(models, hf, layout)
+            for name, module in model.named_modules()
+            if isinstance(module, Adapter)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._params[name].detach().to(self._dtype)
+        adapter = self._adapters.get(name)
+        return weight if adapter is None else adapter.merged(weight)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+
+def _chunks(
+    models: Sequence[Module], hf: HFConfig, layout: ParallelLayout
+) -> Iterator[tuple[Any, Callable[[str], str]]]:
+    """Yield each model chunk without wrappers, and a function that converts names in it to names in
+    the unsplit model."""
     first_expert = layout.experts(hf.num_experts).start if hf.num_experts else 0
-    found = {}
     for whole in models:
         model: Any = whole
         while hasattr(model, "module"):  # remove the wrappers for DDP and mixed precision
             model = model.module
         numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
-        for name, param in model.named_parameters():
-            found[_whole_name(name, numbers, first_expert)] = param
-    return found
+        yield model, partial(_whole_name, numbers=numbers, first_expert=first_expert)
 
 
 def _whole_name(name: str, numbers: Sequence[int], first_expert: int) -> str:
@@ -218,24 +293,35 @@ def _whole_name(name: str, numbers: Sequence[int], first_expert: int) -> str:
 # ---- loading
 
 
-def _fill(
+def _fill_weights(
     models: Sequence[Module], hf: HFConfig, layout: ParallelLayout, source: TensorSource, head: bool
 ) -> None:
-    params = _parameters(models, hf, layout)
+    params, todo = _parameters(models, hf, layout), pieces(hf)
     output = "output_layer.weight"
     if not head:
         params.pop(output, None)
-    todo = [piece for piece in pieces(hf) if piece.name in params]
     if hf.tie_word_embeddings and output in params:  # the last stage has a copy of the embedding
         todo.append(ParamPiece(output, (EMBED,), "vocab", hf.num_layers))
+    _fill(params, todo, hf, layout, source)
+
+
+def _fill(
+    params: Mapping[str, Parameter],
+    todo: Sequence[ParamPiece],
+    hf: HFConfig,
+    layout: ParallelLayout,
+    source: TensorSource,
+) -> None:
+    """Set all of this rank's `params`, which are among the pieces of `todo`."""
     unknown = sorted(params.keys() - {piece.name for piece in todo})
     assert not unknown, f"the bridge does not map the parameters {unknown[:3]}"
     with torch.no_grad():
         for piece in todo:
-            param = params[piece.name]
-            local = _read(piece, source, hf, layout, param.shape)
-            assert local.shape == param.shape, (piece.name, local.shape, param.shape)
-            param.copy_(local)
+            if piece.name in params:
+                param = params[piece.name]
+                local = _read(piece, source, hf, layout, param.shape)
+                assert local.shape == param.shape, (piece.name, local.shape, param.shape)
+                param.copy_(local)
 
 
 def _read(
@@ -248,6 +334,8 @@ def _read(
             return source.get(names[0])
         case "columns":
             return source.get(names[0], (slice(None), _nth(rank, shape[1])))
+        case "rows":
+            return source.get(names[0], (_nth(rank, shape[0]),))
         case "vocab":
             start, stop = (min(i * shape[0], hf.vocab_size) for i in (rank, rank + 1))
             part = source.get(names[0], (slice(start, stop),))
@@ -273,7 +361,7 @@ def _read_qkv(
         source.get(name, (slice(start, start + groups * rows),))
         for name, (start, rows) in zip(names, held, strict=True)
     ]
-    return _fuse_qkv(parts, groups)
+    return fuse(parts, groups)
 
 
 def _held_rows(hf: HFConfig, layout: ParallelLayout) -> tuple[int, list[tuple[int, int]]]:
@@ -293,12 +381,7 @@ def _held_rows(hf: HFConfig, layout: ParallelLayout) -> tuple[int, list[tuple[in
     return groups, held
 
 
-def _fuse_qkv(parts: Sequence[Tensor], groups: int) -> Tensor:
-    """Concatenate the rows of q, k and v by query group: each group's queries, key, then value."""
-    return torch.cat([p.unflatten(0, (groups, -1)) for p in parts], 1).flatten(0, 1)
-
-
-class _Random:
+class RandomWeights:
     """Random initial weights by tensor name; each tensor has a generator seeded with its name."""
 
     def __init__(self, hf: HFConfig, seed: int) -> None:
@@ -329,6 +412,8 @@ def _own_parts(
         case "columns":
             width = local.shape[1]
             return [(1, rank * width, width, local)]
+        case "rows":
+            return [(0, rank * len(local), len(local), local)]
         case "vocab":
             start, stop = (min(i * len(local), hf.vocab_size) for i in (rank, rank + 1))
             return [(0, start, stop - start, local[: stop - start])]
@@ -347,13 +432,40 @@ def _own_parts(
 # ---- exporting
 
 
-def _bundles(hf: HFConfig, layout: ParallelLayout, element_size: int) -> Iterator[list[ParamPiece]]:
+def _stream(
+    todo: Sequence[ParamPiece],
+    local: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape],
+    hf: HFConfig,
+    layout: ParallelLayout,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the pieces `todo` in full on every rank. Collective.
+
+    Args:
+        local: this rank's parts of parameters, by the name in `ParamPiece`.
+        shapes: shapes of the tensors.
+    """
+    like = local[next(iter(local))]
+    for bundle in _bundles(todo, shapes, hf, layout, like.element_size()):
+        names = [name for piece in bundle for name in piece.tensors]
+        with torch.no_grad():
+            full = _export(bundle, local, hf, layout, [shapes[name] for name in names], like)
+        yield from zip(names, full, strict=True)
+        del full  # free this bundle's memory before the next bundle is gathered
+
+
+def _bundles(
+    todo: Sequence[ParamPiece],
+    shapes: Mapping[str, Shape],
+    hf: HFConfig,
+    layout: ParallelLayout,
+    element_size: int,
+) -> Iterator[list[ParamPiece]]:
     """Yield bundles for export: consecutive parameters that the same ranks own, at most
     `BUNDLE_BYTES` unless a single parameter is larger."""
-    shapes = expected(hf)
     bundle: list[ParamPiece] = []
     size = 0
-    for piece in pieces(hf):
+    for piece in todo:
         more = sum(math.prod(shapes[name]) for name in piece.tensors) * element_size
         same = bundle and _owner(bundle[0], hf, layout) == _owner(piece, hf, layout)
         if bundle and not (same and size + more <= BUNDLE_BYTES):
@@ -378,7 +490,7 @@ def _owner(piece: ParamPiece, hf: HFConfig, layout: ParallelLayout) -> tuple[int
 
 def _export(
     bundle: Sequence[ParamPiece],
-    params: dict[str, Parameter],
+    params: Mapping[str, Tensor],
     hf: HFConfig,
     layout: ParallelLayout,
     shapes: Sequence[Shape],
@@ -389,7 +501,7 @@ def _export(
     here = layout.pp_rank == stage
     owner = here and expert_rank in (-1, layout.ep_rank)
     over_ep = expert_rank >= 0 and layout.ep > 1
-    full = _gather(bundle, params, hf, layout, like.dtype) if owner else []
+    full = _gather(bundle, params, hf, layout) if owner else []
     if layout.pp == 1 and not over_ep:
         return full
     sizes = [math.prod(shape) for shape in shapes]
@@ -403,13 +515,12 @@ def _export(
 
 def _gather(
     bundle: Sequence[ParamPiece],
-    params: dict[str, Parameter],
+    params: Mapping[str, Tensor],
     hf: HFConfig,
     layout: ParallelLayout,
-    dtype: torch.dtype,
 ) -> list[Tensor]:
     """Return a bundle's Hugging Face tensors. Except for experts, gather the bundle over TP."""
-    local = [params[piece.name].detach().to(dtype) for piece in bundle]
+    local = [params[piece.name] for piece in bundle]
     if layout.tp == 1 or bundle[0].expert >= 0:
         parts = [[tensor] for tensor in local]
     else:
@@ -441,6 +552,8 @@ def split(piece: ParamPiece, parts: Sequence[Tensor], hf: HFConfig) -> list[Tens
             return [parts[0]]
         case "columns":
             return [_cat(parts, 1)]
+        case "rows":
+            return [_cat(parts)]
         case "vocab":
             return [_cat(parts)[: hf.vocab_size]]
         case "gate_up":

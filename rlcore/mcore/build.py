@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_block import (
 )
 
 from rlcore.config import rules
-from rlcore.config.schema import ModelConfig, TrainConfig
+from rlcore.config.schema import NO_ADAPTERS, LoraConfig, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.mcore import parallel, wgrad
 from rlcore.mcore.activation import SwiGLU
@@ -32,6 +32,7 @@ from rlcore.mcore.attention import CoreAttention
 from rlcore.mcore.check import check
 from rlcore.mcore.experts import experts_of
 from rlcore.mcore.layout import ParallelLayout
+from rlcore.mcore.lora import attach
 from rlcore.mcore.norm import RMSNorm
 from rlcore.mcore.shared_heads import SharedHeadsAttention
 from rlcore.mcore.shim import patch_moe_utils
@@ -207,10 +208,11 @@ def build(
     layout: ParallelLayout,
     device: torch.device,
     head: Head = "lm",
+    lora: LoraConfig = NO_ADAPTERS,
 ) -> list[GPTModel]:
     """Build this rank's model chunks; the process groups of `layout` must exist. Only a value head
-    is initialised; all other weights are undefined."""
-    check(hf, model, train)
+    is initialised; all other weights are undefined, and those of adapters."""
+    check(hf, model, train, lora)
     if hf.num_experts:
         patch_moe_utils()
     config = transformer_config(hf, model, train)
@@ -218,7 +220,8 @@ def build(
     if config.gradient_accumulation_fusion:
         announce("weight gradients", "added up in float32 within the products")
     experts = None
-    if hf.num_experts and train.transformer_impl != "te":
+    # The grouped GEMM takes weights, and so passes adapters by.
+    if hf.num_experts and train.transformer_impl != "te" and not (lora.rank and lora.experts):
         experts = experts_of(config, device)
     chunks = []
     for stage in range(layout.vpp):
@@ -245,5 +248,7 @@ def build(
             if isinstance(module, MoELayer):
                 module.register_forward_hook(_forget_routes)
         chunks.append(chunk.to(device))
+        if lora.rank:
+            attach(chunk, hf, lora, recompute=train.recompute == "full")
     assert parallel_state.model_parallel_is_initialized()
     return chunks

@@ -7,19 +7,24 @@ import importlib.util
 
 import torch
 
-from rlcore.config.schema import ModelConfig, TrainConfig
+from rlcore.config.schema import NO_ADAPTERS, LoraConfig, ModelConfig, TrainConfig
+from rlcore.hf import lora as peft
 from rlcore.hf.config import HFConfig
 from rlcore.mcore.layout import check_model
 from rlcore.utils.errors import ConfigError
 
 
-def check(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> None:
+def check(
+    hf: HFConfig, model: ModelConfig, train: TrainConfig, lora: LoraConfig = NO_ADAPTERS
+) -> None:
     """Check that the learner supports these settings. No process groups are needed.
 
     Raises:
         ConfigError: a setting is not supported; the text names the key, its value and what to do.
     """
     check_model(hf, train)
+    if lora.rank:
+        _check_adapters(hf, train, lora)
     cuda = torch.cuda.is_available()
     if model.dtype == "float64" and train.distributed_optimizer:
         raise ConfigError(
@@ -48,6 +53,21 @@ def check(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> None:
         raise ConfigError(
             "--train.apex True: Apex' extension fused_weight_gradient_mlp_cuda is not installed; "
             "build it with tools/setup.sh --apex or leave --train.apex off"
+        )
+
+
+def _check_adapters(hf: HFConfig, train: TrainConfig, lora: LoraConfig) -> None:
+    if train.tp > hf.num_kv_heads:
+        raise ConfigError(
+            f"--train.tp {train.tp}: with --lora.rank it must be at most the model's "
+            f"{hf.num_kv_heads} key-value heads; use --train.pp or --train.cp for the rest"
+        )
+    if lora.experts and not hf.num_experts:
+        raise ConfigError("--lora.experts: the model has no experts; unset it")
+    if not peft.adapted(hf, lora):
+        raise ConfigError(
+            f"--lora.targets {' '.join(lora.targets)}: are projections of experts; set "
+            "--lora.experts, or name projections of attention"
         )
 
 

@@ -230,14 +230,16 @@ class AsyncWriter:
             torch.cuda.synchronize()
 
 
-def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm") -> dict[str, Any]:
+def load(
+    path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm", adapters: str = ""
+) -> dict[str, Any]:
     """Load a checkpoint that `save` wrote into model and optimizer; return its `state`. Collective.
 
     Raises:
         ConfigError: `path` holds no checkpoint, or the checkpoint is of another model. The kind
             of head is compared first: a value head has the width of one row of an lm head.
     """
-    state, step = read_index(path, head)
+    state, step = read_index(path, head, adapters)
     _read(_pieces(models, optimizer), path)
     _set_step(optimizer, step)
     for part in optimizer.chained_optimizers:
@@ -252,12 +254,15 @@ def load(path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm")
     return state
 
 
-def read_index(path: Path, head: str = "lm") -> tuple[dict[str, Any], int]:
+def read_index(path: Path, head: str = "lm", adapters: str = "") -> tuple[dict[str, Any], int]:
     """Return the state of the learner in a checkpoint, and the number of steps of the optimizer.
+
+    Args:
+        adapters: settings of the model's adapters, as `hf.lora.summary` gives them.
 
     Raises:
         ConfigError: `path` holds no checkpoint, one of another format, or of a model with another
-            head.
+            head or other adapters.
     """
     try:
         found = msgspec.json.decode(read_text(path / INDEX), type=_Index)
@@ -276,7 +281,12 @@ def read_index(path: Path, head: str = "lm") -> tuple[dict[str, Any], int]:
             f"{path}: was saved by a model with head {saved}, but this model has head {head}; "
             "load an actor from an actor's checkpoint and a critic from a critic's"
         )
-    return found.state, found.optimizer_step
+    if (saved := state.get("lora", "")) != adapters:
+        raise ConfigError(
+            f"{path}: was saved with {saved or 'no adapters'}, but this model has "
+            f"{adapters or 'none'}; set the keys of --lora as in the run that saved it"
+        )
+    return state, found.optimizer_step
 
 
 # ---- what a rank holds

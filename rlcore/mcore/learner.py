@@ -27,13 +27,14 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlcore.algos import sequence
 from rlcore.config import rules
-from rlcore.config.schema import ClusterConfig, ModelConfig, TrainConfig
+from rlcore.config.schema import NO_ADAPTERS, ClusterConfig, LoraConfig, ModelConfig, TrainConfig
+from rlcore.hf import lora as peft
 from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
 from rlcore.mcore import adam, bridge, checkpoint, compat, flash, inputs, parallel
@@ -42,6 +43,7 @@ from rlcore.mcore.check import check
 from rlcore.mcore.head import LateHead
 from rlcore.mcore.layer_inputs import LayerInputs
 from rlcore.mcore.layout import model_parallel_groups
+from rlcore.mcore.lora import SUFFIX, BaseModel
 from rlcore.mcore.memory import Parked, identity
 from rlcore.mcore.microbatch import Cut, Cutter, MicroBatch, rounded_count
 from rlcore.mcore.reference import ReferenceModel
@@ -70,6 +72,7 @@ class MegatronLearner:
         train: TrainConfig,
         *,
         head: Head = "lm",
+        lora: LoraConfig = NO_ADAPTERS,
         device: torch.device | str | None = None,
         temperature: float = 1.0,
         seed: int = 0,
@@ -82,6 +85,7 @@ class MegatronLearner:
         Args:
             head: `lm` builds a model with log-probs; `value` builds a critic, which has `values`
                 instead of `logprobs`, metrics critic/* instead of actor/*, and no `export`.
+            lora: with a rank, only adapters are trained, and the reference is the base.
             temperature: sampling temperature; log-probs and entropies are of logits / temperature.
             seed: seed of the initial weights, with `model.random_init`.
             total_updates: update at which the learning rate stops falling if
@@ -91,7 +95,7 @@ class MegatronLearner:
         Raises:
             ValueError: a setting is invalid, or another learner of this process has another layout.
         """
-        check(hf, model, train)
+        check(hf, model, train, lora)
         learning_rate(train, train.lr_warmup_updates, total_updates)
         if head == "value" and keep_reference:
             raise ValueError(
@@ -108,6 +112,7 @@ class MegatronLearner:
         """Number of optimizer steps, including skipped steps; determines the learning rate."""
         self._async_writer: checkpoint.AsyncWriter | None = None
         self._train, self._total_updates = train, total_updates
+        self.lora = lora
         if self.device.type == "cuda":
             torch.use_deterministic_algorithms(train.deterministic, warn_only=True)
             # No code reads uninitialized memory, so filling it would only cost time.
@@ -130,13 +135,15 @@ class MegatronLearner:
         self.model_parallel_groups: Sequence[Sequence[int]] = model_parallel_groups(
             train, self.layout.world_size
         )
-        chunks = build(hf, model, train, self.layout, self.device, self.head)
+        chunks = build(hf, model, train, self.layout, self.device, self.head, self.lora)
         self._config = chunks[0].config
         whole = self.head == "lm"
         if model.random_init:
             bridge.init_random(chunks, hf, self.layout, seed, head=whole)
         else:
             bridge.load_hf(chunks, hf, model.path, self.layout, head=whole)
+        if self.lora.rank:
+            self._fill_adapters(chunks, seed)
         # The last stage returns hidden states, so that the head can run in chunks of tokens.
         self._late = None
         if train.head_chunk_tokens and self.layout.is_last_stage and whole:
@@ -149,7 +156,11 @@ class MegatronLearner:
             self._layer_inputs.attach(chunk.decoder)
         self._models = [self._wrapped(chunk, dtype_of(model)) for chunk in chunks]
         self._optimizer = self._make_optimizer(dtype_of(model))
-        self._reference = ReferenceModel(self._parameters()) if keep_reference else None
+        self._reference: BaseModel | ReferenceModel | None = None
+        if keep_reference:
+            self._reference = (
+                BaseModel(chunks) if self.lora.rank else ReferenceModel(self._parameters())
+            )
         kernel = None
         if own_attention:
             kernel = flash.choose(
@@ -192,6 +203,12 @@ class MegatronLearner:
             if train.fused_loss:
                 native.torch_ops("policy_loss", self.device.type)
 
+    def _fill_adapters(self, chunks: Sequence[torch.nn.Module], seed: int) -> None:
+        source: bridge.TensorSource = peft.NewAdapters(self.hf, self.lora, seed)
+        if self.lora.path:
+            source = peft.reader(self.lora.path, self.hf, self.lora)
+        bridge.fill_adapters(chunks, self.hf, self.layout, self.lora, source)
+
     def _wrapped(self, chunk: torch.nn.Module, dtype: torch.dtype) -> DistributedDataParallel:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=dtype is torch.bfloat16,
@@ -216,7 +233,10 @@ class MegatronLearner:
             params_dtype=dtype,
             use_distributed_optimizer=train.distributed_optimizer,
         )
-        made = get_megatron_optimizer(settings, self._models)
+        overrides: dict | None = None
+        if self.lora.rank:
+            overrides = {ParamKey(name=f"*{SUFFIX}.B.*"): {"lr_mult": self.lora.lr_ratio}}
+        made = get_megatron_optimizer(settings, self._models, overrides)
         if self.device.type == "cuda":
             patch_norm()
         moments = torch.bfloat16 if train.moments_dtype == "bfloat16" else None
@@ -234,6 +254,7 @@ class MegatronLearner:
         text = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
         train, lm = self._train, self.head == "lm"
         text += f", layers {' + '.join(map(str, train.pp_layers))}" if train.pp_layers else ""
+        text += f", LoRA of rank {self.lora.rank}" if self.lora.rank else ""
         text += ", distributed optimizer" if train.distributed_optimizer else ""
         text += ", optimizer states in host memory" if train.offload_optimizer else ""
         text += ", bfloat16 moments" if train.moments_dtype == "bfloat16" else ""
@@ -379,14 +400,21 @@ class MegatronLearner:
         self._forget_sums()
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights under Hugging Face names, full on every rank. Collective: every rank
-        must exhaust the iterator."""
+        """Yield the weights under Hugging Face names, full on every rank, with the adapters added
+        to them. Collective: every rank must exhaust the iterator."""
         self._must_have("lm", "export")
         self._must_be_here("export", "weights")
         return bridge.export_hf(self._models, self.hf, self.layout)
 
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters under PEFT's names, full on every rank. Collective: every rank must
+        exhaust the iterator."""
+        self._must_be_here("export_adapters", "weights")
+        return bridge.export_adapters(self._models, self.hf, self.layout, self.lora)
+
     def shards(self) -> Iterator[tuple[Shard, Tensor]]:
-        """Yield this rank's shards of the weights as views; not collective."""
+        """Yield this rank's shards of the weights, as views unless they have adapters; not
+        collective."""
         self._must_have("lm", "shards")
         self._must_be_here("shards", "weights")
         return bridge.shards(self._models, self.hf, self.layout)
@@ -447,11 +475,15 @@ class MegatronLearner:
             ValueError: `path` holds no checkpoint, or the checkpoint's model has another head.
         """
         self._must_be_here("load", "weights", "optimizer")
-        state = checkpoint.load(Path(path), self._models, self._optimizer, head=self.head)
+        adapters = peft.summary(self.lora)
+        state = checkpoint.load(
+            Path(path), self._models, self._optimizer, head=self.head, adapters=adapters
+        )
         self.version, self.updates = state["version"], state["updates"]
 
     def _state(self) -> dict[str, Any]:
-        return {"version": self.version, "updates": self.updates, "head": self.head}
+        counters = {"version": self.version, "updates": self.updates, "head": self.head}
+        return counters | {"lora": peft.summary(self.lora)}
 
     def close(self) -> None:
         """Leave the process groups; the last learner of the process releases them. Idempotent."""

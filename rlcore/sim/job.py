@@ -113,7 +113,7 @@ class SimJob:
 
     @cached_property
     def model(self) -> ModelSize:
-        return size_of(self.hf)
+        return size_of(self.hf, lora=self.cfg.lora)
 
     def problem(self, tp: int) -> str:
         """Return why engines of `tp` GPUs are not possible; "" if they are."""

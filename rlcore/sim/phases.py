@@ -164,7 +164,9 @@ def training_cost(
         rollout_tp: GPUs of an engine, to which the weights go.
         apart: whether engines have GPUs of their own, so that weights cross the network.
     """
-    c, passes = constants, PASSES[layout.recompute]
+    c, attention_passes = constants, PASSES[layout.recompute]
+    # With adapters, backward has no products for gradients of the weights.
+    passes = attention_passes - bool(model.adapters)
     arithmetic = c.arithmetic * gpu.tflops * 1e12
     # one model-parallel group of tp x cp x pp GPUs: seconds of a forward pass of one token
     group = layout.tp * layout.cp * layout.pp
@@ -181,7 +183,7 @@ def training_cost(
     bubble_s = (layout.pp - 1) / layout.vpp * layout.micro_batch * forward_s * passes
     return TrainingCost(
         token_s=rounds * forward_s / layout.dp,
-        square_s=rounds * square_s / layout.dp,
+        square_s=attention_passes * layout.epochs * square_s / layout.dp,
         dp=layout.dp,
         forward_share=(2 if reference else 1) / rounds,
         step_s=layout.updates
@@ -235,13 +237,15 @@ def _reduce_s(model: ModelSize, gpu: Gpu, layout: Layout, c: Constants) -> float
     if layout.dp * layout.cp == 1:
         return 0.0
     held = (model.dense + model.embeddings) / layout.tp + model.experts / layout.ep
+    if model.adapters:
+        held = model.adapters / layout.tp
     gbs = gpu.network_gbs if layout.gpus > gpu.per_node else gpu.link_gbs
     return (4 + 2) * held / layout.pp / (c.link * gbs * 1e9)
 
 
 def _optimizer_s(model: ModelSize, gpu: Gpu, layout: Layout, c: Constants) -> float:
     """Return the seconds in which Adam reads and writes its states."""
-    moved = 2 * STATE_BYTES * model.parameters / layout.gpus
+    moved = 2 * STATE_BYTES * model.trained / layout.gpus
     return moved / (c.bandwidth * gpu.bandwidth_gbs * 1e9)
 
 
@@ -249,7 +253,9 @@ def offload_s(model: ModelSize, gpu: Gpu, gpus: int, constants: Constants = CONS
     """Return the seconds in which a learner on `gpus` GPUs returns from the host and leaves again,
     while the engines sleep and wake."""
     c = constants
-    copied = 2 * STATE_BYTES * model.parameters / gpus / (c.link * gpu.host_gbs * 1e9)
+    frozen = 2 * (model.parameters - model.trained) if model.adapters else 0.0
+    held = STATE_BYTES * model.trained + frozen
+    copied = 2 * held / gpus / (c.link * gpu.host_gbs * 1e9)
     return copied + c.offload_s + c.sleep_s
 
 

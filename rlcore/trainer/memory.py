@@ -30,7 +30,8 @@ import torch
 
 from rlcore import algos
 from rlcore.config import rules
-from rlcore.config.schema import Config, ModelConfig, TrainConfig
+from rlcore.config.schema import NO_ADAPTERS, Config, LoraConfig, ModelConfig, TrainConfig
+from rlcore.hf import lora as peft
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import layer_shapes, num_parameters
 from rlcore.mcore.adam import CHUNK_BYTES, UNDER_WAY
@@ -158,26 +159,65 @@ def parameters(hf: HFConfig, layout: ParallelLayout, head: str = "lm") -> tuple[
     return dense, round(experts * layers)
 
 
+def adapter_parameters(
+    hf: HFConfig, lora: LoraConfig, layout: ParallelLayout
+) -> tuple[int, int, int]:
+    """Return this rank's number of parameters of dense layers' adapters and of experts' adapters,
+    and the number of its weights that have adapters."""
+    dense, experts, adapted = 0.0, 0.0, 0.0
+    for name, (rows, columns) in peft.adapted(hf, lora).items():
+        if ".experts." in name:
+            experts += lora.rank * (rows + columns) / layout.ep
+            adapted += rows * columns / layout.ep
+            continue
+        # The side that tensor parallelism divides: inputs of o_proj and down_proj, else outputs.
+        divided, whole = rows, columns
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            divided, whole = whole, divided
+        dense += lora.rank * (divided / layout.tp + whole)
+        adapted += rows * columns / layout.tp
+    share = layout.num_stage_layers(hf.num_layers) / hf.num_layers
+    return round(dense * share), round(experts * share), round(adapted * share)
+
+
+def trained(hf: HFConfig, layout: ParallelLayout, head: str, lora: LoraConfig) -> tuple[int, int]:
+    """Return this rank's number of dense and of expert parameters that are trained: all, or those
+    of the actor's adapters."""
+    if lora.rank and head == "lm":
+        return adapter_parameters(hf, lora, layout)[:2]
+    return parameters(hf, layout, head)
+
+
 def state_bytes(
-    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: ParallelLayout, head: str = "lm"
+    hf: HFConfig,
+    model: ModelConfig,
+    train: TrainConfig,
+    layout: ParallelLayout,
+    head: str = "lm",
+    lora: LoraConfig = NO_ADAPTERS,
 ) -> dict[Part, int]:
     """Return the bytes of the training state on this rank after its first step."""
-    dense, experts = parameters(hf, layout, head)
+    count, learned = sum(parameters(hf, layout, head)), sum(trained(hf, layout, head, lora))
     size = ITEMSIZE[model.dtype]
-    kept = sum(optimizer_bytes(hf, model, train, layout, head))
+    kept = sum(optimizer_bytes(hf, model, train, layout, head, lora))
     return {
-        "weights": size * (dense + experts),
+        "weights": size * (count + (learned if lora.rank and head == "lm" else 0)),
         "optimizer": 0 if train.offload_optimizer else kept,
-        "gradients": max(size, 4) * (dense + experts),
+        "gradients": max(size, 4) * learned,
     }
 
 
 def optimizer_bytes(
-    hf: HFConfig, model: ModelConfig, train: TrainConfig, layout: ParallelLayout, head: str = "lm"
+    hf: HFConfig,
+    model: ModelConfig,
+    train: TrainConfig,
+    layout: ParallelLayout,
+    head: str = "lm",
+    lora: LoraConfig = NO_ADAPTERS,
 ) -> tuple[int, int]:
     """Return the bytes of the main parameters that are not the weights, and of both moments, that
     the optimizer of this rank keeps on the device or in host memory."""
-    dense, experts = parameters(hf, layout, head)
+    dense, experts = trained(hf, layout, head, lora)
     owners = layout.dp * layout.cp if train.distributed_optimizer else 1
     expert_owners = layout.edp if train.distributed_optimizer else 1
     owned = dense // owners + experts // expert_owners
@@ -200,10 +240,12 @@ def chunk_bytes(train: TrainConfig, kept: tuple[int, int]) -> int:
     return held + rounded * min(2 * CHUNK_BYTES, 2 * moments)
 
 
-def copied_bytes(hf: HFConfig, model: ModelConfig, layout: ParallelLayout, head: str) -> int:
+def copied_bytes(
+    hf: HFConfig, model: ModelConfig, layout: ParallelLayout, head: str, lora: LoraConfig
+) -> int:
     """Return the bytes of weights that Megatron's build holds twice beside all gradients. With
     expert parallelism, experts have buffers of their own, which it fills last."""
-    dense, experts = parameters(hf, layout, head)
+    dense, experts = trained(hf, layout, head, lora)
     size = ITEMSIZE[model.dtype]
     if layout.ep == 1:
         return size * (dense + experts)
@@ -368,6 +410,19 @@ def update_weights_bytes(cfg: Config, hf: HFConfig) -> int:
     return bucket + out
 
 
+def merged_bytes(cfg: Config, hf: HFConfig, layout: ParallelLayout) -> int:
+    """Return the bytes of the sums of weights and adapters that a rank holds in a weight update. By
+    gathering, one bundle at a time has them, which `update_weights_bytes` counts."""
+    if not cfg.lora.rank or rules.route(cfg) == "gather":
+        return 0
+    return ITEMSIZE[cfg.model.dtype] * adapter_parameters(hf, cfg.lora, layout)[2]
+
+
+def has_reference_weights(cfg: Config) -> bool:
+    """Return whether the learner keeps weights of a reference. That of adapters is their base."""
+    return cfg.algo.needs_reference and not cfg.lora.rank
+
+
 # ---- the plan
 
 
@@ -393,9 +448,10 @@ def make(
     heads = {"learner": "lm"}
     if algos.estimator(algos.module(cfg.select.algo), cfg.algo) == "gae":
         heads["critic"] = "value"
-    states = {n: state_bytes(hf, cfg.model, train, layout, head) for n, head in heads.items()}
+    lora = cfg.lora
+    states = {n: state_bytes(hf, cfg.model, train, layout, head, lora) for n, head in heads.items()}
     optimizers = {
-        n: optimizer_bytes(hf, cfg.model, train, layout, head) for n, head in heads.items()
+        n: optimizer_bytes(hf, cfg.model, train, layout, head, lora) for n, head in heads.items()
     }
 
     # Parts that an offload leaves on the device: on the CPU, all parts but the gradients.
@@ -445,10 +501,10 @@ def make(
     on_device, on_host = kept_bytes(hf, cfg.model, train, layout, tokens)
     kept = later("activations", on_device)
     ahead = [forward]
-    if cfg.algo.needs_reference and cuda:
+    if has_reference_weights(cfg) and cuda:
         ahead.append(Item("reference weights", states["learner"]["weights"], comes_later=True))
     last = [*heads.values()][-1]  # the head of the model that is built last
-    copy = copied_bytes(hf, cfg.model, layout, last) if train.distributed_optimizer else 0
+    copy = copied_bytes(hf, cfg.model, layout, last, lora) if train.distributed_optimizer else 0
     mains = {name: main for name, (main, _) in optimizers.items()}
     chunks = max(chunk_bytes(train, kept) for kept in optimizers.values())
     phases = {
@@ -467,6 +523,7 @@ def make(
             *learners(["weights"], ["learner"]),
             *engine(weights),
             *later("buckets", update_weights_bytes(cfg, hf)),
+            *later("merged weights", merged_bytes(cfg, hf, layout)),
         ],
         "save_checkpoint": [*learners(["weights", "optimizer"]), *engine(weights)],
     }
@@ -520,7 +577,7 @@ def _host(
     if cfg.train.offload and cuda:
         for name, state in states.items():
             items.append(Item(f"{name} parked", state["weights"] + state["optimizer"]))
-    if cfg.algo.needs_reference:
+    if has_reference_weights(cfg):
         items.append(Item("reference weights", states["learner"]["weights"]))
     saved = [sum(kept) for kept in optimizers.values()]
     if cfg.model.dtype != "bfloat16":  # the weights are saved as the main parameters

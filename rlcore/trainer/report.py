@@ -357,7 +357,7 @@ def utilisation(run: Training, tokens: float, squares: float, seconds: float) ->
     if gpu is None:
         return {}
     ranks = sum(map(len, run.ranks.model_parallel_groups))
-    work = size_of(run.hf).train_flops(tokens, squares)
+    work = size_of(run.hf, lora=run.cfg.lora).train_flops(tokens, squares)
     return {"perf/mfu/actor": work / seconds / ranks / (gpu.tflops * 1e12)}
 
 

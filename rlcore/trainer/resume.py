@@ -27,6 +27,7 @@ from typing import Any, Literal
 from rlcore.algos.kl import AdaptiveController
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
+from rlcore.hf.lora import save_adapters
 from rlcore.hf.weights import save_folder
 from rlcore.metrics.sinks import MetricsWriter
 from rlcore.protocols import Learner, WrittenFiles
@@ -548,7 +549,8 @@ class Checkpoints:
         log.warning("moved %d checkpoints of later steps to *.old%d", len(later), k)
 
     def export_hf(self, hf: HFConfig) -> None:
-        """Write the weights as a Hugging Face folder, `<run>/hf`; ranks share the work. Collective.
+        """Write the weights as a Hugging Face folder, `<run>/hf`, and adapters, which are also in
+        these weights, as a PEFT folder, `<run>/adapters`. Collective: ranks share the work.
 
         Raises:
             RuntimeError: the folder could not be written; raised on every rank. The checkpoints
@@ -556,11 +558,15 @@ class Checkpoints:
         """
         if self.learner is None:
             return
-        model, target = self.cfg.model, self.folder / "hf"
+        model, lora, target = self.cfg.model, self.cfg.lora, self.folder / "hf"
+        adapters = self.folder / "adapters"
         tokenizer = model.tokenizer or model.path
         try:
             with waiting(f"writing {target}"):
                 save_folder(self.learner.export(), hf, tokenizer, target, together=True)
+                if lora.rank:
+                    tensors = self.learner.export_adapters()
+                    save_adapters(tensors, hf, lora, model.path, adapters, together=True)
         except OSError as e:
             raise RuntimeError(f"--checkpoint.export_hf: {e}") from e
         if self.ranks.rank == 0:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rlcore.algos import grpo
-from rlcore.config.schema import ModelConfig, TrainConfig
+from rlcore.config.schema import LoraConfig, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.weights import save_folder
 from rlcore.mcore import checkpoint
@@ -94,6 +94,7 @@ def make(
     dtype: str = "float32",
     temperature: float = 0.8,
     sizes: Mapping[str, Any] | None = None,
+    lora: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> MegatronLearner:
     """A learner of the tiny model: of a folder, or with random weights."""
@@ -104,7 +105,10 @@ def make(
         if folder
         else HFConfig.from_dict(kit.tiny_config(arch, **(sizes or {})))
     )
-    return MegatronLearner(hf, model, train, temperature=temperature, seed=3, **options)
+    adapters = LoraConfig(**(lora or {}))
+    return MegatronLearner(
+        hf, model, train, lora=adapters, temperature=temperature, seed=3, **options
+    )
 
 
 def mine(learner: MegatronLearner, batch: Batch) -> Batch:
@@ -139,6 +143,8 @@ def observe(learner: MegatronLearner, steps: int = 3) -> dict[str, Any]:
         metrics = apply(learner, batch)
         found |= {f"{k} {number}": v for k, v in metrics.items()}
     found["weights"] = kit.state(learner.export())
+    if learner.lora.rank:
+        found["adapters"] = kit.state(learner.export_adapters())
     return found
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlcore.config.schema import ModelConfig, TrainConfig
+from rlcore.config.schema import LoraConfig, ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.trainer import memory
@@ -26,6 +26,7 @@ def held_and_planned(
     layouts: Sequence[Mapping[str, Any]],
     dtype: str,
     sizes: Mapping[str, int] | None = None,
+    lora: Mapping[str, Any] | None = None,
 ) -> list[tuple[dict[str, int], dict[str, int]]]:
     """Bytes of every part after a step, and what the plan says, for each layout."""
     found = []
@@ -33,11 +34,12 @@ def held_and_planned(
         HFConfig.from_dict(kit.tiny_config(arch, **SIZES | dict(sizes or {}))),
         ModelConfig(dtype=dtype, random_init=True),
     )
+    adapters = LoraConfig(**(lora or {}))
     for layout in layouts:
         train = TrainConfig(**({"lr": 1e-4, "tokens_per_micro_batch": 64} | dict(layout)))
-        learner = MegatronLearner(hf, model, train, seed=3)
+        learner = MegatronLearner(hf, model, train, lora=adapters, seed=3)
         learner_ranks.step(learner, 0)
-        planned = memory.state_bytes(hf, model, train, learner.layout)
+        planned = memory.state_bytes(hf, model, train, learner.layout, lora=adapters)
         found.append((learner.resident_bytes(), planned))
         learner.close()
     return found

@@ -3,22 +3,30 @@
 Two updates follow every load: a wrong step count or moment of the optimizer shows in the second.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from rlcore.config.schema import LoraConfig
 from rlcore.hf.config import HFConfig
+from rlcore.hf.lora import num_adapter_parameters
 from rlcore.hf.names import expected
 from rlcore.hf.weights import read_folder
 from rlcore.mcore import export
+from rlcore.mcore.bridge import RandomWeights
+from rlcore.utils.errors import ConfigError
 from tests import kit
 
 pytestmark = pytest.mark.ranks(2)
 
 DIST = {"distributed_optimizer": True}
 ONE_HEAD = {"arch": "qwen2", "sizes": {"num_key_value_heads": 1}}
+LORA = {"lora": {"rank": 3}}
+LORA_EXPERTS = {"lora": {"rank": 3, "experts": True}, "arch": "qwen3_moe"}
 SAVED: dict[str, dict[str, Any]] = {
     "tp2": {"layout": {"tp": 2} | DIST},
     "dp2": {"layout": DIST},
@@ -31,6 +39,8 @@ SAVED: dict[str, dict[str, Any]] = {
     "pp2 untied": {"layout": {"pp": 2} | DIST, "arch": "qwen2"},
     "tp2 of one key-value head": {"layout": {"tp": 2} | DIST} | ONE_HEAD,
     "pp2 of 3 and 1 layers": {"layout": {"pp": 2, "pp_layers": (3, 1)} | DIST},
+    "LoRA tp2": {"layout": {"tp": 2} | DIST} | LORA,
+    "LoRA tp2 ep2": {"layout": {"tp": 2, "ep": 2} | DIST, "dtype": "bfloat16"} | LORA_EXPERTS,
 }
 RESHARDED: dict[str, dict[str, Any]] = {
     "tp2 to dp2": {"of": "tp2", "layout": DIST},
@@ -47,6 +57,7 @@ RESHARDED: dict[str, dict[str, Any]] = {
         "of": "pp2 of 3 and 1 layers",
         "layout": {"pp": 2, "pp_layers": (1, 3)} | DIST,
     },
+    "LoRA tp2 to pp2": {"of": "LoRA tp2", "layout": {"pp": 2} | DIST} | LORA,
 }
 ALONE: dict[str, dict[str, Any]] = {
     "tp2 to one": {"of": "tp2", "layout": DIST},
@@ -120,7 +131,26 @@ def test_the_weights_of_a_checkpoint_are_those_that_its_ranks_export(
     exported = dict(read_folder(f"{folder}_hf/{case}", whole))
     assert len(list(Path(f"{folder}_hf", case).glob("*.safetensors"))) > 4
     dtype = getattr(torch, SAVED[case].get("dtype", "float32"))
-    kit.assert_bitwise(dict(export.read(folder / case, whole, dtype, exported.keys())), exported)
+    lora, base = LoraConfig(**SAVED[case].get("lora", {})), RandomWeights(whole, 3)
+    found = export.read(folder / case, whole, dtype, exported.keys(), lora, base)
+    kit.assert_bitwise(dict(found), exported)
+
+
+@pytest.mark.parametrize("case", [case for case in SAVED if "lora" in SAVED[case]])
+def test_a_checkpoint_with_adapters_has_nothing_else(
+    folder: Path, saved: list[dict[str, Any]], case: str
+) -> None:
+    """No weights of the base, and every value once."""
+    lora, hf = LoraConfig(**SAVED[case]["lora"]), HFConfig.from_folder(f"{folder}_hf/{case}")
+    count = sum(
+        math.prod(file.get_slice(key).get_shape())
+        for path in (folder / case).glob("*.safetensors")
+        for file in [safe_open(path, "pt")]
+        for key in file.keys()  # noqa: SIM118 - safe_open is no mapping
+    )
+    assert count == 3 * num_adapter_parameters(hf, lora)
+    with pytest.raises(ConfigError, match="was saved with rank 3 .*, but this model has none; set"):
+        dict(export.read(folder / case, hf, torch.float32, set()))
 
 
 def test_only_wanted_tensors_are_read(folder: Path, saved: list[dict[str, Any]]) -> None:

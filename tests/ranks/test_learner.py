@@ -48,11 +48,35 @@ CASES["pp2 vpp2 of 1, 2, 2 and 1 layers"] = {
     "layout": {"pp": 2, "vpp": 2, "pp_layers": (1, 2, 2, 1)},
     "arch": "qwen2",
 } | SIX
+LORA = {"lora": {"rank": 3, "alpha": 6.0, "lr_ratio": 2.0}}
+LORA_EXPERTS = {"lora": {"rank": 3, "rs": True, "experts": True}, "arch": "qwen3_moe"}
+ADAPTED: dict[str, dict[str, Any]] = kit.cases(
+    {
+        "LoRA dp4 distributed optimizer": {"layout": {"distributed_optimizer": True}} | LORA,
+        "LoRA tp2": {"layout": {"tp": 2, "sp": False}} | LORA,
+        "LoRA tp2 sequence parallel distributed optimizer": {
+            "layout": {"tp": 2, "distributed_optimizer": True}
+        }
+        | LORA,
+        "LoRA tp2 pp2 full recompute": {"layout": {"tp": 2, "pp": 2, "recompute": "full"}} | LORA,
+        "LoRA pp2 vpp2 offloaded": {"layout": {"pp": 2, "vpp": 2} | OFFLOADED} | LORA,
+        "LoRA cp2 tp2": {"layout": {"cp": 2, "tp": 2}} | LORA,
+        "LoRA ep2": {"layout": {"ep": 2}} | LORA_EXPERTS,
+        "LoRA tp2 ep2": {"layout": {"tp": 2, "ep": 2}} | LORA_EXPERTS,
+        "LoRA pp2 ep2 distributed optimizer": {
+            "layout": {"pp": 2, "ep": 2, "distributed_optimizer": True}
+        }
+        | LORA_EXPERTS,
+    },
+)
+CASES |= ADAPTED
 APART = {"share_prefix": "false"}  # all layouts share prefixes
 ALONE = {
     "qwen3": {"layout": APART},
     "qwen3_moe": {"layout": APART, "arch": "qwen3_moe"},
     "qwen2": {"layout": APART, "arch": "qwen2"} | SIX,
+    "qwen3 LoRA": {"layout": APART} | LORA,
+    "qwen3_moe LoRA": {"layout": APART} | LORA_EXPERTS,
 }
 
 
@@ -68,7 +92,8 @@ def gang() -> list[dict[str, Any]]:
 
 
 def wanted(alone: dict[str, Any], case: str) -> dict[str, Any]:
-    return alone["parity"][CASES[case].get("arch", "qwen3")]
+    adapted = " LoRA" if case in ADAPTED else ""
+    return alone["parity"][CASES[case].get("arch", "qwen3") + adapted]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -85,7 +110,10 @@ def test_three_updates_equal_those_of_one_rank(
         assert 0.05 < found["actor/shared_tokens 0"] < 0.25
         ours = {k: found[k] for k in figures}
         kit.assert_close_named(ours, figures, rtol=1e-5, atol=1e-5)
-        kit.assert_close_named(found["weights"], want["weights"], rtol=1e-5, atol=1e-5)
+        trained = want.get("adapters", {}).values()
+        assert all(tensor.abs().max() > 0 for tensor in trained)  # B was 0
+        for what in ("weights", "adapters") if case in ADAPTED else ("weights",):
+            kit.assert_close_named(found[what], want[what], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)

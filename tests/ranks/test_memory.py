@@ -19,12 +19,23 @@ DENSE = [
 EXPERTS = [{"ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2}]
 
 
-@pytest.mark.parametrize("arch, layouts, heads", [("qwen2", DENSE, 1), ("qwen3_moe", EXPERTS, 2)])
+LORA = {"rank": 16}
+
+
+@pytest.mark.parametrize(
+    "arch, layouts, heads, lora",
+    [
+        ("qwen2", DENSE, 1, {}),
+        ("qwen3_moe", EXPERTS, 2, {}),
+        ("qwen2", DENSE, 2, LORA),
+        ("qwen3_moe", EXPERTS, 2, LORA | {"experts": True}),
+    ],
+)
 def test_megatron_holds_what_is_planned(
-    arch: str, layouts: list[dict[str, Any]], heads: int
+    arch: str, layouts: list[dict[str, Any]], heads: int, lora: dict[str, Any]
 ) -> None:
     sizes = {"num_key_value_heads": heads}
-    args = {"arch": arch, "layouts": layouts, "dtype": "bfloat16", "sizes": sizes}
+    args = {"arch": arch, "layouts": layouts, "dtype": "bfloat16", "sizes": sizes, "lora": lora}
     for rank in kit.run_ranks(2, "tests.ranks.memory_ranks:held_and_planned", args):
         for layout, (held, planned) in zip(layouts, rank, strict=True):
             for part, count in planned.items():

@@ -47,6 +47,8 @@ WORLDS = {
     "agentic_frozenlake": 8,
     "code_14b": 32,
     "judge_7b": 16,
+    "lora_tiny": 2,
+    "lora_7b": 8,
 }
 # Billions of parameters, as the models' cards say them.
 BILLIONS = {

@@ -448,6 +448,25 @@ def test_environments_have_rules(words, said):
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--lora.rank 8", ""),
+        ("--lora.rank 8 --lora.targets q_proj v_proj --algo.kl_coef 0.1", ""),
+        ("--lora.alpha 8", "--lora.alpha: has no effect without --lora.rank"),
+        ("--lora.rank -1", "--lora.rank -1: must be from 0 to 4096"),
+        ("--lora.rank 8 --lora.alpha 0", "--lora.alpha 0: must be above 0"),
+        ("--lora.rank 8 --lora.targets q_proj qkv", "--lora.targets qkv: must be among q_proj,"),
+        ("--lora.rank 8 --lora.targets", "--lora.targets: is empty; name projections"),
+        ("--lora.rank 8 --train.transformer_impl te", "--train.transformer_impl te: its layers"),
+    ],
+)
+def test_adapters_have_rules(words, said):
+    argv = ["--model.path", "m", "--data.train", "label", "--data.val", "label", *words.split()]
+    found = rules.broken(parse(argv))
+    assert [line[: len(said)] for line in found] == ([said] if said else [])
+
+
+@pytest.mark.parametrize(
     ("ranks", "tp", "said"),
     [
         (3, 1, ""),
@@ -599,7 +618,7 @@ def test_the_page_for_other_frameworks_has_their_tables(who: str):
         ("actor_rollout_ref.rollout.n", "here verl's rollout.n is --rollout.samples_per_prompt"),
         ("train.learning_rate", "here TRL's learning_rate is --train.lr"),
         ("train.eps_clip", "here slime's eps_clip is --algo.clip_low"),
-        ("train.lora_rank", "rlcore does not have LoRA"),
+        ("train.lora_rank", "here verl's model.lora_rank is --lora.rank"),
     ],
 )
 def test_a_key_of_another_framework_is_refused_with_ours(key: str, words: str):

@@ -4,6 +4,7 @@ import filecmp
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from rlcore.cli import export
 from tests import runs
@@ -14,6 +15,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export")
     model = runs.tiny_model(folder / "model")
     keys = "--run.steps", 2, "--checkpoint.every", 1, "--model.dtype", "bfloat16"
+    job: runs.Job = {"name": "run", "argv": runs.arguments(model, folder, "run", *keys)}
+    runs.run(1, [job], folder / "gang").check("run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that trains adapters of a random model, with a reference."""
+    folder = tmp_path_factory.mktemp("adapted")
+    model = runs.tiny_model(folder / "model")
+    keys = "--run.steps", 2, "--lora.rank", 4, "--train.lr", "1e-2", "--algo.kl_coef", "0.1"
     job: runs.Job = {"name": "run", "argv": runs.arguments(model, folder, "run", *keys)}
     runs.run(1, [job], folder / "gang").check("run")
     return folder / "run"
@@ -38,6 +50,28 @@ def test_an_earlier_step_and_another_data_type(run: Path, tmp_path: Path) -> Non
     assert (last / "model.safetensors").stat().st_size > 1.9 * (
         run / "hf/model.safetensors"
     ).stat().st_size
+
+
+def test_a_run_with_adapters_is_exported_in_both_forms(adapted: Path, tmp_path: Path) -> None:
+    merged, adapters = tmp_path / "hf", tmp_path / "adapters"
+    assert export.main([str(adapted), "--out", str(merged)]) == 0
+    assert export.main([str(adapted), "--adapters", "--out", str(adapters)]) == 0
+    assert same(adapted / "hf", merged) and same(adapted / "adapters", adapters)
+    assert {path.name for path in adapters.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    trained = load_file(adapters / "adapter_model.safetensors")
+    assert all(tensor.abs().max() > 0 for tensor in trained.values())
+    sizes = [f.stat().st_size for f in (adapted / "checkpoints").rglob("rank*.safetensors")]
+    assert 0 < sum(sizes) < (merged / "model.safetensors").stat().st_size
+
+
+def test_adapters_of_a_run_without_are_refused(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export.main([str(run), "--adapters"]) == 2
+    assert "--adapters: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

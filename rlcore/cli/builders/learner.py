@@ -33,6 +33,7 @@ def make_learner(cfg: Config, hf: HFConfig, world: World) -> "MegatronLearner":
         hf,
         cfg.model,
         cfg.train,
+        lora=cfg.lora,
         device=world.device,
         temperature=cfg.rollout.temperature,
         seed=cfg.run.seed,
