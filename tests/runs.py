@@ -31,16 +31,14 @@ builds the engine of a child process, instead of the torch engine's own."""
 
 def tiny_model(folder: Path, task: str = "label", **changes: Any) -> Path:
     """config.json and tokenizer of a model for a generated task; weights come from the seed."""
+    from rlcore.cli.tiny import write_tokenizer
     from rlcore.data import label_task
-    from rlcore.data.prompts import TASKS
-    from rlcore.hf.tokenizer import make_char_tokenizer
     from tests import kit
 
     folder.mkdir(parents=True, exist_ok=True)
-    make_char_tokenizer(folder, TASKS[task].CHARS)
     config = kit.tiny_config("qwen3") | {
         "model_type": "qwen3",
-        "vocab_size": len(TASKS[task].CHARS) + 2,
+        "vocab_size": write_tokenizer(task, folder),
         "num_hidden_layers": 2,
         "initializer_range": 0.1,
         "max_position_embeddings": 256,

@@ -28,7 +28,7 @@ class TinyConfig:
 
     out: Path
     """Folder to which the model is written."""
-    task: Literal["label", "oneline", "frozenlake"] = "label"
+    task: Literal["label", "oneline", "frozenlake", "calc"] = "label"
     """Generated task to learn; its characters are the vocabulary."""
     seed: int = 0
     """Seed of weights and training data."""
@@ -117,22 +117,22 @@ def train_model(cfg: TinyConfig, settings: "Config", start: Path, here: "World")
     import numpy as np
 
     from rlcore.cli import builders
+    from rlcore.cli.builders.prompts import run_tokenizer
+    from rlcore.data import conversations, prompts
     from rlcore.data.conversations import Demonstration
-    from rlcore.data.prompts import TASKS
-    from rlcore.hf.tokenizer import load_tokenizer
     from rlcore.hf.weights import save_folder
     from rlcore.trainer import warm_start
     from rlcore.utils import collective
     from rlcore.utils.log import log
 
-    task = TASKS[cfg.task]
+    task = prompts.TASKS[cfg.task]
     if here.rank == 0:
         write_start(cfg, start)
     collective.barrier()
-    tokenizer = load_tokenizer(start)
+    tokenizer = run_tokenizer(settings, ())
+    encode = prompts.encoder(settings.data, tokenizer)
     probe = [
-        task.to_prompt(task.make("probe", cfg.seed, i), i, tokenizer.encode)
-        for i in range(cfg.probe_prompts)
+        task.to_prompt(task.make("probe", cfg.seed, i), i, encode) for i in range(cfg.probe_prompts)
     ]
     log.info(
         "warm start: trains a tiny model on examples of the task %s, until it solves %g %% of %d "
@@ -148,6 +148,9 @@ def train_model(cfg: TinyConfig, settings: "Config", start: Path, here: "World")
 
         def demonstrations(index: int) -> Demonstration:
             row = task.make("train", cfg.seed, index)
+            if isinstance(task, prompts.ChatTaskModule):
+                chat = {settings.data.prompt_field: task.conversation(row)}
+                return next(conversations.demonstrations(chat, settings.data, tokenizer))
             response = [*tokenizer.encode(row.demonstration), tokenizer.eos_ids[0]]
             learn = [c in turns for c in row.demonstration]  # each character is one token
             return Demonstration(
@@ -188,9 +191,13 @@ def settings_of(cfg: TinyConfig, start: Path) -> "Config":
     )
 
     # Reward `exact` compares programs as texts; running all probes in a sandbox takes minutes.
-    marker = ["--reward.answer_marker", ">"] if cfg.task == "label" else []
-    lake = ["--env", "frozenlake", "--env.max_turn_tokens", "1"] if cfg.task == "frozenlake" else []
-    base = parse(["--reward", "exact", *marker, *lake])
+    keys = {
+        "label": ["--reward.answer_marker", ">"],
+        "frozenlake": ["--env", "frozenlake", "--env.max_turn_tokens", "1"],
+        "calc": ["--env", "tools", "--env.tools", "calc", "--env.calls", "native"],
+    }
+    patience = ["--env.timeout_s", "600"] if cfg.task == "calc" else []  # all probes start at once
+    base = parse(["--reward", "exact", *keys.get(cfg.task, []), *patience])
     return replace(
         base,
         run=RunConfig(
@@ -201,7 +208,11 @@ def settings_of(cfg: TinyConfig, start: Path) -> "Config":
             resume="fresh",
         ),
         model=ModelConfig(path=str(start), dtype="float32", random_init=True),
-        data=DataConfig(train=(cfg.task,), prompts_per_step=cfg.rows_per_step),
+        data=DataConfig(
+            train=(cfg.task,),
+            prompts_per_step=cfg.rows_per_step,
+            template="chat" if cfg.task == "calc" else "auto",
+        ),
         rollout=RolloutConfig(samples_per_prompt=1, max_tokens=cfg.max_tokens),
         train=TrainConfig(
             lr=cfg.lr,
@@ -217,18 +228,28 @@ def settings_of(cfg: TinyConfig, start: Path) -> "Config":
     )
 
 
-def write_start(cfg: TinyConfig, folder: Path) -> None:
-    """Write config.json and tokenizer of the tiny model; the run starts from random weights."""
-    from rlcore.data.prompts import TASKS
+def write_tokenizer(task: str, folder: Path) -> int:
+    """Write the tokenizer of a generated task, and return the size of its vocabulary."""
+    from rlcore.data.prompts import TASKS, ChatTaskModule
     from rlcore.hf.tokenizer import make_char_tokenizer
 
+    found = TASKS[task]
+    if not isinstance(found, ChatTaskModule):
+        make_char_tokenizer(folder, found.CHARS)
+        return len(found.CHARS) + 2
+    make_char_tokenizer(
+        folder, found.CHARS, eos=found.END, words=found.WORDS, template=found.TEMPLATE
+    )
+    return len(found.CHARS) + len(found.WORDS) + 2
+
+
+def write_start(cfg: TinyConfig, folder: Path) -> None:
+    """Write config.json and tokenizer of the tiny model; the run starts from random weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    chars = TASKS[cfg.task].CHARS
-    make_char_tokenizer(folder, chars)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": len(chars) + 2,
+        "vocab_size": write_tokenizer(cfg.task, folder),
         "hidden_size": cfg.hidden,
         "intermediate_size": cfg.intermediate,
         "num_hidden_layers": cfg.layers,

@@ -92,8 +92,8 @@ class DataConfig:
 
     train: tuple[str, ...] = ()
     """Prompt files (.jsonl, .parquet), data sets on the Hugging Face hub as
-    ORG/NAME[@REVISION][:CONFIG]:SPLIT, or one generated task: `label`, `oneline`, `frozenlake` or
-    `blackjack`. ORG/NAME alone is its split `train`."""
+    ORG/NAME[@REVISION][:CONFIG]:SPLIT, or one generated task: `label`, `oneline`, `frozenlake`,
+    `blackjack` or `calc`. ORG/NAME alone is its split `train`."""
     val: tuple[str, ...] = ()
     """Validation files, data sets on the hub (ORG/NAME alone is its split `test`) or generated
     tasks, each reported under its own name."""

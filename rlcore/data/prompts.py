@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import numpy as np
 
-from rlcore.data import cards_task, hub, label_task, lake_task, oneline_task
+from rlcore.data import calc_task, cards_task, hub, label_task, lake_task, oneline_task
 from rlcore.data.generated import NUM_VAL, Split, TaskRow
 from rlcore.data.packed import PackedPrompts
 from rlcore.records import Prompt
@@ -116,8 +116,23 @@ class TaskModule(Protocol):
     ) -> Prompt: ...
 
 
+@runtime_checkable
+class ChatTaskModule(TaskModule, Protocol):
+    """Interface of a module that generates chats, such as `calc_task`."""
+
+    END: str
+    """Token that ends a message."""
+    WORDS: Sequence[str]
+    """Words that are one token each, after the characters."""
+    TEMPLATE: str
+    """Chat template."""
+
+    def conversation(self, row: TaskRow) -> list[dict[str, Any]]:
+        """Return the messages of a demonstration, in OpenAI's form."""
+
+
 TASKS: dict[str, TaskModule] = {
-    task.NAME: task for task in (label_task, oneline_task, lake_task, cards_task)
+    task.NAME: task for task in (label_task, oneline_task, lake_task, cards_task, calc_task)
 }
 """Generated tasks by their name in data.train and data.val."""
 
@@ -219,7 +234,7 @@ def load(
     sets = []
     for source, name in zip(sources, names, strict=True):
         if source in TASKS:
-            encode = _encoder(config, tokenizer)
+            encode = encoder(config, tokenizer)
             task = TaskSet(TASKS[source], "val", 0, cap or NUM_VAL, encode)
             sets.append((name, RowSet([task[i] for i in range(len(task))])))
         else:
@@ -421,10 +436,10 @@ def _train_task(config: PromptSettings, tokenizer: Tokens, seed: int) -> TaskSet
         )
     if config.drop_duplicates:
         log.warning("--data.drop_duplicates: has no effect on the generated task %s", task.NAME)
-    return TaskSet(task, "train", seed, config.num_prompts, _encoder(config, tokenizer))
+    return TaskSet(task, "train", seed, config.num_prompts, encoder(config, tokenizer))
 
 
-def _encoder(config: PromptSettings, tokenizer: Tokens) -> Callable[[str], list[int]]:
+def encoder(config: PromptSettings, tokenizer: Tokens) -> Callable[[str], list[int]]:
     """Return the tokenising function of generated prompts, with a chat template if configured."""
     if config.template != "chat":
         return lambda text: tokenizer.encode(text + config.suffix)

@@ -28,7 +28,7 @@ from rlcore.envs.chat_api import (
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class _Block(Struct):
+class _ContentBlock(Struct):
     type: str
     text: str = ""
     thinking: str = ""
@@ -36,15 +36,15 @@ class _Block(Struct):
     name: str = ""
     input: dict[str, Any] = {}
     tool_use_id: str = ""
-    content: "str | list[_Block] | None" = None
+    content: "str | list[_ContentBlock] | None" = None
 
 
-class _Message(Struct):
+class _BlockMessage(Struct):
     role: Literal["user", "assistant", "system"]
-    content: str | list[_Block]
+    content: str | list[_ContentBlock]
 
 
-class _Tool(Struct):
+class _SchemaTool(Struct):
     name: str
     description: str = ""
     input_schema: dict[str, Any] | None = None
@@ -53,9 +53,9 @@ class _Tool(Struct):
 class MessagesForm(CompletionForm, kw_only=True):
     """Body of `/v1/messages`."""
 
-    messages: list[_Message]
-    system: str | list[_Block] | None = None
-    tools: list[_Tool] | None = None
+    messages: list[_BlockMessage]
+    system: str | list[_ContentBlock] | None = None
+    tools: list[_SchemaTool] | None = None
     tool_choice: dict[str, Any] | None = None
     stop_sequences: list[str] | None = None
 
@@ -79,15 +79,15 @@ def messages_turn(request: MessagesForm, allow_sampling: bool) -> TurnRequest:
     return chat_turn(msgspec.convert(chat, ChatCompletion), allow_sampling)
 
 
-def _messages(index: int, message: _Message) -> Iterator[dict[str, Any]]:
+def _messages(index: int, message: _BlockMessage) -> Iterator[dict[str, Any]]:
     """Yield OpenAI's messages for one message. Texts of a user between tool results are one."""
     place = f"messages[{index}].content"
     content = message.content
-    blocks = [_Block("text", text=content)] if isinstance(content, str) else content
+    blocks = [_ContentBlock("text", text=content)] if isinstance(content, str) else content
     if message.role == "assistant":
         yield _assistant(place, blocks)
         return
-    texts: list[_Block] = []
+    texts: list[_ContentBlock] = []
     for block in blocks:
         if block.type != "tool_result":
             texts.append(block)
@@ -101,7 +101,7 @@ def _messages(index: int, message: _Message) -> Iterator[dict[str, Any]]:
         yield {"role": message.role, "content": _text(place, texts)}
 
 
-def _assistant(place: str, blocks: list[_Block]) -> dict[str, Any]:
+def _assistant(place: str, blocks: list[_ContentBlock]) -> dict[str, Any]:
     thinking = "".join(b.thinking for b in blocks if b.type == "thinking")
     kept = [b for b in blocks if b.type not in ("thinking", "redacted_thinking", "tool_use")]
     found: dict[str, Any] = {"role": "assistant", "content": _text(place, kept)}
@@ -118,7 +118,7 @@ def _assistant(place: str, blocks: list[_Block]) -> dict[str, Any]:
     return found
 
 
-def _text(place: str, content: str | list[_Block]) -> str:
+def _text(place: str, content: str | list[_ContentBlock]) -> str:
     if isinstance(content, str):
         return content
     for block in content:
@@ -128,7 +128,7 @@ def _text(place: str, content: str | list[_Block]) -> str:
     return "".join(block.text for block in content)
 
 
-def _tool(index: int, tool: _Tool) -> dict[str, Any]:
+def _tool(index: int, tool: _SchemaTool) -> dict[str, Any]:
     if tool.input_schema is None:
         sentence = f"tools[{index}] {tool.name}: has no input_schema; only the harness's own tools"
         raise ApiError(400, f"{sentence} are served", code="unsupported_value", param="tools")

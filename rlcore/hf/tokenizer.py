@@ -261,16 +261,25 @@ def load_tokenizer(
 
 
 def make_char_tokenizer(
-    folder: str | Path, chars: Iterable[str], pad: str = "<pad>", eos: str = "<eos>"
+    folder: str | Path,
+    chars: Iterable[str],
+    pad: str = "<pad>",
+    eos: str = "<eos>",
+    *,
+    words: Sequence[str] = (),
+    template: str | None = None,
 ) -> Tokenizer:
     """Write a tokenizer with one token per character: `pad` is 0, `eos` 1, then `chars` in order.
-    transformers and SGLang can load the folder too. Encoding other characters raises an error."""
-    vocabulary = {token: number for number, token in enumerate([pad, eos, *chars])}
+    Each of `words` is one token too, a special one if it begins with `<|`. `template` is the chat
+    template. transformers and SGLang can load the folder too. Encoding other characters raises an
+    error."""
+    vocabulary = {token: number for number, token in enumerate([pad, eos, *chars, *words])}
     # "<unk>" has no id, so that the library raises an error for an unknown character.
     backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([pad, eos])
+    backend.add_tokens([AddedToken(w, special=w.startswith("<|"), normalized=False) for w in words])
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
@@ -282,6 +291,8 @@ def make_char_tokenizer(
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1 << 20,
     }
+    if template is not None:
+        settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
     return load_tokenizer(folder)
 
