@@ -185,19 +185,17 @@ class Container:
 
 def _make(config: SweConfig) -> Swe:
     """Create an environment. Raises RuntimeError if no workspace of the config can start here."""
-    has_docker = shutil.which("docker") is not None
     packages = isolation.installed_packages() if config.allow_packages else ()
-    if config.workspace == "docker" and not has_docker:
+    if config.workspace == "docker" and not has_docker():
         raise RuntimeError(
             "docker is not on PATH; install it, or set --env.workspace sandbox and give rows a repo"
         )
-    if config.workspace == "sandbox" or not has_docker:
+    if config.workspace == "sandbox" or not has_docker():
         isolation.grade_name(config.require_isolation, packages)
 
     def open_workspace(task: SweTask) -> Workspace:
-        if config.workspace == "docker" or (
-            config.workspace == "auto" and has_docker and task.image
-        ):
+        prefers_docker = config.workspace == "auto" and task.image and has_docker()
+        if config.workspace == "docker" or prefers_docker:
             _check_field("image", task.image, "docker")
             return Container(task, config.docker_args)
         _check_field("repo", task.repo, "the sandbox")
@@ -210,6 +208,11 @@ def _make(config: SweConfig) -> Swe:
         )
 
     return Swe(config, open_workspace)
+
+
+def has_docker() -> bool:
+    """Return whether the docker command is on PATH."""
+    return shutil.which("docker") is not None
 
 
 def _check_field(name: str, value: str, place: str) -> None:

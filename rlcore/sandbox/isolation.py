@@ -396,6 +396,7 @@ def _mounts(packages: tuple[str, ...]) -> list[str]:
             out += ["--symlink", os.readlink(path), path]
         elif os.path.isdir(path):
             out += ["--ro-bind", path, path]
+    out += ["--perms", "0755", "--dir", "/etc"]
     for path in _FILES:
         out += ["--ro-bind-try", path, path]
     for path in (sys.base_prefix, *packages):

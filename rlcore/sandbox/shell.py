@@ -35,7 +35,7 @@ def run_command(command: str, folder: str, timeout_s: float) -> None:
         process = subprocess.Popen(
             ["bash", script],
             cwd=os.path.join(top, folder),
-            env=os.environ | {"PATH": _path()},
+            env=os.environ | {"PATH": _path(), "GIT_CONFIG_NOSYSTEM": "1"},  # unreadable
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -263,7 +263,7 @@ def test_swe_copies_a_repository_into_the_sandbox():
     before = {path.name: path.read_bytes() for path in PROJECT.glob("*.py")}
     prompt = prompt_of("Fix it.", repo=str(PROJECT), tests=tests)
     told = check_env("swe", prompt, turns, settings=IN_SANDBOX)
-    assert told[1][0].startswith("18\n") and told[1][0].endswith("[exit 1]\n")
+    assert told[1][0].startswith("17\n") and told[1][0].endswith("[exit 1]\n")
     assert told[2][0] == "\n[exit 0]\n" and told[3][0] == "OK\n[exit 7]\n"
     assert told[4] == ("", 1.0, True)
     assert before == {path.name: path.read_bytes() for path in PROJECT.glob("*.py")}
@@ -291,7 +291,7 @@ def _submitted(**row: str) -> float:
     ],
 )
 def test_swe_says_what_a_row_lacks(workspace, row, match, monkeypatch):
-    monkeypatch.setattr("rlcore.envs.swe.shutil.which", lambda name: None)
+    monkeypatch.setattr("rlcore.envs.swe.has_docker", lambda: False)
     with pytest.raises(ValueError, match=match):
         resolve("swe").make(SweConfig(workspace=workspace)).reset(options=row)
 
@@ -300,7 +300,7 @@ def test_swe_says_what_a_row_lacks(workspace, row, match, monkeypatch):
 @pytest.mark.parametrize("workspace", ["auto", "docker"])
 def test_swe_takes_docker_where_it_is_there_for_rows_with_an_image(workspace, row, monkeypatch):
     opened = []
-    monkeypatch.setattr("rlcore.envs.swe.shutil.which", lambda name: name)
+    monkeypatch.setattr("rlcore.envs.swe.has_docker", lambda: True)
     monkeypatch.setattr("rlcore.envs.swe.Container", lambda task, args: opened.append(task.image))
     env = resolve("swe").make(SweConfig(workspace=workspace))
     if "image" in row:

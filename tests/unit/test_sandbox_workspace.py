@@ -64,6 +64,13 @@ def test_a_command_does_not_reach_the_files_of_the_machine(
     assert not os.path.exists("/usr/mark")
 
 
+def test_git_and_programs_behind_alternatives_work(box: SandboxWorkspace) -> None:
+    commit = "git init -q && git add -A && git -c user.name=a -c user.email=a commit -qm one"
+    command = f"{commit} && echo more >>run && git diff --stat && awk 'BEGIN {{print 6 * 7}}'"
+    status, output = box.run(command, TIME_S)
+    assert status == 0 and output.startswith(" run | 1 +\n") and output.endswith("\n42\n")
+
+
 def test_output_and_memory_have_limits(box: SandboxWorkspace) -> None:
     status, output = box.run("yes", TIME_S)
     assert status == 153 and len(output) == ProgramLimits().file_mb << 20
