@@ -228,7 +228,7 @@ def peft_config(hf: HFConfig, lora: LoraSettings, base: str) -> dict[str, Any]:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "use_rslora": lora.rs,
         "lora_dropout": 0.0,
         "bias": "none",

@@ -7,7 +7,8 @@ Each rank writes the part of the optimizer that it owns, so nothing is gathered 
 written twice. A file entry is a rectangle of a whole tensor. Its name has the kind of value
 (`param`, `exp_avg` or `exp_avg_sq`), the parameter and the rectangle's offset, as in
 `exp_avg/decoder.layers.mlp.linear_fc2.weight@3,0,512`. Under any layout, a rank loads the entries
-that overlap its rectangles. Weights are not stored, because they are the rounded main parameters.
+that overlap its rectangles. Weights are not stored, because they are the rounded main parameters;
+neither are weights that are not trained, as beside adapters.
 
 Own code instead of Megatron's `dist_checkpointing`: the one format of 0.16 that loads correctly
 gathers a whole tensor-parallel partition in float32 on the GPU, and its index is a pickle.

@@ -2,6 +2,7 @@
 layouts, tests/ranks/test_checkpoint.py the checkpoints."""
 
 import json
+import math
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from rlcore.config.schema import LoraConfig, ModelConfig, TrainConfig
 from rlcore.hf import lora as peft
 from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
+from rlcore.hf.size import size_of
 from rlcore.hf.weights import WeightReader, read_folder, save_folder
 from rlcore.mcore import bridge
 from rlcore.mcore.check import check
+from rlcore.mcore.layout import layout_of
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.tensors import LossInputs, LossOutput
+from rlcore.trainer.memory import adapter_parameters
 from rlcore.utils.errors import ConfigError
 from tests import kit
 from tests.ranks import learner_ranks as ranks
@@ -260,3 +264,19 @@ def test_what_a_model_cannot_adapt_is_refused(
     hf = HFConfig.from_dict(kit.tiny_config(arch))
     with pytest.raises(ConfigError, match=text):
         check(hf, ModelConfig(dtype="float32"), TrainConfig(**train), LoraConfig(**LORA | lora))
+
+
+def test_adapters_are_counted_in_flops_and_memory() -> None:
+    hf, lora = HFConfig.from_dict(kit.tiny_config()), LoraConfig(**LORA)
+    # q 96, k 64, v 64, o 96, gate 80, up 80, down 80 inputs and outputs, in 4 layers
+    assert peft.num_adapter_parameters(hf, lora) == 3 * 560 * 4 == 6720
+    plain, size = size_of(hf), size_of(hf, lora=lora)
+    assert plain.train_flops(10, 0) == 60 * plain.products
+    assert size.train_flops(10, 0) == 40 * size.products + 60 * 6720
+    assert (plain.trained, size.trained) == (plain.parameters, 6720)
+    train = TrainConfig(tp=2)
+    # B of q, k, v, gate and up (64 + 32 + 32 + 48 + 48 rows) and A of o and down (64 + 48) are cut
+    halved = 3 * 4 * (224 + 112)
+    count, experts, adapted = adapter_parameters(hf, lora, layout_of(train, 2, 0))
+    assert (count, experts) == (6720 - halved // 2, 0)
+    assert adapted == sum(math.prod(shape) for shape in peft.adapted(hf, lora).values()) // 2
