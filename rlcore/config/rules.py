@@ -167,9 +167,10 @@ def warnings(cfg: Config) -> list[str]:
         value = getattr(a, key)
         if useless and value != getattr(default, key):
             out.append(f"--algo.{key} {value}: has no effect with the other settings of algo")
-    if r.draft in FROM_HISTORY and "label" in cfg.data.train and not cfg.data.num_prompts:
+    task = cfg.env.TASK or ("label" if "label" in cfg.data.train else "")
+    if r.draft in FROM_HISTORY and task and not cfg.data.num_prompts:
         out.append(
-            f"--rollout.draft {r.draft}: the task label is endless and repeats no prompt, so "
+            f"--rollout.draft {r.draft}: the task {task} is endless and repeats no prompt, so "
             "drafts come only from a request's own text; set --data.num_prompts"
         )
     if r.routing == "histopipe" and "label" in cfg.data.train and not cfg.data.num_prompts:
@@ -725,11 +726,6 @@ def _env(cfg: Config) -> list[str]:
         )
     if cfg.algo.adv_estimator == "remax":
         out.append("--algo.adv_estimator remax: does not work with --env; use grpo")
-    if cfg.rollout.draft in FROM_HISTORY:
-        out.append(
-            f"--rollout.draft {cfg.rollout.draft}: finds drafts by prompt, and the turns of an "
-            "episode have no prompts of their own; use ngram, or none"
-        )
     return out + env.problems()
 
 
