@@ -719,11 +719,13 @@ def _env(cfg: Config) -> list[str]:
             "--mode stream: moves running responses to other ranks, and episodes of --env cannot "
             "move; use --mode sync or async"
         )
-    if cfg.select.schedule != "all":
-        out.append(
-            f"--schedule {cfg.select.schedule}: does not work with --env; use --schedule all with "
-            "env.num_groups and env.group_size"
-        )
+    for key in ("num_groups", "group_size") if cfg.select.schedule != "all" else ():
+        if number := getattr(env, key):
+            eta = "eta_prompts" if key == "num_groups" else "eta_samples"
+            out.append(
+                f"--env.{key} {number}: --schedule {cfg.select.schedule} starts more by itself; "
+                f"use tail.{eta}, or --schedule all"
+            )
     if cfg.algo.adv_estimator == "remax":
         out.append("--algo.adv_estimator remax: does not work with --env; use grpo")
     return out + env.problems()
