@@ -7,6 +7,7 @@ pickle. `utils/net.py` encodes records. Arrays are numpy. A finished response is
 Letters in shapes: P prompt tokens, R response tokens.
 """
 
+import hashlib
 from typing import Annotated, Any, Literal, dataclass_transform
 
 import numpy as np
@@ -94,6 +95,13 @@ def group_of(request: RequestId) -> GroupId:
     return request.rpartition(".")[0]
 
 
+def prompt_key(prompt: IntArray) -> int:
+    """Return the key of a prompt: 63 bits of the hash of its tokens ([P] int32). The key is the
+    same in all epochs."""
+    data = np.ascontiguousarray(prompt, np.int32).tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
+
+
 def response_of(request: RequestId) -> int:
     """Return the number of the response within its group: 3 for `t12.3`."""
     return int(request.rpartition(".")[2])
@@ -152,6 +160,13 @@ class Request(Record):
     priority: int = 0
     """Start priority: lower values start first, and equal values in order of submission."""
     resume: Partial | None = None
+    history_key: int = 0
+    """Key of the prompt whose histories drafts come from, for a turn of an episode; 0: `prompt`."""
+
+    @property
+    def draft_key(self) -> int:
+        """Key of the histories that drafts come from (`prompt_key`)."""
+        return self.history_key or prompt_key(self.prompt)
 
     @property
     def group(self) -> GroupId:
@@ -276,10 +291,10 @@ class History(Record):
     """Earlier response to a prompt, with its reward; used as draft source."""
 
     key: int
-    """Key of the prompt, the same in all epochs (`rollout/histospec.py`)."""
+    """Key of the data's prompt (`prompt_key`)."""
     id: RequestId
     tokens: IntArray
-    """Last tokens of the prompt, then the response."""
+    """Last tokens of the prompt, then the response. An episode has a history for each row."""
     score: float
 
 
@@ -484,6 +499,8 @@ class SendHistories(Command):
 
     scores: dict[RequestId, float]
     """Scores of the samples, by id. A worker may no longer have them, such as after a resume."""
+    keys: dict[GroupId, int]
+    """Keys of the groups' prompts."""
 
 
 class Histories(Record):

@@ -170,9 +170,10 @@ def warnings(cfg: Config) -> list[str]:
         value = getattr(a, key)
         if useless and value != getattr(default, key):
             out.append(f"--algo.{key} {value}: has no effect with the other settings of algo")
-    if r.draft in FROM_HISTORY and "label" in cfg.data.train and not cfg.data.num_prompts:
+    task = cfg.env.TASK or ("label" if "label" in cfg.data.train else "")
+    if r.draft in FROM_HISTORY and task and not cfg.data.num_prompts:
         out.append(
-            f"--rollout.draft {r.draft}: the task label is endless and repeats no prompt, so "
+            f"--rollout.draft {r.draft}: the task {task} is endless and repeats no prompt, so "
             "drafts come only from a request's own text; set --data.num_prompts"
         )
     if r.routing == "histopipe" and "label" in cfg.data.train and not cfg.data.num_prompts:
@@ -741,18 +742,15 @@ def _env(cfg: Config) -> list[str]:
             "--mode stream: moves running responses to other ranks, and episodes of --env cannot "
             "move; use --mode sync or async"
         )
-    if cfg.select.schedule != "all":
-        out.append(
-            f"--schedule {cfg.select.schedule}: does not work with --env; use --schedule all with "
-            "env.num_groups and env.group_size"
-        )
+    for key in ("num_groups", "group_size") if cfg.select.schedule != "all" else ():
+        if number := getattr(env, key):
+            eta = "eta_prompts" if key == "num_groups" else "eta_samples"
+            out.append(
+                f"--env.{key} {number}: --schedule {cfg.select.schedule} starts more by itself; "
+                f"use tail.{eta}, or --schedule all"
+            )
     if cfg.algo.adv_estimator == "remax":
         out.append("--algo.adv_estimator remax: does not work with --env; use grpo")
-    if cfg.rollout.draft in FROM_HISTORY:
-        out.append(
-            f"--rollout.draft {cfg.rollout.draft}: finds drafts by prompt, and the turns of an "
-            "episode have no prompts of their own; use ngram, or none"
-        )
     return out + env.problems()
 
 

@@ -171,6 +171,8 @@ class EpisodeEngine:
         """Turns not submitted yet; with `barrier`, they wait until all episodes requested one."""
         self._unwanted: set[RequestId] = set()
         """Turns that the inner engine is aborting, while their episodes continue."""
+        self._histories: list[History] = []
+        """Histories of the prompts of running episodes."""
         self._closed = False
         # shared fields, guarded by the lock
         self._changed = threading.Condition()
@@ -358,6 +360,7 @@ class EpisodeEngine:
         self._turns.clear()
         self._held.clear()
         self._unwanted.clear()
+        self._histories.clear()
         with self._changed:
             self._asked.clear()
             self._ended.clear()
@@ -489,6 +492,7 @@ class EpisodeEngine:
         self._end(episode, sample, outcome)
 
     async def _policy(self, episode: _Episode, turn: Request) -> Sample:
+        turn = structs.replace(turn, history_key=episode.request.draft_key)
         key = episode, turn.id
         future = self._waiting[key] = self._loop.create_future()
         with self._changed:
@@ -562,7 +566,13 @@ class EpisodeEngine:
         self._inner.resize(tp)
 
     def remember(self, histories: Sequence[History]) -> None:
-        self._inner.remember(histories)
+        """Store histories, and give the inner engine those of all running episodes again: it drops
+        those of prompts without a turn in progress, and an episode may wait for its environment."""
+        wanted = {e.request.draft_key for e in self._episodes.values()}
+        new = {h.key for h in histories}
+        kept = [h for h in self._histories if h.key in wanted and h.key not in new]
+        self._histories = [*kept, *histories]
+        self._inner.remember(self._histories)
 
     @property
     def failure(self) -> str:

@@ -27,6 +27,7 @@ from rlcore.records import (
     TrainOrder,
     Version,
     Wanted,
+    prompt_key,
 )
 from rlcore.rollout.async_controller import AsyncController, Saved
 from rlcore.rollout.exchange import by_owner
@@ -124,12 +125,14 @@ class AsyncRollout:
     def _request_histories(self, batch: TrainOrder) -> None:
         """Ask the ranks that own samples of this batch for the samples' histories. The ranks send
         them while this rank trains."""
+        assert self.controller is not None
+        keys = {g: prompt_key(p.tokens) for g, p in self.controller.prompts.items()}
         scores: dict[int, dict[RequestId, float]] = {}
         for group in batch.groups:
             for ref, score in zip(group.refs, group.scores, strict=True):
                 scores.setdefault(ref.owner, {})[ref.id] = score
         for rank, of_rank in scores.items():
-            self._hub.send(rank, "worker", SendHistories(rank=rank, scores=of_rank))
+            self._hub.send(rank, "worker", SendHistories(rank=rank, scores=of_rank, keys=keys))
         self._owing = list(scores)
 
     def hold(self, mode: HoldMode) -> dict[str, float]:

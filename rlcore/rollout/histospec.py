@@ -9,7 +9,6 @@ Source: RhymeRL, arXiv:2508.18588. The key of a prompt depends on its tokens onl
 move to another row or file of the data.
 """
 
-import hashlib
 import threading
 import zipfile
 import zlib
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from msgspec import structs
 
 from rlcore.ops.suffix import LARGEST_REWARD, Forest
 from rlcore.records import (
@@ -29,8 +29,10 @@ from rlcore.records import (
     Remember,
     Request,
     RequestId,
+    Sample,
     Submit,
     group_of,
+    prompt_key,
 )
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import fault
@@ -42,17 +44,20 @@ CONTEXT = 8
 _STOP_S = 30.0
 
 
-def prompt_key(prompt: IntArray) -> int:
-    """Return the key of a prompt: 63 bits of the hash of its tokens ([P] int32). The key is the
-    same in all epochs."""
-    data = np.ascontiguousarray(prompt, np.int32).tobytes()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
-
-
 def history_of(id: RequestId, prompt: IntArray, response: IntArray, score: float) -> History:
     """Return the history record of a scored response."""
     tokens = np.concatenate((prompt[-CONTEXT:], response)).astype(np.int32)
     return History(key=prompt_key(prompt), id=id, tokens=tokens, score=score)
+
+
+def histories_of(sample: Sample, key: int, score: float) -> list[History]:
+    """Return the history records of a scored sample, one for each row. `key` is that of the data's
+    prompt, since the first context of an episode may differ from it."""
+    return [
+        structs.replace(history_of(sample.id, row.prompt, row.tokens, score), key=key)
+        for row in sample.rows
+        if len(row.tokens)
+    ]
 
 
 class HistoryStore:

@@ -17,10 +17,11 @@ from rlcore.records import (
     Work,
     group_of,
     is_baseline,
+    prompt_key,
 )
 from rlcore.rollout.controller import Controller
 from rlcore.rollout.exchange import by_owner
-from rlcore.rollout.histospec import HistorySender, HistoryStore, history_of, with_histories
+from rlcore.rollout.histospec import HistorySender, HistoryStore, histories_of, with_histories
 from rlcore.rollout.round_log import Rounds
 from rlcore.rollout.transport import Hub
 from rlcore.rollout.worker import NO_CALLBACKS, RolloutWorker, RoundCallbacks
@@ -134,9 +135,12 @@ class Rollout:
         draft from histories, call this on every rank: rank 0 waits for all ranks."""
         worker, hub = self.worker, self._hub
         mine = [
-            history_of(i, worker.samples[i].prompt, worker.samples[i].tokens, score)
+            history
             for i, score in worker.scores.items()
-            if not is_baseline(group_of(i))
+            if not is_baseline(group := group_of(i))
+            for history in histories_of(
+                worker.samples[i], prompt_key(worker.prompts[group].tokens), score
+            )
         ]
         if hub.rank != 0:
             hub.send(0, "histories", Histories(rank=hub.rank, histories=tuple(mine)))

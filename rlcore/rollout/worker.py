@@ -52,7 +52,7 @@ from rlcore.records import (
     group_of,
 )
 from rlcore.rollout.exchange import SampleExchange
-from rlcore.rollout.histospec import history_of
+from rlcore.rollout.histospec import histories_of
 from rlcore.rollout.transport import Hub
 
 POLL_S = 0.02
@@ -463,9 +463,12 @@ class RolloutWorker:
         elif isinstance(command, Ship):
             self.exchange.send(command.ids, command.to)
         elif isinstance(command, SendHistories):
-            found = ((self.samples[i], score) for i, score in command.scores.items())
-            histories = tuple(history_of(s.id, s.prompt, s.tokens, score) for s, score in found)
-            self._hub.send(0, "histories", Histories(rank=self._hub.rank, histories=histories))
+            found = [
+                history
+                for i, score in command.scores.items()
+                for history in histories_of(self.samples[i], command.keys[group_of(i)], score)
+            ]
+            self._hub.send(0, "histories", Histories(rank=self._hub.rank, histories=tuple(found)))
 
     # ---- training while other ranks decode
 

@@ -430,8 +430,16 @@ def test_ranks_that_only_sample_and_staleness_have_rules(words, said):
         ("--env frozenlake --env.timeout_s 1800", "--env.timeout_s 1800: must be below"),
         ("--env frozenlake --env.num_groups 3", "--env.num_groups 3: must be at least data.pro"),
         ("--env frozenlake --env.group_size 3", "--env.group_size 3: must be at least rollout."),
-        ("--env frozenlake --schedule tail_batching", "--schedule tail_batching: does not work"),
-        ("--env frozenlake --rollout.draft history", "--rollout.draft history: finds drafts"),
+        ("--env frozenlake --schedule tail_batching", ""),
+        (
+            "--env frozenlake --schedule tail_batching --env.num_groups 40",
+            "--env.num_groups 40: --schedule tail_batching starts more by itself; use tail.eta_pr",
+        ),
+        (
+            "--env frozenlake --schedule tail_batching --env.group_size 9",
+            "--env.group_size 9: --schedule tail_batching starts more by itself; use tail.eta_sam",
+        ),
+        ("--env frozenlake --rollout.draft history --data.num_prompts 64", ""),
         ("--env latency --data.train label --env.turns 20", "--env.turns 20: must be at most"),
         ("--env latency --data.train label --env.fail_slow 2", "--env.fail_slow 2: must be from"),
         ("--env swe --data.train x --env.tests_timeout_s 900", "--env.tests_timeout_s 900: must b"),
@@ -554,6 +562,8 @@ def test_settings_without_effect_are_named_and_the_run_goes_on():
         "--sync.ranks_per_site",
     ]
     assert rules.warnings(parse([])) == []
+    (said,) = rules.warnings(parse(["--env", "frozenlake", "--rollout.draft", "history"]))
+    assert "the task frozenlake is endless and repeats no prompt" in said
 
 
 def test_moments_in_bfloat16_need_decay_rates_that_rounding_does_not_undo():

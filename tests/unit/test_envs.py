@@ -22,16 +22,20 @@ from rlcore.hf.tokenizer import load_tokenizer
 from rlcore.records import (
     Aborted,
     AnyEvent,
+    Branch,
     Down,
     Finished,
+    History,
     LengthReport,
     Prompt,
     Request,
     Sample,
     Sampling,
     Stats,
+    prompt_key,
     turn_of,
 )
+from rlcore.rollout.histospec import Draft, histories_of
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import load_weights
 from rlcore.utils.children import Channel
@@ -76,7 +80,14 @@ Make = Callable[..., EpisodeEngine]
 def make() -> Iterator[Make]:
     made: list[EpisodeEngine] = []
 
-    def one(name: str, *, max_running: int = 8, barrier: bool = False, **keys: Any):
+    def one(
+        name: str,
+        *,
+        max_running: int = 8,
+        barrier: bool = False,
+        draft: Draft = "none",
+        **keys: Any,
+    ):
         inner = Spy(
             HF,
             max_model_tokens=100,
@@ -84,6 +95,8 @@ def make() -> Iterator[Make]:
             seed=SEED,
             device="cpu",
             max_running=max_running,
+            draft=draft,
+            draft_settings={"adaptive": False, "wait": True} if draft != "none" else None,
         )
         load_weights(inner, weights(HF, 0).items(), 4)
         kind, tokenizer = registry.resolve(f"tests.odd_envs.{name}"), Numbers()
@@ -339,6 +352,114 @@ def test_a_turn_that_nobody_waits_for_is_aborted_and_its_episode_goes_on(monkeyp
         assert not inner.can_work
     finally:
         engine.close()
+
+
+# ---- drafts from earlier episodes
+
+
+def test_turns_draft_from_the_histories_of_their_prompt_and_are_the_same(make):
+    def run(engine: EpisodeEngine) -> tuple[dict[str, Finished], int]:
+        engine.submit(episodes(4))
+        events = collect(engine, ended(4))
+        return by_id(events), counters(events, "accepted_tokens")
+
+    want, _ = run(make("Sums", max_turn_tokens=8))
+    key = prompt_key(prompt_of("t0").tokens)
+    known = [h for event in want.values() for h in histories_of(event.sample, key, 1.0)]
+    accepted = []
+    for histories in ([structs.replace(h, key=key + 1) for h in known], known):
+        engine = make("Sums", max_turn_tokens=8, draft="history")
+        engine.remember(histories)
+        found, count = run(engine)
+        accepted.append(count)
+        assert found.keys() == want.keys()
+        for id, event in found.items():
+            for name in ("tokens", "versions", "logps"):
+                ours, theirs = getattr(event.sample, name), getattr(want[id].sample, name)
+                np.testing.assert_allclose(ours, theirs, atol=1e-6 if name == "logps" else 0)
+    assert accepted[1] > accepted[0] + 30  # of 96 tokens
+
+
+def test_histories_of_running_episodes_stay_while_they_wait_for_their_environment(
+    make, monkeypatch
+):
+    engine, told = make("Sums"), []
+    monkeypatch.setattr(engine._inner, "remember", lambda found: told.append([h.id for h in found]))
+
+    def history(name: str, key: int) -> History:
+        return History(key=key, id=name, tokens=np.array([3], np.int32), score=0.0)
+
+    key = prompt_key(prompt_of("t0").tokens)
+    engine.submit(episodes(2))
+    engine.remember([history("own", key), history("other", 5)])
+    engine.remember([history("third", 6)])
+    engine.remember([history("newer", key)])
+    collect(engine, ended(2))
+    engine.remember([history("last", 7)])
+    assert told == [["own", "other"], ["own", "third"], ["newer"], ["last"]]
+
+
+def test_every_row_of_an_episode_is_a_history_of_the_data_prompt():
+    row = {"logps": np.zeros(2, np.float32), "versions": np.zeros(2, np.int32)}
+    first, further = (
+        {"prompt": np.arange(n, dtype=np.int32), "tokens": np.array([7, n], np.int32)}
+        for n in (3, 12)
+    )
+    branch = Branch(**further, **row)
+    sample = Sample(id="t0.0", finish="stop", branches=(branch,), **first, **row)
+    found = histories_of(sample, 99, 0.5)
+    assert [(h.key, h.id, h.score) for h in found] == [(99, "t0.0", 0.5)] * 2
+    assert [h.tokens.tolist() for h in found] == [
+        [0, 1, 2, 7, 3],
+        [4, 5, 6, 7, 8, 9, 10, 11, 7, 12],
+    ]
+    failed = structs.replace(sample, tokens=row["versions"][:0], branches=())
+    assert histories_of(failed, 99, 0.0) == []
+
+
+# ---- an episode that starts again
+
+
+class Returning:
+    """A host of an episode that is aborted and starts again. A request of the first play arrives
+    while the second one waits for its turn of the same name."""
+
+    def __init__(self) -> None:
+        self.policies: list[Any] = []
+
+    async def play(self, so_far, policy, sampling, prompt, name):
+        self.policies.append(policy)
+        turn = Request(
+            id=turn_of(name, 0),
+            prompt=prompt.tokens,
+            sampling=structs.replace(sampling, max_tokens=3),
+        )
+        if len(self.policies) == 1:
+            await asyncio.Event().wait()
+        own = asyncio.ensure_future(policy(turn))
+        await asyncio.sleep(0)
+        late = asyncio.ensure_future(self.policies[0](turn))
+        await asyncio.sleep(0)
+        sample = await own
+        assert not late.done()
+        late.cancel()
+        return PlayedEpisode(structs.replace(sample, id=so_far.id), {})
+
+    def close(self) -> None: ...
+
+
+def test_a_late_request_of_an_aborted_play_takes_no_turn_of_the_next_one(make):
+    engine = make("Sums")
+    engine._host = host = Returning()
+    engine.submit(episodes(1))
+    while not host.policies:
+        engine.poll(0.01)
+    engine.abort(["t0.0"])
+    assert any(isinstance(e, Aborted) for e in collect(engine, ended(1)))
+    engine.submit(episodes(1))
+    (event,) = by_id(collect(engine, ended(1))).values()
+    assert len(event.sample.tokens) == 3 and len(host.policies) == 2
+    assert not engine._inner.can_work and len(engine._inner.calls) == 1
 
 
 def test_an_observation_of_a_chat_is_a_message_behind_the_turn():

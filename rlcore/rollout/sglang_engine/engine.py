@@ -43,7 +43,7 @@ from rlcore.records import (
     Sample,
     Stats,
 )
-from rlcore.rollout.histospec import Draft, prompt_key
+from rlcore.rollout.histospec import Draft
 from rlcore.rollout.sglang_engine.counters import Counters
 from rlcore.rollout.sglang_engine.names import ALGORITHM, PROMPT_KEY, REMEMBER
 from rlcore.rollout.sglang_engine.server import Server, set_environment
@@ -356,7 +356,7 @@ class SGLangEngine(InProcess):
                 # The sampler's positions include the prompt, so subtract the prompt's length.
                 seed=_signed(key + (1 - len(prompt)) * GOLDEN),
                 prompt=prompt,
-                prompt_key=prompt_key(request.prompt) if self._drafts else 0,
+                prompt_key=request.draft_key if self._drafts else 0,
                 tokens=[] if part is None else part.tokens.tolist(),
                 logps=[] if part is None else part.logps.tolist(),
                 versions=[] if part is None else part.versions.tolist(),

@@ -52,7 +52,7 @@ from rlcore.records import (
     Sample,
     Stats,
 )
-from rlcore.rollout.histospec import Draft, prompt_key
+from rlcore.rollout.histospec import Draft
 from rlcore.rollout.torch_engine.drafter import Drafter, DraftSettings
 from rlcore.rollout.torch_engine.sampler import GOLDEN, MOST_KEPT, SamplingTensors, sample
 from rlcore.rollout.validation import check_request, check_tags, damage, gap
@@ -453,7 +453,7 @@ class TorchEngine(InProcess):
                 key=key,
                 prompt=prompt,
                 prefix=prompt.tobytes(),
-                prompt_key=prompt_key(prompt) if self._drafter is not None else 0,
+                prompt_key=request.draft_key if self._drafter is not None else 0,
                 tokens=np.zeros(0, np.int32) if part is None else np.array(part.tokens, np.int32),
                 logps=np.zeros(0, np.float32) if part is None else np.array(part.logps, np.float32),
                 versions=np.zeros(0, np.int32)
