@@ -500,7 +500,11 @@ def test_a_password_in_an_address_is_not_written_down():
 
 
 SECTIONS = (
-    *(s for s in vars(schema).values() if dataclasses.is_dataclass(s) and s is not Config),
+    *(
+        s
+        for s in filter(inspect.isclass, vars(schema).values())
+        if dataclasses.is_dataclass(s) and s is not Config
+    ),
     *map(algos.config_class, algos.NAMES),
     *map(rewards.config_class, (*rewards.REWARDS, "http://host/path")),
     *map(envs.config_class, envs.ENVS),
