@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+from typing import Any
 
 TIMED_OUT = 124
 """Exit status of a command that was killed at its deadline, as that of the command `timeout`."""
@@ -27,7 +28,7 @@ def run_command(command: str, folder: str, timeout_s: float) -> None:
     os.mkdir(top)
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|*") as archive:
         # Python 3.14 would refuse absolute links, and before 3.11.4 there are no filters.
-        trusted = {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
+        trusted: Any = {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
         archive.extractall(top, **trusted)
     with open(script, "w", encoding="utf-8", errors="surrogatepass") as file:
         file.write(command)  # not an argument, because the kernel limits the length of those
