@@ -28,7 +28,9 @@ def run_command(command: str, folder: str, timeout_s: float) -> None:
     os.mkdir(top)
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|*") as archive:
         # Python 3.14 would refuse absolute links, and before 3.11.4 there are no filters.
-        trusted: Any = {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
+        trusted: dict[str, Any] = (
+            {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
+        )
         archive.extractall(top, **trusted)
     with open(script, "w", encoding="utf-8", errors="surrogatepass") as file:
         file.write(command)  # not an argument, because the kernel limits the length of those
@@ -36,7 +38,7 @@ def run_command(command: str, folder: str, timeout_s: float) -> None:
         process = subprocess.Popen(
             ["bash", script],
             cwd=os.path.join(top, folder),
-            env=os.environ | {"PATH": _path(), "GIT_CONFIG_NOSYSTEM": "1"},  # unreadable
+            env=os.environ | {"PATH": _path(), "GIT_CONFIG_NOSYSTEM": "1"},  # it is hidden
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

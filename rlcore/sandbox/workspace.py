@@ -112,7 +112,7 @@ class SandboxWorkspace:
         )
         text = outcome.stderr.decode("utf-8", "replace")
         output, _, status = text.rpartition("\n")
-        if not outcome.code and not outcome.why and status.isdigit():
+        if not outcome.code and status.isdigit():
             self._archive = outcome.stdout
             return int(status), output
         reason = outcome.why or text.strip().rpartition("\n")[2] or f"exit status {outcome.code}"
