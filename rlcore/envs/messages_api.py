@@ -163,8 +163,8 @@ def messages_events(answer: ChatAnswer, model: str, with_usage: bool) -> bytes:
             delta = {"type": kind, "partial_json" if is_call else field: piece}
             out.append(_event("content_block_delta", index=index, delta=delta))
         out.append(_event("content_block_stop", index=index))
-    delta = {"stop_reason": _STOP_REASONS[answer.finish], "stop_sequence": None}
-    out.append(_event("message_delta", delta=delta, usage=usage))
+    end = {"stop_reason": _STOP_REASONS[answer.finish], "stop_sequence": None}
+    out.append(_event("message_delta", delta=end, usage=usage))
     return b"".join([*out, _event("message_stop")])
 
 
