@@ -195,7 +195,9 @@ def test_an_agent_with_openais_client_learns_to_use_a_tool(tmp_path, seed):
     summary = json.loads((tmp_path / "endpoint_tiny" / "summary.json").read_text())
     assert summary["val/accuracy_end"] - summary["val/accuracy_start"] > 0.2
     rows = runs.rows(tmp_path / "endpoint_tiny")
-    assert all(row["training/rollout_probs_diff_max"] < 1e-3 for s, row in rows.items() if s)
+    name = "training/rollout_probs_diff_max"
+    differences = [row[name] for row in rows.values() if name in row]
+    assert len(differences) > 12 and max(differences) < 1e-3
     assert rows[max(rows)]["env/turns"] > 1.8  # a call, and the answer
 
 
