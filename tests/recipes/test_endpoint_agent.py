@@ -80,6 +80,13 @@ def test_a_right_call_and_its_result_score_1(folder: str, tmp_path: Path) -> Non
     assert result == {"role": "tool", "tool_call_id": "call_0_0", "content": "-17"}
 
 
+def test_a_call_of_several_events_is_put_together(folder: str, tmp_path: Path) -> None:
+    turns = Turns(call("1" + "+1" * 3000), ChatAnswer(content="-17"))
+    with serve() as served:
+        assert play(served, folder, turns, tmp_path) == (0, "1")
+    assert turns.asked[1].messages[-1]["content"] == "3001"
+
+
 def test_another_answer_scores_0(folder: str, tmp_path: Path) -> None:
     for answers in (
         [ChatAnswer(content="17")],
