@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Sourced by every recipe: helpers, and `launch`, which makes the processes. Knobs, all optional:
+# Sourced by every recipe: helpers, and `launch`, which makes the processes. EXTRA of a recipe is a
+# further package that it needs, and the flag of tools/setup.sh for it. Knobs, all optional:
 #   NODES GPUS_PER_NODE (processes per node on a machine without GPUs) PYTHON MAX_RESTARTS
 #   NODE_RANK and HEAD_ADDR: a node started by hand; HEAD_ADDR and HEAD_PORT win everywhere
 set -euo pipefail
@@ -61,9 +62,13 @@ is_checkout() { # or a folder to which `rlcore recipe copy` has copied recipes
 }
 
 find_python() { # settings of the run: sets PYTHON; installs only if the recipe was started with bash
-  local missing flags=(--quiet) needed='torch megatron transformers msgspec zmq tyro'
-  local where="run bash tools/setup.sh once, in a folder that this node can read"
-  local repair="run bash tools/setup.sh once, where this node can see it, and start with the"
+  local missing flags=(--quiet) needed='torch megatron transformers msgspec zmq tyro' setup where repair
+  if [[ -n ${EXTRA:-} ]] && ! shows_only "$@"; then
+    flags+=("--$EXTRA") needed+=" $EXTRA"
+  fi
+  setup="bash tools/setup.sh${EXTRA:+ --$EXTRA}"
+  where="run $setup once, in a folder that this node can read"
+  repair="run $setup once, where this node can see it, and start with the"
   repair+=" .venv/bin/torchrun that it makes"
   if is_checkout; then
     shows_only "$@" || [[ $(option rollout.engine torch "$@") != sglang ]] || flags+=(--sglang)

@@ -11,6 +11,7 @@ usage: bash tools/setup.sh [flags]
   --sglang       also SGLang: for the CPU where torch is a CPU build; else for CUDA 13.0, as locked in
                  tools/locks: 64-bit x86, glibc 2.34 or newer, Python 3.11 or 3.12
   --wandb        also Weights & Biases
+  --openai       also the client of OpenAI, for the agent of recipes/endpoint_tiny.sh
   --mux          also a Redis server, for many jobs on the same nodes (Debian and Ubuntu; needs root)
   --te           also Transformer Engine (builds against CUDA; minutes)
   --bench        also the peer of tools/bench_judge.py
@@ -45,7 +46,7 @@ die() {
 EXTRAS=() APEX='' TORCH=auto QUIET=0 BROWSER=0 MUX=0 SLURM=0 MINI=0
 while (($#)); do
   case $1 in
-    --test | --te | --sglang | --bench | --wandb) EXTRAS+=("${1#--}") ;;
+    --test | --te | --sglang | --bench | --wandb | --openai) EXTRAS+=("${1#--}") ;;
     --apex)
       APEX=${2:-}
       [[ -n $APEX ]] || die '--apex needs a value: a folder with the Apex sources, or its git URL'

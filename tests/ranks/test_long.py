@@ -184,6 +184,23 @@ def test_the_tiny_walks_are_learned(tmp_path):
     assert summary["val/accuracy_end"] - summary["val/accuracy_start"] > 0.1
 
 
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(2))
+def test_an_agent_with_openais_client_learns_to_use_a_tool(tmp_path, seed):
+    pytest.importorskip("openai", reason="no package openai: bash tools/setup.sh --openai")
+    root = Path(__file__).resolve().parents[2]
+    command = ["bash", "recipes/endpoint_tiny.sh", "--run.dir", str(tmp_path)]
+    command += ["--run.seed", str(seed)]
+    subprocess.run(command, cwd=root, check=True, env=os.environ | {"CI": "1"}, timeout=1700)
+    summary = json.loads((tmp_path / "endpoint_tiny" / "summary.json").read_text())
+    assert summary["val/accuracy_end"] - summary["val/accuracy_start"] > 0.2
+    rows = runs.rows(tmp_path / "endpoint_tiny")
+    name = "training/rollout_probs_diff_max"
+    differences = [row[name] for row in rows.values() if name in row]
+    assert len(differences) > 12 and max(differences) < 1e-3
+    assert rows[max(rows)]["env/turns"] > 1.8  # a call, and the answer
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", range(4))
 def test_a_rank_that_stands_still_ends_the_run_with_a_verdict(tmp_path, number):

@@ -44,6 +44,7 @@ WORLDS = {
     "judge_tiny": 1,
     "code_tiny": 1,
     "frozenlake_tiny": 1,
+    "endpoint_tiny": 1,
     "agentic_frozenlake": 8,
     "code_14b": 32,
     "judge_7b": 16,

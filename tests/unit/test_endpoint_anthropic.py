@@ -56,6 +56,7 @@ def test_a_turn_with_tools_and_its_results(served: Served) -> None:
     reply = client.messages.create(messages=ASKED, stop_sequences=["\n\n"], **common)
     check(reply)
     results = [
+        {"type": "text", "text": "Here:"},
         {"type": "tool_result", "tool_use_id": "call_0", "content": "rain"},
         {
             "type": "tool_result",
@@ -86,6 +87,7 @@ def test_a_turn_with_tools_and_its_results(served: Served) -> None:
             "reasoning_content": ANSWER.reasoning,
             "tool_calls": calls,
         },
+        {"role": "user", "content": "Here:"},
         {"role": "tool", "tool_call_id": "call_0", "content": "rain"},
         {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
         {"role": "user", "content": "Go on."},

@@ -8,7 +8,7 @@ import pytest
 from rlcore.envs.chat_api import ApiError, ChatAnswer, ChatCall, TokenLogProb
 from tests.endpoints import WAIT_S, Played, Served, serve
 
-openai = pytest.importorskip("openai", reason="no package openai: bash tools/setup.sh --sglang")
+openai = pytest.importorskip("openai", reason="no package openai: bash tools/setup.sh --openai")
 
 ANSWER = ChatAnswer(
     content="Let me look.",

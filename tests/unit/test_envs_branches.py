@@ -746,6 +746,8 @@ def test_ids_are_continued_by_ids_and_their_spelling_stands(qwen3: Tokenizer) ->
     assert branches.begin(tuple(qwen3.encode("hello ok"))).parent is None
     assert branches.begin("hello ok").parent is None
     assert branches.counts.new_tokens == len(letters) + 1 + 2 * 2
+    answer = say(branches, qwen3, same, THOUGHT + "ok")
+    assert answer.message == {"role": "assistant", "content": THOUGHT + "ok"}  # not parsed
 
 
 @pytest.mark.parametrize(
