@@ -69,7 +69,12 @@ def found(tmp_path_factory: pytest.TempPathFactory, real_data: Path) -> Any:
     def job(name: str, *keys: object) -> runs.Job:
         more = (
             *(*BARE, *data, "--data.template", "chat", "--data.answer_field", "", "--run.steps", 1),
-            *("--env", "endpoint", "--env.command", f"{sys.executable} {HARNESS}"),
+            *(
+                "--env",
+                "endpoint",
+                "--env.command",
+                f"{sys.executable} {HARNESS} -c agent.step_limit=50",
+            ),
             *("--rollout.samples_per_prompt", 2, "--rollout.max_tokens", 6000),
             *("--train.head_chunk_tokens", 256, "--train.tokens_per_micro_batch", 8192),
         )
