@@ -322,9 +322,11 @@ class Branches:
 
     def _request(self, messages: Sequence[Any] | str | tuple[int, ...], tools: list[Any]) -> Asked:
         """Return what is compared with earlier turns: messages or their text, or a prompt."""
-        if isinstance(messages, str | tuple):
-            is_text = isinstance(messages, str)
-            self._check_length(self._tokenizer.min_tokens(messages) if is_text else len(messages))
+        if isinstance(messages, str):
+            self._check_length(self._tokenizer.min_tokens(messages))
+            return messages
+        if isinstance(messages, tuple):
+            self._check_length(len(messages))
             return messages
         asked = _all_normal(messages)
         least = sum(self._tokenizer.min_tokens(message["content"]) for message in asked)
