@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlcore.config.schema import ModelConfig, TrainConfig
+from rlcore.config.schema import NO_ADAPTERS, LoraConfig, ModelConfig, TrainConfig
 from rlcore.data.packing import pack_samples
 from rlcore.envs.branches import Branches
 from rlcore.hf.config import HFConfig
@@ -47,18 +47,25 @@ def engine_with(hf: HFConfig, weights, max_running: int, max_tokens: int = 64) -
     return engine
 
 
+@pytest.mark.parametrize("lora", [NO_ADAPTERS, LoraConfig(rank=4)], ids=["all", "lora"])
 @pytest.mark.parametrize("arch", list(kit.ARCHS))
-def test_engine_log_probs_equal_the_learners_to_1e_5(tmp_path, arch):
+def test_engine_log_probs_equal_the_learners_to_1e_5(tmp_path, arch, lora):
+    """With adapters, the engine has their sums with the weights, and the learner has both."""
     from rlcore.mcore.learner import MegatronLearner
+    from rlcore.mcore.lora import adapters_of
 
     hf = HFConfig.from_folder(kit.tiny_hf_folder(tmp_path / arch, arch))
     learner = MegatronLearner(
         hf,
         ModelConfig(path=str(tmp_path / arch), dtype="float32"),
         TrainConfig(distributed_optimizer=False, tokens_per_micro_batch=128),
+        lora=lora,
         temperature=0.8,
     )
     try:
+        for adapter in adapters_of(learner._models):  # new ones would add nothing
+            for matrix in adapter.B.values():
+                torch.nn.init.normal_(matrix, std=0.03)
         engine = engine_with(hf, [(n, t.clone()) for n, t in learner.export()], 5)
         batch = pack_samples(list(sample(engine, requests(16, hf.vocab_size)).values()))
         logp = learner.logprobs(batch)
