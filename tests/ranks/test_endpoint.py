@@ -11,7 +11,7 @@ import pytest
 from tests import logged_harness, runs
 from tests.unit.test_train_endpoint import BARE, model
 
-pytestmark = pytest.mark.ranks(2)
+pytestmark = [pytest.mark.ranks(2), pytest.mark.slow]
 
 STEPS, PROMPTS, RESPONSES = 5, 2, 2
 ALPHAS = 0, 1, 2
