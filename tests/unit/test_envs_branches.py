@@ -213,8 +213,15 @@ class Harness:
     """A harness, the engine behind the endpoint, and the reference of both."""
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer, reuse: Reuse, rng: random.Random
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        reuse: Reuse,
+        rng: random.Random,
+        prompts: float = 0.2,
     ) -> None:
+        """`prompts`: share of requests that are text completions."""
+        self.prompts = prompts
         self.model, self.tokenizer, self.reuse, self.rng = model, tokenizer, reuse, rng
         self.branches = make_branches(tokenizer, model.family, reuse=reuse)
         self.calls: list[Call] = []
@@ -287,7 +294,7 @@ class Harness:
         return [c for c in self.calls if c.kept is not None and not c.is_cancelled]
 
     def begin(self) -> None:
-        if self.is_rare(0.2):
+        if self.is_rare(self.prompts):
             return self.begin_prompt()
         messages = self.messages()
         tools = self.draw(self.tools[:1], None) if self.is_rare(0.1) else self.tools
@@ -1018,7 +1025,9 @@ def shown_context(turns: Sequence[EpisodeTurn], number: int) -> list[tuple[str, 
 def test_the_tree_has_every_turn_once_below_the_one_that_it_continues(
     model: Model, tokenizer: Callable[[str], Tokenizer], seed: int
 ) -> None:
-    harness = Harness(model, tokenizer(model.template), "keep", random.Random(seed))
+    # A text completion may go on without a context in between, and the two turns are then one.
+    rng = random.Random(seed)
+    harness = Harness(model, tokenizer(model.template), "keep", rng, prompts=0.0)
     for _ in range(30):
         pending = harness.pending()
         if pending and not harness.is_rare():

@@ -18,6 +18,7 @@ from rlcore.records import (
     Prompt,
     Remember,
     Request,
+    Sample,
     Sampling,
     Stats,
 )
@@ -393,9 +394,16 @@ def test_rank_zero_learns_what_both_ranks_have_scored_and_tells_a_replica_once()
 
     def rollout(hub, timeout_s=10.0):
         ids = [f"t{hub.rank}.0", f"t{hub.rank}.1", f"bt{hub.rank}.0"]
-        done = {i: SimpleNamespace(prompt=prompt, tokens=np.array([7, 1], np.int32)) for i in ids}
+        tokens = np.array([7, 1], np.int32)
+        arrays = {"logps": np.zeros(2, np.float32), "versions": np.zeros(2, np.int32)}
+        done = {i: Sample(id=i, prompt=prompt, tokens=tokens, finish="stop", **arrays) for i in ids}
         exchange = SampleExchange(hub, timeout_s)
-        worker = SimpleNamespace(samples=done, scores=dict.fromkeys(ids, 0.5), exchange=exchange)
+        worker = SimpleNamespace(
+            samples=done,
+            scores=dict.fromkeys(ids, 0.5),
+            prompts={f"t{hub.rank}": SimpleNamespace(tokens=prompt)},
+            exchange=exchange,
+        )
         return Rollout(hub, worker, None)
 
     try:

@@ -41,7 +41,7 @@ def test_the_rate_of_training_counts_the_tokens_that_were_trained_as_often_as_th
         embeddings=100.0,
         head=100.0,
     )
-    monkeypatch.setattr(report, "size_of", lambda hf: size)
+    monkeypatch.setattr(report, "size_of", lambda hf, lora: size)
     monkeypatch.setattr(report.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(report.torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(report, "memory", dict)
@@ -52,6 +52,7 @@ def test_the_rate_of_training_counts_the_tokens_that_were_trained_as_often_as_th
             data=SimpleNamespace(prompts_per_step=2, max_prompt_tokens=10),
             rollout=SimpleNamespace(samples_per_prompt=2),
             train=SimpleNamespace(epochs=3),
+            lora=None,
         ),
         hf=None,
         ranks=Ranks(rank=0, size=2, model_parallel_groups=[[0, 1]], dp_rank=0),
