@@ -1,7 +1,7 @@
 """Measure CPU time and latency of the endpoint of harnesses (`--env endpoint`).
 
-    python tools/bench_endpoint.py --seed 0 --json FILE                            # two minutes
-    python tools/bench_endpoint.py --seed 0 --tokenizer FOLDER --sglang --json FILE   # seven minutes
+    python tools/bench_endpoint.py --seed 0 --json FILE                           # two minutes
+    python tools/bench_endpoint.py --seed 0 --tokenizer FOLDER --sglang --json FILE  # seven minutes
 
 A server process answers `--episodes` clients at a time, each with its own connection and key. An
 episode is a conversation with tools: every request has all earlier messages. The answers are
