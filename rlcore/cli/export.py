@@ -51,8 +51,8 @@ class Source:
     """Seed of the weights that the run started from; None: those of `model`."""
 
     def base(self, hf: "HFConfig") -> "TensorSource | None":
-        """Return the weights that adapters are added to, those that the run started from. None: the
-        run has no adapters."""
+        """Return the weights that the run started from, to which its adapters are added; None if
+        the run has no adapters."""
         if not self.lora.rank:
             return None
         from rlcore.hf.weights import WeightReader

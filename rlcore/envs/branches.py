@@ -62,7 +62,14 @@ import numpy as np
 from rlcore.envs.chat_api import ApiError
 from rlcore.envs.dialogue import Dialogue
 from rlcore.hf.tokenizer import Tokenizer
-from rlcore.hf.tool_calls import ParsedTurn, assistant_message, family_of, parse, reasoning_of
+from rlcore.hf.tool_calls import (
+    OPENING_TOKENS,
+    ParsedTurn,
+    assistant_message,
+    family_of,
+    parse,
+    reasoning_of,
+)
 from rlcore.hf.tool_formats import schemas_of
 from rlcore.records import CUT, Finish, FloatArray, IntArray, Sample
 from rlcore.utils.errors import ConfigError, LimitError
@@ -76,7 +83,6 @@ Asked = list[ChatMessage] | str | tuple[int, ...]
 """What a request asks for: messages, or as text or token ids what the model is to continue."""
 
 _ROLES = ("system", "user", "assistant", "tool")
-_TAIL = 16  # more tokens than the text that opens reasoning has
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +320,7 @@ class Branches:
         """Return the message of an answer with the text `shown`."""
         if not turn.is_chat:
             return {"role": "assistant", "content": shown}
-        opening = self._decode(turn.context[-_TAIL:].tolist())
+        opening = self._decode(turn.context[-OPENING_TOKENS:].tolist())
         reasoning = reasoning_of(self._tokenizer.chat_template, opening)
         parsed = _with_lost_text(parse(self._family, shown, turn.tools, reasoning))
         names = [f"call_{turn.number}_{i}" for i in range(len(parsed.calls))]

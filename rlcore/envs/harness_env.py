@@ -160,7 +160,7 @@ class HarnessHost:
             raise EnvError("error", "the harness gave no score")
         so_far.rewarded(result.score or 0.0, result.numbers)
         with served.lock:
-            counts, sample = served.branches.counts, _sample(served.branches, so_far.id)
+            counts, sample = served.branches.counts, sample_of(served.branches, so_far.id)
         numbers = {
             "env/branches": float(counts.branches),
             "env/reused_tokens": float(counts.reused_tokens),
@@ -302,7 +302,7 @@ def _shown(answer: Answer, context: int, logprobs: tuple[TokenLogProb, ...]) -> 
     )
 
 
-def _sample(branches: Branches, id: RequestId) -> Sample:
+def sample_of(branches: Branches, id: RequestId) -> Sample:
     """Return the rows of an episode as one sample. Raises EnvError if there are none."""
     rows = branches.rows()
     if not rows:

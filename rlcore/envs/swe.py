@@ -26,13 +26,13 @@ from gymnasium.spaces import Text
 from rlcore.config.schema import EnvConfig
 from rlcore.envs.kind import EnvKind
 from rlcore.sandbox import isolation
+from rlcore.sandbox.shell import TIMED_OUT
 from rlcore.sandbox.workspace import SandboxWorkspace, archive_of
 from rlcore.utils.bounds import above, at_least
 
 # Possessive quantifiers prevent backtracking, which takes quadratic time and blocks the process.
 _BLOCK = re.compile(r"```(?:bash|sh)[^\n`]*+\n(.*?)```", re.DOTALL)
 _SUBMIT = re.compile(r"^[^\S\n]*+submit[^\S\n]*+$", re.MULTILINE | re.IGNORECASE)
-_TIMED_OUT = 124  # exit status of the command `timeout`
 _GRACE_S = 10.0
 
 
@@ -144,7 +144,7 @@ class Swe(gymnasium.Env[str, str]):
             printed = f"{printed[:half]}\n... {left} characters ...\n{printed[-half:]}"
         end = (
             f"killed after {self._config.command_timeout_s:g} s"
-            if code == _TIMED_OUT
+            if code == TIMED_OUT
             else f"exit {code}"
         )
         return f"{printed.rstrip()}\n[{end}]\n"

@@ -16,11 +16,9 @@ from msgspec import Struct
 
 from rlcore.hf.messages import split_messages
 from rlcore.hf.tokenizer import Tokenizer
-from rlcore.hf.tool_calls import family_of, reasoning_of, split_calls
+from rlcore.hf.tool_calls import OPENING_TOKENS, family_of, reasoning_of, split_calls
 from rlcore.records import IntArray, Sample
 from rlcore.utils.errors import ConfigError
-
-_TAIL = 16  # more tokens than the text that opens reasoning has
 
 
 class EpisodeTurn(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -81,7 +79,7 @@ def turns_of(sample: Sample, tokenizer: Tokenizer, prompt: IntArray) -> list[Epi
         )
         text = read(whole[begin:end])
         reasoning = reasoning_of(
-            tokenizer.chat_template, read(whole[max(0, begin - _TAIL) : begin])
+            tokenizer.chat_template, read(whole[max(0, begin - OPENING_TOKENS) : begin])
         )
         found.append(
             EpisodeTurn(

@@ -96,6 +96,10 @@ def family_of(template: str) -> str:
     )
 
 
+OPENING_TOKENS = 16
+"""More tokens than the text that opens reasoning has, at the end of a rendered prompt."""
+
+
 def reasoning_of(template: str, prompt: str) -> Reasoning:
     """Return where turns of a model have reasoning, from its chat template and the rendered prompt
     of the turn."""

@@ -21,7 +21,7 @@ from tests.unit.test_train_endpoint import model
 
 PROMPT = np.array([5, 6, 7], np.int32)
 WANTED, STARTED, RUNNING, SLOTS = 2, 8, 5, 3
-"""Of eight episodes two come in time. Five run at a time, and three turns."""
+"""Numbers of episodes that are kept, are started, and run at a time; turns sampled at a time."""
 
 
 class Episodes:

@@ -19,9 +19,10 @@ from tokenizers import Tokenizer as Backend
 from rlcore.envs.branches import Answer, Branches, EpisodeRow, Reuse, Turn
 from rlcore.envs.chat_api import ApiError
 from rlcore.envs.dialogue import Dialogue
+from rlcore.envs.harness_env import sample_of
 from rlcore.envs.turn_tree import EpisodeTurn, sampled_stretches, turns_of
 from rlcore.hf.tokenizer import CHATML, Tokenizer, load_tokenizer, make_char_tokenizer
-from rlcore.records import Branch, Finish, Sample
+from rlcore.records import Finish, Sample
 from rlcore.utils.errors import LimitError
 from tests.contracts.record_tool_calls import wide
 from tests.kit import ROOT
@@ -1013,7 +1014,8 @@ def path_of(turns: Sequence[EpisodeTurn], number: int) -> list[EpisodeTurn]:
 
 
 def shown_context(turns: Sequence[EpisodeTurn], number: int) -> list[tuple[str, str]]:
-    """Return the messages of a turn's context, with those that an earlier turn has too."""
+    """Return all messages of a turn's context. The turn itself has only those that `same` does not
+    give."""
     turn = turns[number]
     like, count = turn.same
     return [*(shown_context(turns, like)[:count] if count else []), *turn.context]
@@ -1034,12 +1036,7 @@ def test_the_tree_has_every_turn_once_below_the_one_that_it_continues(
             harness.end(harness.draw(*pending))
         else:
             harness.begin()
-    rows = harness.branches.rows()
-    first, *further = [
-        Branch(prompt=r.prompt, tokens=r.tokens, logps=r.logps, versions=r.versions) for r in rows
-    ]
-    fields = {name: getattr(first, name) for name in ("prompt", "tokens", "logps", "versions")}
-    sample = Sample(id="t0.0", finish="stop", branches=tuple(further), **fields)
+    rows, sample = harness.branches.rows(), sample_of(harness.branches, "t0.0")
     turns = turns_of(sample, harness.tokenizer, np.zeros(0, np.int32))
     numbers = [int(rows[row].versions[begin]) for row, begin, _ in sampled_stretches(sample)]
     assert sorted(numbers) == [n for n, c in enumerate(harness.calls) if c.kept is not None]
@@ -1072,19 +1069,7 @@ def test_equal_messages_of_parallel_requests_are_in_the_tree_once(
     more = [system, {"role": "user", "content": "hello"}, answers[0]]
     turn = branches.begin([*more, {"role": "tool", "content": "Noon."}], TOOLS)
     branches.end(turn, make_sample(qwen.encode("ok"), 3))
-    first, *further = branches.rows()
-    sample = Sample(
-        id="t0.0",
-        prompt=first.prompt,
-        tokens=first.tokens,
-        logps=first.logps,
-        versions=first.versions,
-        finish="stop",
-        branches=tuple(
-            Branch(prompt=r.prompt, tokens=r.tokens, logps=r.logps, versions=r.versions)
-            for r in further
-        ),
-    )
+    sample = sample_of(branches, "t0.0")
     one, two, three, four = turns_of(sample, qwen, np.zeros(0, np.int32))
     assert [role for role, _ in one.context] == ["system", "user"]
     assert one.context[0][1].startswith("Be brief.") and one.context[1][1] == "hello"
@@ -1094,5 +1079,5 @@ def test_equal_messages_of_parallel_requests_are_in_the_tree_once(
     assert three.sampled == [(True, CALLS["qwen"]), (False, "<|im_end|>")]
     assert (four.row, four.parent, four.same) == (2, -1, (0, 1))
     assert four.context == [("user", "ok")]
-    (known, *_) = turns_of(sample, qwen, first.prompt)
+    (known, *_) = turns_of(sample, qwen, sample.prompt)
     assert known.context == [] and known.num_context == 0

@@ -11,10 +11,11 @@ import torch
 from rlcore.config.schema import NO_ADAPTERS, LoraConfig, ModelConfig, TrainConfig
 from rlcore.data.packing import pack_samples
 from rlcore.envs.branches import Branches
+from rlcore.envs.harness_env import sample_of
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected
 from rlcore.hf.tokenizer import Tokenizer
-from rlcore.records import Branch, Finished, Request, Sample, Sampling, turn_of
+from rlcore.records import Finished, Request, Sample, Sampling, turn_of
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import load_weights
 from tests import kit
@@ -91,21 +92,9 @@ def episode(engine: TorchEngine, tokenizer: Tokenizer, vocabulary: int, number: 
         done = sample(engine, [Request(id=id, prompt=turn.context, sampling=sampling)])[id]
         answer = branches.end(turn, done)
         known.append([*asked, answer.message, {"role": "user", "content": f"ok {i}"}])
-    first, *further = branches.rows()
-    assert further
-    more = tuple(
-        Branch(prompt=r.prompt, tokens=r.tokens, logps=r.logps, versions=r.versions)
-        for r in further
-    )
-    return Sample(
-        id=f"t{number}.0",
-        prompt=first.prompt,
-        tokens=first.tokens,
-        logps=first.logps,
-        versions=first.versions,
-        finish="stop",
-        branches=more,
-    )
+    found = sample_of(branches, f"t{number}.0")
+    assert found.branches
+    return found
 
 
 def test_rows_of_a_branching_episode_have_the_learners_log_probs_to_1e_5(tmp_path):
