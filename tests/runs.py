@@ -164,8 +164,10 @@ def with_ports(n: int, jobs: Sequence[Job]) -> list[Job]:
 
 
 def rows(run_folder: Path) -> dict[int, dict[str, Any]]:
-    """The rows of metrics.jsonl by step; AssertionError where a step is there twice."""
-    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    """The rows of metrics.jsonl by step, without a line that a run is still writing; AssertionError
+    where a step is there twice."""
+    text = (run_folder / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     steps = [line["step"] for line in lines]
     assert steps == sorted(set(steps)), steps
     return {line.pop("step"): line for line in lines}
