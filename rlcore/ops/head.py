@@ -44,8 +44,10 @@ def log_probs(
     entropy_grad: bool = True,
     weight_grad: Tensor | None = None,
     fp32_logits: bool = False,
+    ids: Tensor | None = None,
 ) -> LogProbs:
     """Return log-prob and entropy of each token, [T], differentiable; logits = hidden weight^T.
+    With `ids` also return the log-probs of further tokens of each row, [T, K].
 
     Args:
         hidden: [T, H].
@@ -57,6 +59,7 @@ def log_probs(
             `weight.grad`. None: autograd returns the gradient in the weight's dtype.
         fp32_logits: do not round logits to the hidden states' 16-bit dtype. Their gradient is
             rounded to it before the two products.
+        ids: [T, K] int64, further tokens of each row, each at most once.
 
     Raises:
         ValueError: an argument is invalid.
@@ -64,13 +67,12 @@ def log_probs(
     shard = _check(
         hidden, weight, tokens, vocab_size, temperature, group, chunk_tokens, weight_grad
     )
+    logprob.check_ids(ids, tokens, vocab_size)
     where = (*shard, temperature)
-    logp, entropy = _HeadLogProb.apply(
-        hidden, weight, tokens, where, group, chunk_tokens, weight_grad, fp32_logits
+    found = _HeadLogProb.apply(
+        hidden, weight, tokens, ids, where, group, chunk_tokens, weight_grad, fp32_logits
     )
-    if tokens.device.type != "cpu":
-        logp = torch.where((tokens >= 0) & (tokens < vocab_size), logp, float("nan"))
-    return LogProbs(logp, entropy if entropy_grad else entropy.detach())
+    return logprob.made(found, tokens, vocab_size, entropy_grad)
 
 
 def policy_loss(
@@ -171,38 +173,41 @@ class _HeadLogProb(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         tokens: Tensor,
+        ids: Tensor | None,
         where: tuple[int, int, float],
         group: dist.ProcessGroup | None,
         chunk_tokens: int,
         weight_grad: Tensor | None,
         fp32_logits: bool,
-    ) -> tuple[Tensor, Tensor]:
-        stats = hidden.new_empty((4, hidden.size(0)), dtype=logprob.statistics_dtype(hidden.dtype))
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        count = 4 if ids is None else 4 + ids.size(1)
+        dtype = logprob.statistics_dtype(hidden.dtype)
+        stats = hidden.new_empty((count, hidden.size(0)), dtype=dtype)
         for chunk, logits in _chunks(hidden, weight, chunk_tokens, fp32_logits):
-            stats[:, chunk] = logprob.row_stats(logits, tokens[chunk], *where)
-        logp, entropy, lse = logprob.combined(logprob.gathered(stats, group))
-        ctx.save_for_backward(hidden, weight, tokens, lse, entropy)
+            stats[:, chunk] = logprob.all_stats(logits, tokens[chunk], _cut(ids, chunk), *where)
+        logp, entropy, lse, of_ids = logprob.combined(logprob.gathered(stats, group))
+        ctx.save_for_backward(hidden, weight, tokens, ids, lse, entropy)
         ctx.where, ctx.weight_grad = where, weight_grad
         ctx.chunks = chunk_tokens, fp32_logits
         ctx.set_materialize_grads(False)
-        return logp, entropy
+        return logp, entropy, of_ids
 
     @staticmethod
-    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple:
-        if grad_logp is None and grad_entropy is None:
-            return (None,) * 8
-        hidden, weight, tokens, lse, entropy = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        if all(grad is None for grad in grads):
+            return (None,) * 9
+        hidden, weight, tokens, ids, lse, entropy = ctx.saved_tensors
         made = _Gradients(hidden, weight, ctx.needs_input_grad[:2], ctx.weight_grad)
         where: tuple[int, int, float] = ctx.where
         for chunk, logits in _chunks(hidden, weight, *ctx.chunks):
-            grads = (
-                None if grad_logp is None else grad_logp[chunk],
-                None if grad_entropy is None else grad_entropy[chunk],
-            )
-            about = (tokens[chunk], *where, lse[:, chunk], entropy[chunk])
-            logprob.row_grad(logits, *about, *grads, logits)
+            about = (tokens[chunk], _cut(ids, chunk), *where, lse[:, chunk], entropy[chunk])
+            logprob.all_grads(logits, *about, *(_cut(grad, chunk) for grad in grads), logits)
             made.add(chunk, logits)
-        return made.hidden, made.weight(), *(None,) * 6
+        return made.hidden, made.weight(), *(None,) * 7
+
+
+def _cut(value: Tensor | None, chunk: slice) -> Tensor | None:
+    return None if value is None else value[chunk]
 
 
 # ---- the fused loss: the logits are computed once

@@ -5,11 +5,13 @@
 Forward reads the logits once; backward reads and writes them once. No other tensor of the logits'
 size is kept. Statistics are float32 (float64 for float64 logits); gradients have the logits' dtype.
 Columns from `vocab_size` on are padding with probability 0 and gradient 0. With tensor parallelism,
-one all-gather of four numbers per token combines the ranks' results.
+one all-gather of four numbers per token (and one for each further token whose log-prob is wanted)
+combines the ranks' results.
 
 Native code (`csrc/loss`) is used if built, otherwise torch; a line in the log names the choice.
 
-Shapes: T tokens, V vocabulary size, W = V/tp columns of this rank, R tensor-parallel ranks.
+Shapes: T tokens, V vocabulary size, W = V/tp columns of this rank, R tensor-parallel ranks, K further
+tokens of each row.
 
 Own kernels instead of `torch.compile`: forward and backward take .174 s instead of 1.48 s for
 [2048, 151936] in bfloat16 on 2 threads (`tools/results/bench_loss.json`).
@@ -36,6 +38,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class LogProbs(NamedTuple):
     logp: Tensor  # [T]
     entropy: Tensor  # [T]
+    of_ids: Tensor | None = None  # [T, K]
 
 
 class VocabShard(NamedTuple):
@@ -54,8 +57,10 @@ def log_probs(
     group: dist.ProcessGroup | None = None,
     entropy_grad: bool = True,
     in_place: bool = False,
+    ids: Tensor | None = None,
 ) -> LogProbs:
     """Return log-prob of `tokens` and entropy of the whole distribution, [T] each, differentiable.
+    With `ids` also return the log-probs of further tokens of each row, [T, K].
 
     A row of logits with nan or +inf gives nan; a logit of -inf means probability 0.
 
@@ -67,6 +72,7 @@ def log_probs(
         group: tensor-parallel group, None or of size 1 for unsplit logits.
         entropy_grad: False gives an entropy without a gradient, which makes backward cheaper.
         in_place: backward overwrites the logits with their gradient.
+        ids: [T, K] int64, further tokens of each row, each at most once.
 
     Raises:
         ValueError: an argument is invalid.
@@ -75,10 +81,23 @@ def log_probs(
     """
     shard = check(logits, tokens, vocab_size, temperature, group, in_place)
     check_tokens(tokens, vocab_size)
-    logp, entropy = _LogProb.apply(logits, tokens, shard, temperature, group, in_place)
+    check_ids(ids, tokens, vocab_size)
+    found = _LogProb.apply(logits, tokens, ids, shard, temperature, group, in_place)
+    return made(found, tokens, vocab_size, entropy_grad)
+
+
+def made(
+    found: tuple[Tensor, Tensor, Tensor | None],
+    tokens: Tensor,
+    vocab_size: int,
+    entropy_grad: bool,
+) -> LogProbs:
+    """Return the outputs of an op: nan for invalid tokens on a GPU, and an entropy with a gradient
+    only if wanted."""
+    logp, entropy, of_ids = found
     if tokens.device.type != "cpu":
         logp = torch.where((tokens >= 0) & (tokens < vocab_size), logp, float("nan"))
-    return LogProbs(logp, entropy if entropy_grad else entropy.detach())
+    return LogProbs(logp, entropy if entropy_grad else entropy.detach(), of_ids)
 
 
 # ---- checks
@@ -144,6 +163,20 @@ def check_shard(
     return VocabShard(first, min(max(vocab_size - first, 0), width))
 
 
+def check_ids(ids: Tensor | None, tokens: Tensor, vocab_size: int) -> None:
+    """Raise ValueError if further tokens have a wrong shape or type, or one is outside the
+    vocabulary. Do not check ids on a GPU."""
+    if ids is None:
+        return
+    if ids.dim() != 2 or ids.size(0) != tokens.size(0):
+        raise ValueError(f"ids: shape {list(ids.shape)}; must be [{tokens.size(0)}, ids per row]")
+    if ids.dtype is not torch.int64 or ids.device != tokens.device:
+        raise ValueError(
+            f"ids: {ids.dtype} on {ids.device}; must be torch.int64 on {tokens.device}"
+        )
+    check_tokens(ids.flatten(), vocab_size)
+
+
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
     """Raise ValueError if a token id is outside the vocabulary. Do not check ids on a GPU."""
     if tokens.device.type != "cpu" or not tokens.numel():
@@ -178,6 +211,61 @@ def row_stats(logits: Tensor, tokens: Tensor, first: int, valid: int, temperatur
         where = native.stream(logits.device)
         ops.row_stats(logits, tokens.contiguous(), first, valid, temperature, out, where)
     return out
+
+
+def all_stats(
+    logits: Tensor,
+    tokens: Tensor,
+    ids: Tensor | None,
+    first: int,
+    valid: int,
+    temperature: float,
+) -> Tensor:
+    """Return `row_stats`, and below them x - top of the further tokens `ids`, [4 + K, T]. A value
+    is -inf if another rank has the column."""
+    stats = row_stats(logits, tokens, first, valid, temperature)
+    if ids is None:
+        return stats
+    if not valid:
+        return torch.cat([stats, stats.new_full((ids.size(1), ids.size(0)), float("-inf"))])
+    local, top = ids - first, stats[0].unsqueeze(-1)
+    own = (local >= 0) & (local < valid) & (top > float("-inf"))
+    found = logits.gather(-1, local.clamp(0, valid - 1)).double() / temperature - top.double()
+    return torch.cat([stats, torch.where(own, found, float("-inf")).t().to(stats.dtype)])
+
+
+def all_grads(
+    logits: Tensor,
+    tokens: Tensor,
+    ids: Tensor | None,
+    first: int,
+    valid: int,
+    temperature: float,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_ids: Tensor | None,
+    out: Tensor,
+) -> Tensor:
+    """Write the logits' gradient to `out` as `row_grad`, with the gradients [T, K] of the further
+    tokens' log-probs: each adds g (onehot - p) / temperature."""
+    shard = (first, valid, temperature)
+    if ids is None or grad_ids is None:
+        return row_grad(logits, tokens, *shard, lse, entropy, grad_logp, grad_entropy, out)
+    where, grads = ids, grad_ids.to(lse.dtype)
+    if grad_logp is not None:
+        where = torch.cat([tokens.unsqueeze(-1), ids], -1)
+        grads = torch.cat([grad_logp.to(lse.dtype).unsqueeze(-1), grads], -1)
+    # No column is token -1, so this gives - sum(g) p; the columns themselves are added below.
+    none = torch.full_like(tokens, -1)
+    row_grad(logits, none, *shard, lse, entropy, grads.sum(-1), grad_entropy, out)
+    if not valid:
+        return out
+    local = where - first
+    own = (local >= 0) & (local < valid)
+    values = torch.where(own, grads / temperature, 0.0).to(out.dtype)
+    return out.scatter_add_(-1, local.clamp(0, valid - 1), values)
 
 
 def row_grad(
@@ -218,34 +306,41 @@ class _LogProb(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         tokens: Tensor,
+        ids: Tensor | None,
         shard: VocabShard,
         temperature: float,
         group: dist.ProcessGroup | None,
         in_place: bool,
-    ) -> tuple[Tensor, Tensor]:
-        stats = row_stats(logits, tokens, *shard, temperature)
-        logp, entropy, lse = combined(gathered(stats, group))
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        stats = all_stats(logits, tokens, ids, *shard, temperature)
+        logp, entropy, lse, of_ids = combined(gathered(stats, group))
         if in_place:
             # Autograd raises if backward overwrites a saved tensor, so keep the logits in `ctx`.
             ctx.logits, ctx.version = logits.detach(), version(logits)
-            ctx.save_for_backward(tokens, lse, entropy)
+            ctx.save_for_backward(tokens, ids, lse, entropy)
         else:
-            ctx.save_for_backward(tokens, lse, entropy, logits)
+            ctx.save_for_backward(tokens, ids, lse, entropy, logits)
         ctx.shard, ctx.temperature, ctx.in_place = shard, temperature, in_place
         ctx.set_materialize_grads(False)
-        return logp, entropy
+        return logp, entropy, of_ids
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple:
-        if grad_logp is None and grad_entropy is None:
-            return None, None, None, None, None, None
-        tokens, lse, entropy, *saved = ctx.saved_tensors
+    def backward(
+        ctx: Any,
+        grad_logp: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_ids: Tensor | None,
+    ) -> tuple:
+        if grad_logp is None and grad_entropy is None and grad_ids is None:
+            return (None,) * 7
+        tokens, ids, lse, entropy, *saved = ctx.saved_tensors
         shard: VocabShard = ctx.shard
-        rest = (tokens, *shard, ctx.temperature, lse, entropy, grad_logp, grad_entropy)
+        grads = (grad_logp, grad_entropy, grad_ids)
+        rest = (tokens, ids, *shard, ctx.temperature, lse, entropy, *grads)
         if not ctx.in_place:
             (logits,) = saved
-            return row_grad(logits, *rest, empty_like(logits)), None, None, None, None, None
+            return all_grads(logits, *rest, empty_like(logits)), *(None,) * 6
         if ctx.logits is None:
             raise RuntimeError(
                 "log_probs with in_place: a second backward is not possible, since the first one "
@@ -257,7 +352,7 @@ class _LogProb(torch.autograd.Function):
                 "log_probs with in_place: the logits were overwritten since the forward, e.g. by "
                 "another backward; set in_place only for the last backward"
             )
-        return row_grad(logits, *rest, logits), None, None, None, None, None
+        return all_grads(logits, *rest, logits), *(None,) * 6
 
 
 def version(value: Tensor) -> int:
@@ -272,19 +367,20 @@ def count_write(value: Tensor) -> None:
 
 
 def gathered(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Gather the statistics [4, T] of all R ranks of the group, [R, 4, T]. Collective."""
+    """Gather the statistics [4 + K, T] of all R ranks of the group, [R, 4 + K, T]. Collective."""
     if group is None or group.size() == 1:
         return stats.unsqueeze(0)
-    every = stats.new_empty(group.size() * 4, stats.size(1))
+    every = stats.new_empty(group.size() * stats.size(0), stats.size(1))
     _all_gather(every, stats, group=group)
-    return every.view(group.size(), 4, stats.size(1))
+    return every.view(group.size(), *stats.shape)
 
 
-def combined(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the statistics [R, 4, T] of all ranks into log-prob [T], entropy [T] and logsumexp
-    [2, T]. Logsumexp is the sum of two terms: top and log sum e^(x - top)."""
+def combined(stats: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Combine the statistics [R, 4 + K, T] of all ranks into log-prob [T], entropy [T], logsumexp
+    [2, T] and the log-probs of further tokens [T, K] (None if K is 0). Logsumexp is the sum of two
+    terms: top and log sum e^(x - top)."""
     if stats.size(0) == 1:
-        top, total, dot, target = stats[0]
+        top, total, dot, target = stats[0, :4]
     else:
         tops = stats[:, 0]
         top = tops.amax(0)
@@ -295,8 +391,11 @@ def combined(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         moved = stats[:, 2] + stats[:, 1] * shift
         dot = torch.where(scale == 0, 0.0, moved * scale).sum(0)
         target = (stats[:, 3] + shift).amax(0)
-    log_sum = total.log()
-    return target - log_sum, log_sum - dot / total, torch.stack([top, log_sum])
+    log_sum, of_ids = total.log(), None
+    if stats.size(1) > 4:
+        shifts = (stats[:, 0] - top).unsqueeze(1)  # [R, 1, T]
+        of_ids = ((stats[:, 4:] + shifts).amax(0) - log_sum).t()
+    return target - log_sum, log_sum - dot / total, torch.stack([top, log_sum]), of_ids
 
 
 def empty_like(logits: Tensor) -> Tensor:

@@ -383,7 +383,7 @@ def _by_steps(
 ) -> tuple[Tensor, Tensor]:
     where = (tokens, first, valid, temperature)
     found = logprob.row_stats(logits, *where)
-    logp, entropy, lse = logprob.combined(logprob.gathered(found, group))
+    logp, entropy, lse, _ = logprob.combined(logprob.gathered(found, group))
     stats = torch.where(inputs[-1] != 0, torch.stack([logp, entropy]), 0.0)
     out = policy_tokens(stats[0], stats[1], *inputs, params)
     if grad:

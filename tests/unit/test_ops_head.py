@@ -81,6 +81,23 @@ def test_loss_and_gradients_are_those_of_whole_logits(fused: bool, chunk_tokens:
         assert b.abs().max() > 1e-2 and torch.allclose(a, b, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 5, T, 1000])
+def test_further_tokens_are_those_of_whole_logits(chunk_tokens: int) -> None:
+    hidden, weight = leaves()
+    ids = (torch.arange(T).unsqueeze(-1) + torch.arange(3) * 5) % V
+
+    def total(made: logprob.LogProbs) -> Tensor:
+        assert made.of_ids is not None
+        return (made.of_ids.square().cumsum(-1) * made.logp.unsqueeze(-1)).sum() + any_loss(made)
+
+    want = total(logprob.log_probs(hidden @ weight.t(), TOKENS, ids=ids, **WHERE))
+    made = head.log_probs(hidden, weight, TOKENS, ids=ids, chunk_tokens=chunk_tokens, **WHERE)
+    assert torch.allclose(total(made), want, rtol=1e-12)
+    theirs = torch.autograd.grad(want, (hidden, weight))
+    for a, b in zip(torch.autograd.grad(total(made), (hidden, weight)), theirs, strict=True):
+        assert b.abs().max() > 1e-2 and torch.allclose(a, b, rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_logits_of_a_half_precision_head_stay_in_fp32(fused: bool, dtype: torch.dtype) -> None:

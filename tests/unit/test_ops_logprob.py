@@ -50,7 +50,7 @@ def test_log_probs_and_entropies_are_those_of_the_distribution(
     assert torch.allclose(ours.logp, logp, atol=1e-12)
     assert torch.allclose(ours.entropy, entropy, atol=1e-12)
     assert torch.autograd.gradcheck(
-        lambda x: log_probs(x, tokens, vocab_size=9, temperature=temperature), (logits,)
+        lambda x: log_probs(x, tokens, vocab_size=9, temperature=temperature)[:2], (logits,)
     )
 
 
@@ -63,10 +63,10 @@ def test_the_error_against_float64_is_rounding(dtype: torch.dtype, vocab: int) -
     assert ours.logp.dtype is ours.entropy.dtype is torch.float32
     exact = logits.detach().double().requires_grad_()
     want = slow(exact, tokens, 0.7)
-    for a, b in zip(ours, want, strict=True):
+    for a, b in zip(ours[:2], want, strict=True):
         assert ((a - b).abs() / b.abs().clamp(min=1)).max() < 2e-6
     upstream = randn(33, seed=5, dtype=torch.float32), randn(33, seed=6, dtype=torch.float32)
-    (found,) = torch.autograd.grad(list(ours), logits, list(upstream))
+    (found,) = torch.autograd.grad(list(ours[:2]), logits, list(upstream))
     (right,) = torch.autograd.grad(list(want), exact, [g.double() for g in upstream])
     assert found.dtype is dtype
     # Half a unit in the last place, and what float32 leaves of log p (up to 20) times upstream.
@@ -87,7 +87,7 @@ def test_logits_far_from_zero_lose_nothing(
     ours = log_probs(logits * 1, tokens, **where)
     exact = logits.detach().double().requires_grad_()
     want = slow(exact, tokens, temperature)
-    for a, b in zip(ours, want, strict=True):
+    for a, b in zip(ours[:2], want, strict=True):
         assert ((a - b).abs() / b.abs().clamp(min=1)).max() < 1e-6
     upstream = randn(64, seed=5, dtype=torch.float32)
     (found,) = torch.autograd.grad(ours.logp, logits, upstream)
@@ -105,7 +105,7 @@ def test_parts_of_a_vocabulary_far_from_zero_lose_nothing() -> None:
         logprob.row_stats(logits[:, a : a + 33].contiguous(), tokens, a, 33, 0.7)
         for a in (0, 33, 66)
     ]
-    logp, entropy, _ = logprob.combined(torch.stack(parts))
+    logp, entropy, *_ = logprob.combined(torch.stack(parts))
     for a, b in zip((logp, entropy), slow(logits.double(), tokens, 0.7), strict=True):
         assert ((a - b).abs() / b.abs().clamp(min=1)).max() < 1e-6
 
@@ -116,7 +116,7 @@ def test_a_shard_of_impossible_tokens_has_the_token_and_no_probability() -> None
         logprob.row_stats(x, torch.tensor([1]), first, 3, 1.0)
         for first, x in ((0, gone), (3, torch.zeros(1, 3)))
     ]
-    logp, entropy, _ = logprob.combined(torch.stack(parts))
+    logp, entropy, *_ = logprob.combined(torch.stack(parts))
     assert logp.item() == -math.inf and entropy.item() == pytest.approx(math.log(3))
 
 
@@ -153,7 +153,7 @@ def test_logits_that_were_written_over_are_an_error(in_place: bool) -> None:
     shard, where = logprob.VocabShard(0, 5), (1.0, None, in_place)  # as under tensor parallelism
     for write in (True, False):
         logits = randn(3, 5).requires_grad_() * 1
-        logp, _ = logprob._LogProb.apply(logits, torch.arange(3), shard, *where)
+        logp, *_ = logprob._LogProb.apply(logits, torch.arange(3), None, shard, *where)
         if write:
             logits.detach().zero_()
             with pytest.raises(RuntimeError, match="overwritten|modified by an inplace"):
@@ -194,7 +194,7 @@ def test_a_row_that_is_not_a_distribution_gives_nan_and_only_that_row(bad: float
     logits = randn(3, 40, dtype=torch.float32)
     logits[1, 17] = bad
     ours = log_probs(logits, torch.arange(3), vocab_size=40)
-    for value in ours:
+    for value in ours[:2]:
         assert value.isnan().tolist() == [False, True, False]
 
 
@@ -300,3 +300,80 @@ def test_which_build_runs_is_announced_once(
         log_probs(**GOOD)
     names = {"torch": "torch on cpu (RLCORE_NATIVE=0)", "native": "native on cpu"}
     assert said == [f"token_logprob: {names[build]}"]
+
+
+# ---- further tokens of each row
+
+
+def ids_of(rows: int, vocab: int, count: int = 4) -> Tensor:
+    """Different tokens of each row; row t has token t % vocab too."""
+    return (torch.arange(rows).unsqueeze(-1) + torch.arange(count) * 2) % vocab
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_further_tokens_have_the_log_probs_of_the_distribution(in_place: bool) -> None:
+    logits, tokens, ids = randn(7, 11).requires_grad_(), torch.arange(7) % 9, ids_of(7, 9)
+    where = {"vocab_size": 9, "temperature": 0.7, "in_place": in_place}
+    ours = log_probs(logits * 1, tokens, ids=ids, **where)
+    assert ours.of_ids is not None
+    want = (logits[:, :9] / 0.7).log_softmax(-1).gather(-1, ids)
+    assert torch.allclose(ours.of_ids, want, atol=1e-12)
+    assert torch.equal(ours.of_ids[:, 0], ours.logp)  # the row's own token is among them
+    upstream, about = randn(7, 4), randn(7, seed=3)
+    entropy = slow(logits[:, :9], tokens, 0.7)[1]
+    (right,) = torch.autograd.grad(
+        (want * upstream).sum() + (want[:, 0] + 2 * entropy) @ about, logits
+    )
+    total = (ours.of_ids * upstream).sum() + (ours.logp + 2 * ours.entropy) @ about
+    (found,) = torch.autograd.grad(total, logits)
+    assert torch.allclose(found, right, atol=1e-12) and right.abs().max() > 0.1
+    assert not found[:, 9:].any()  # padding
+
+
+def test_further_tokens_alone_have_a_gradient() -> None:
+    logits, tokens, ids = randn(5, 9).requires_grad_(), torch.arange(5), ids_of(5, 9)
+    found = log_probs(logits, tokens, vocab_size=9, ids=ids).of_ids
+    assert found is not None
+    assert torch.autograd.gradcheck(
+        lambda x: log_probs(x, tokens, vocab_size=9, ids=ids).of_ids, (logits,)
+    )
+
+
+@pytest.mark.parametrize("width", [3, 5])
+def test_parts_of_a_vocabulary_give_the_further_tokens_of_the_whole(width: int) -> None:
+    """With 5 columns each, the second of three parts ends in padding and the third has nothing."""
+    logits, tokens, ids = randn(6, 15) * 4, torch.arange(6), ids_of(6, 9)
+    shards = [(a, max(min(9 - a, width), 0)) for a in range(0, 15, width)]
+    parts = [logits[:, a : a + width].contiguous() for a, _ in shards]
+    stats = [
+        logprob.all_stats(part, tokens, ids, *shard, 0.7)
+        for part, shard in zip(parts, shards, strict=True)
+    ]
+    logp, entropy, lse, of_ids = logprob.combined(torch.stack(stats))
+    leaf = logits.clone().requires_grad_()
+    want = (leaf[:, :9] / 0.7).log_softmax(-1)
+    assert of_ids is not None and torch.allclose(of_ids, want.gather(-1, ids), atol=1e-12)
+    upstream, about = randn(6, 4), randn(6, seed=3)
+    total = (want.gather(-1, ids) * upstream).sum()
+    total = total + want.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) @ about
+    (right,) = torch.autograd.grad(total, leaf)
+    rest = (0.7, lse, entropy, about, None, upstream)
+    for part, shard in zip(parts, shards, strict=True):
+        out = torch.empty_like(part)
+        logprob.all_grads(part, tokens, ids, *shard, *rest, out)
+        a = shard[0]
+        assert torch.allclose(out, right[:, a : a + width], atol=1e-12)
+    assert torch.allclose(logp, want.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ids", "what"),
+    [
+        (torch.zeros(3, 2, dtype=torch.int64), r"ids: shape \[3, 2\]; must be \[4, ids per row\]"),
+        (torch.zeros(4, 2, dtype=torch.int32), "ids: torch.int32 on cpu; must be torch.int64"),
+        (torch.full((4, 2), 9), "9 at index 0; must be 0 to 8"),
+    ],
+)
+def test_wrong_further_tokens_are_refused(ids: Tensor, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        log_probs(randn(4, 9), torch.arange(4), vocab_size=9, ids=ids)
