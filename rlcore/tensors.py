@@ -3,7 +3,7 @@
 Index t of a per-token value always refers to token t: `logp[t]` is log p(tokens[t] | tokens before
 t), and 0 for the first token of a sequence. Only inside the learner are values shifted by one.
 
-Letters in shapes: T packed tokens, B sequences.
+Letters in shapes: T packed tokens, B sequences, K likeliest tokens of a teacher.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +27,9 @@ class Batch:
     advantage: Tensor | None = None  # [T] float32
     old_log_probs: Tensor | None = None  # [T] float32: learner's log-prob before the first update
     ref_log_probs: Tensor | None = None  # [T] float32: log-prob under the reference model
+    teacher_log_probs: Tensor | None = None  # [T] float32: log-prob under the teacher
+    teacher_top_ids: Tensor | None = None  # [T, K] int64: the teacher's likeliest tokens
+    teacher_top_log_probs: Tensor | None = None  # [T, K] float32: their log-probs
     value_old: Tensor | None = None  # [T] float32: critic's value before the step's first update
     returns: Tensor | None = None  # [T] float32: target of the critic's value
     correction: Tensor | None = None  # [T] float32: rollout-correction weight, detached
@@ -58,20 +61,21 @@ class Batch:
             value = getattr(self, f.name)
             if not isinstance(value, Tensor) or f.name == "cu_seqlens":
                 continue
-            if value.shape != (self.num_tokens,):
+            per_token = value.shape[:1] if "_top_" in f.name else value.shape
+            if per_token != (self.num_tokens,):
                 raise ValueError(
                     f"batch: {f.name} has shape {list(value.shape)} for {self.num_tokens} tokens; "
                     "every tensor needs one value per token"
                 )
             if value.is_floating_point():
-                bad = (~value.isfinite() & self.mask).nonzero()
+                bad = (~value.isfinite().view(self.num_tokens, -1).all(-1) & self.mask).nonzero()
                 if bad.numel():
                     t = int(bad[0])
                     row = int(self.sequence_index[t])
                     name = self.ids[row] if self.ids else f"row {row}"
                     raise ValueError(
                         f"sample {name}: {f.name} of token {t - int(self.cu_seqlens[row])} is "
-                        f"{float(value[t])}; must be finite, so check the pass that produced it"
+                        f"{value[t].tolist()}; must be finite, so check the pass that produced it"
                     )
         if int(self.cu_seqlens[-1]) != self.num_tokens:
             raise ValueError(
@@ -111,8 +115,8 @@ def cumulative(lengths: Sequence[int]) -> Tensor:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
     """Inputs of a policy loss for one micro-batch. All tensors are [T], float32 unless stated
-    otherwise; only `log_probs` and `entropy` have gradients. Values outside `mask` are arbitrary
-    but finite."""
+    otherwise; only `log_probs`, `entropy` and `top_log_probs` have gradients. Values outside `mask`
+    are arbitrary but finite."""
 
     log_probs: Tensor
     """Log-prob of the sampled token under the learner, with the sampling temperature applied."""
@@ -137,6 +141,12 @@ class LossInputs:
     num_sequences: int
     versions: Tensor
     """int32: policy version that produced the token; -1 on prompts."""
+    teacher_log_probs: Tensor | None = None
+    """Log-prob of the sampled token under the teacher."""
+    teacher_top_log_probs: Tensor | None = None
+    """[T, K]: log-probs of the teacher's K likeliest tokens under the teacher."""
+    top_log_probs: Tensor | None = None
+    """[T, K]: log-probs of these tokens under the learner; has a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

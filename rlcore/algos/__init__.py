@@ -34,6 +34,8 @@ NAMES = (
     "kimi15",
     "gpg",
     "reinforce",
+    "opd",
+    "gkd",
 )
 
 

@@ -151,8 +151,13 @@ def gpg(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
     return [[alpha * a for a in _centred(g.rewards)] for g in groups]
 
 
+def none(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
+    """Return 0 for every response."""
+    return [[0.0] * len(g.rewards) for g in groups]
+
+
 OUTCOME: dict[str, Callable[[Groups, AlgoConfig], list[list[float]]]] = {
-    f.__name__: f for f in (grpo, grpo_passk, rloo, reinforce_plus_plus_baseline, opo, gpg)
+    f.__name__: f for f in (grpo, grpo_passk, rloo, reinforce_plus_plus_baseline, opo, gpg, none)
 }
 """Estimators with one advantage per response, by name; returns.py has those per token."""
 

@@ -23,6 +23,7 @@ Estimator = Literal[
     "opo",
     "gpg",
     "gae",
+    "none",
 ]
 Rejection = Literal[
     "token_k1",
@@ -70,11 +71,15 @@ class AlgoConfig:
     uses_entropy: ClassVar[bool] = False
     """Whether the loss has a gradient through `x.entropy`; if not, that gradient is skipped to save
     time."""
+    uses_teacher_top: ClassVar[bool] = False
+    """Whether the loss compares the learner with the teacher's likeliest tokens
+    (`x.top_log_probs`)."""
     drops_tokens: ClassVar[bool] = False
     """Whether the loss removes tokens from the denominators (`LossOutput.mask`)."""
 
     adv_estimator: Estimator = "grpo"
-    """Advantage estimator, see rlcore/algos/advantage.py and returns.py; gae trains a critic."""
+    """Advantage estimator, see rlcore/algos/advantage.py and returns.py; gae trains a critic, and
+    none gives 0, for losses and KL terms that need no reward."""
     norm_adv_by_std: bool = True
     """Whether to divide the advantages by their group's standard deviation (grpo, grpo_passk); off
     in Dr. GRPO."""
@@ -143,6 +148,9 @@ class AlgoConfig:
     coefficients."""
     kl_horizon: Annotated[int, above(0)] = 10000
     """Horizon of the adaptive KL controller, in samples; larger values adapt more slowly."""
+    teacher_kl_coef: Annotated[float, at_least(0)] = 0.0
+    """Coefficient of the reverse KL to --teacher.models, that is log p_old - log p_teacher of each
+    token, which is subtracted from the token's advantage."""
     entropy_coef: Annotated[float, finite()] = 0.0
     """Coefficient of the entropy bonus."""
 
@@ -150,6 +158,11 @@ class AlgoConfig:
     def needs_reference(self) -> bool:
         """Whether the objective needs log-probs of the reference model (the initial weights)."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the objective needs log-probs of a teacher (`--teacher.models`)."""
+        return self.teacher_kl_coef > 0 or self.uses_teacher_top
 
     def problems(self) -> list[str]:
         """Return one error message per conflict between settings, with key, value and allowed

@@ -33,6 +33,11 @@ def problems(name: str, cfg: AlgoConfig) -> list[str]:
             "off, log-probs and gradients stay fused"
         ]
     out = []
+    if cfg.teacher_kl_coef:
+        out.append(
+            f"--train.fused_loss: --algo.teacher_kl_coef {cfg.teacher_kl_coef:g} cannot be fused, "
+            "since advantages then depend on log-probs; set it to 0, or turn fused_loss off"
+        )
     if cfg.rollout_is == "sequence" and not cfg.bypass_mode:
         out.append(
             "--train.fused_loss: --algo.rollout_is sequence weights each token by all tokens of "

@@ -65,6 +65,9 @@ def show(cfg: Config, every: bool = False) -> int:
     try:
         beside, said = judges(cfg, found)
         notes += said
+        if follows_rules:
+            beside, said = taught(cfg, found, beside)
+            notes += said
     except ConfigError as e:
         problems.append(str(e))
     if follows_rules:
@@ -149,12 +152,14 @@ def changed(cfg: Config) -> dict[str, str]:
 
 
 def is_elsewhere(cfg: Config) -> bool:
-    """Return whether the folder of a model or judge is missing here, but the recipe names its
-    config.json. Then the run is for another machine, or the recipe makes the model first."""
+    """Return whether the folder of a model, judge or teacher is missing here, but the recipe names
+    its config.json. Then the run is for another machine, or the recipe makes the model first."""
+    from rlcore.cli.builders import teachers
     from rlcore.cli.builders.rewards import own_judges
 
     folders = {"MODEL_CONFIG": [cfg.model.path]}
     folders["JUDGE_CONFIG"] = [judge.model for judge in own_judges(cfg).values()]
+    folders["TEACHER_CONFIG"] = teachers.folders(cfg)
     return any(
         os.environ.get(variable) and not all(Path(path).is_dir() for path in paths)
         for variable, paths in folders.items()
@@ -254,6 +259,28 @@ def judges(cfg: Config, found: "Findings") -> tuple["OtherMemory", list[str]]:
                 f"GPU (--{key}.resident_ratio {section.resident_ratio:g})",
             ]
     return beside(sized), lines
+
+
+def taught(
+    cfg: Config, found: "Findings", others: "OtherMemory"
+) -> tuple["OtherMemory", list[str]]:
+    """Return the memory of other models with that of teachers on the run's own GPUs, and lines that
+    describe the teachers.
+
+    Raises:
+        ConfigError: the folder of a teacher has no model.
+    """
+    from rlcore.cli.builders import teachers
+
+    sized, lines = {}, []
+    for folder in teachers.folders(cfg):
+        with found.check(f"--teacher.models {folder}", may_lack=found.may_lack(folder)):
+            sized[folder], where = model_of(folder, "TEACHER_CONFIG", "--teacher.models")
+            hf = sized[folder]
+            lines.append(
+                f"teacher      {where}: {hf.arch}, {hf.num_layers} layers, hidden {hf.hidden_size}"
+            )
+    return teachers.with_teachers(others, cfg, sized), lines
 
 
 def model_of(

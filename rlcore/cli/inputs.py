@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from rlcore.cli import world
+from rlcore.cli.builders import teachers
 from rlcore.cli.builders.engine import check_engine
 from rlcore.cli.builders.folder import cannot_be_made, run_folder
 from rlcore.cli.builders.learner import total_updates
@@ -109,6 +110,8 @@ def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) ->
     with found.check("--run.callbacks"):
         callbacks.find(cfg.run.callbacks)
     judges(cfg, found)
+    if hf is not None:
+        taught(cfg, hf, found)
     with found.check("--mux"):
         check_mux(cfg)
     if cfg.mux.url:
@@ -180,6 +183,15 @@ def judges(cfg: Config, found: Findings) -> None:
             folder = section.model
             with found.check(f"--{key}.model {folder}", may_lack=found.may_lack(folder)):
                 judge(section)
+
+
+def taught(cfg: Config, hf: HFConfig, found: Findings) -> None:
+    """Check folders and tokenizers of the teachers on the run's own GPUs."""
+    for folder in teachers.folders(cfg):
+        with found.check(f"--teacher.models {folder}", may_lack=found.may_lack(folder)):
+            teacher = teachers.check(cfg, hf, folder)
+            if not hub.is_download(folder):
+                WeightReader(folder).check(expected(teacher))
 
 
 def judge(section: JudgeRewardConfig) -> None:

@@ -21,6 +21,7 @@ from rlcore.config.schema import (
     MuxConfig,
     StreamConfig,
     TailConfig,
+    TeacherConfig,
     TrainConfig,
     reward_sections,
 )
@@ -45,6 +46,7 @@ def broken(cfg: Config) -> list[str]:
         *_draft(cfg),
         *_train(cfg),
         *_lora(cfg),
+        *_teacher(cfg),
         *_roles(cfg),
         *_async(cfg),
         *_mux(cfg),
@@ -341,7 +343,7 @@ def _replay(cfg: Config) -> list[str]:
     return []
 
 
-STREAMABLE = ("grpo", "grpo_passk", "rloo", "opo")
+STREAMABLE = ("grpo", "grpo_passk", "rloo", "opo", "none")
 """Advantage estimators that need only the samples of one group, not all samples of a step."""
 
 
@@ -602,6 +604,67 @@ def _lora(cfg: Config) -> list[str]:
             "--train.transformer_impl te: its layers fuse a norm with the next projection, so "
             "adapters would not get their input; with --lora.rank use local"
         )
+    return out
+
+
+def teachers_of(cfg: Config) -> dict[str, str]:
+    """Return the models of --teacher.models by dataset; "" is the dataset of the one that scores
+    all others.
+
+    Raises:
+        ConfigError: a dataset has two teachers.
+    """
+    found: dict[str, str] = {}
+    for text in cfg.teacher.models:
+        dataset, model = teacher_of(text)
+        if dataset in found or not model:
+            which = f"the dataset {dataset}" if dataset else "all other datasets"
+            raise ConfigError(
+                f"--teacher.models {text}: must be one model for {which}; write `dataset=model` "
+                "for each further one"
+            )
+        found[dataset] = model
+    return found
+
+
+def teacher_of(text: str) -> tuple[str, str]:
+    """Return dataset and model of an entry of --teacher.models; the dataset "" means all others."""
+    dataset, equals, model = text.partition("=")
+    if not equals or "/" in dataset:  # a path or a URL may contain an equals sign
+        return "", text
+    return dataset, model
+
+
+def is_server(model: str) -> bool:
+    """Return whether an entry of --teacher.models is the URL of a server."""
+    return model.startswith(("http://", "https://"))
+
+
+def _teacher(cfg: Config) -> list[str]:
+    """Check the teachers, and settings that conflict with them."""
+    if not cfg.algo.needs_teacher:
+        return _idle(cfg.teacher, TeacherConfig(), "teacher", "--algo opd, gkd or teacher_kl_coef")
+    if not cfg.teacher.models:
+        return [
+            f"--teacher.models: is empty, and --algo {cfg.select.algo} learns from a teacher; give "
+            "a Hugging Face folder, a name on the hub or the URL of a server"
+        ]
+    try:
+        found = teachers_of(cfg)
+    except ConfigError as error:
+        return [str(error)]
+    out = []
+    for url in filter(is_server, found.values()):
+        if not url.rstrip("/").endswith(("/generate", "/v1")):
+            out.append(
+                f"--teacher.models {url}: must end with /generate (SGLang) or /v1 (vLLM); give the "
+                "address of one of them"
+            )
+        elif cfg.rollout.temperature != 1:
+            out.append(
+                f"--rollout.temperature {cfg.rollout.temperature:g}: servers give a teacher's "
+                "log-probs at temperature 1; set it to 1, or use a teacher from a folder"
+            )
     return out
 
 

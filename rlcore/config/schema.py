@@ -375,6 +375,37 @@ NO_ADAPTERS = LoraConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """Teacher of `--algo opd`, `--algo gkd` and `--algo.teacher_kl_coef`, which scores the policy's
+    own samples."""
+
+    models: tuple[str, ...] = ()
+    """Hugging Face folder, its name on the hub, or URL of a server (.../generate of SGLang, .../v1
+    of vLLM). `dataset=model` is the teacher of one dataset; several may be given."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of a teacher from a folder; auto: model.dtype."""
+    top_k: Annotated[int, at_least(1)] = 64
+    """Number of the teacher's likeliest tokens that `--algo gkd` compares with the policy."""
+    batch_tokens: Annotated[int, at_least(1)] = 16384
+    """Maximum number of tokens of a forward pass of a teacher from a folder, padding included."""
+    resident_ratio: Share = 1.0
+    """Maximum share of a teacher's layers that stay on the device while it scores; the others are
+    copied from host memory."""
+    served_name: str = "default"
+    """Name of the model in requests to a server."""
+    api_key_env: str = ""
+    """Environment variable with the server's API key; empty: none."""
+    workers: Annotated[int, at_least(1)] = 16
+    """Maximum number of concurrent requests to a server per rank."""
+    timeout_s: Annotated[float, above(0)] = 600.0
+    """Deadline of a request to a server, in seconds."""
+    retries: Annotated[int, at_least(0)] = 4
+    """Number of retries of a failed request."""
+    backoff_s: Annotated[float, at_least(0)] = 0.5
+    """Seconds before the first retry; each further pause is twice as long, minus a random part."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """Critic of `--algo.adv_estimator gae`: model.path's architecture with a value head, in
     `train`'s layout."""
@@ -719,6 +750,7 @@ class Config:
     algo: Any = field(default_factory=AlgoConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     tail: TailConfig = field(default_factory=TailConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)

@@ -298,6 +298,11 @@ class CausalLM:
         self.views, self._weights = {}, None
 
     @property
+    def head(self) -> Tensor:
+        """Weight of the output layer, [vocab, hidden]; in a tied model, the embedding."""
+        return self._here.head
+
+    @property
     def _here(self) -> _Weights:
         assert self._weights is not None, "the weights are freed"
         return self._weights

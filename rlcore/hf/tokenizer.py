@@ -117,6 +117,13 @@ class Tokenizer:
             )
         return found
 
+    def first_difference(self, other: "Tokenizer") -> str | None:
+        """Return the token with the smallest id that another tokenizer lacks or has under another
+        id, or that only the other one has; None if the vocabularies are equal."""
+        ours, theirs = (t._backend.get_vocab(with_added_tokens=True) for t in (self, other))
+        apart = {token: number for token, number in ours.items() ^ theirs.items()}
+        return min(apart, key=lambda token: (apart[token], token), default=None)
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Encode a text. Special tokens written in the text become their ids. Further special
         tokens (such as BOS) are added only with `add_special_tokens`. Raise ConfigError if a

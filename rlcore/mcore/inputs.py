@@ -4,12 +4,15 @@ import torch
 from torch import Tensor
 
 from rlcore.mcore.microbatch import MicroBatch
-from rlcore.tensors import LossInputs, ValueInputs
+from rlcore.tensors import Batch, LossInputs, ValueInputs
 
 
-def of_policy(micro: MicroBatch, logp: Tensor, entropy: Tensor) -> LossInputs:
+def of_policy(
+    micro: MicroBatch, logp: Tensor, entropy: Tensor, top: Tensor | None = None
+) -> LossInputs:
     """Combine log-prob and entropy [T] with the batch's tensors to the inputs of a policy loss.
-    Tensors that the batch lacks get neutral values."""
+    `top`: log-probs of the teacher's likeliest tokens, [T, K]. Tensors that the batch lacks get
+    neutral values."""
     batch, own = micro.batch, logp.detach()
     versions = batch.versions
     if versions is None:
@@ -27,6 +30,9 @@ def of_policy(micro: MicroBatch, logp: Tensor, entropy: Tensor) -> LossInputs:
         sequence=micro.sequence,
         num_sequences=batch.num_sequences,
         versions=versions,
+        teacher_log_probs=batch.teacher_log_probs,
+        teacher_top_log_probs=batch.teacher_top_log_probs,
+        top_log_probs=top,
     )
 
 
@@ -43,8 +49,9 @@ def of_value(micro: MicroBatch, value: Tensor) -> ValueInputs:
     )
 
 
-def placeholder(head: str, device: torch.device, *, reference: bool) -> LossInputs | ValueInputs:
-    """Return loss inputs of one token outside the mask, with `ref_log_probs` if `reference`."""
+def placeholder(head: str, device: torch.device, batch: Batch) -> LossInputs | ValueInputs:
+    """Return loss inputs of one token outside the mask, with the optional tensors that `batch`
+    has."""
     zero = torch.zeros(1, device=device)
     mask = torch.zeros(1, dtype=torch.bool, device=device)
     sequence = torch.zeros(1, dtype=torch.int64, device=device)
@@ -52,6 +59,7 @@ def placeholder(head: str, device: torch.device, *, reference: bool) -> LossInpu
         return ValueInputs(
             value=zero, value_old=zero, returns=zero, mask=mask, sequence=sequence, num_sequences=1
         )
+    top = None if batch.teacher_top_log_probs is None else zero.unsqueeze(-1)
     return LossInputs(
         log_probs=zero,
         entropy=zero,
@@ -61,8 +69,11 @@ def placeholder(head: str, device: torch.device, *, reference: bool) -> LossInpu
         old_log_probs=zero,
         rollout_log_probs=zero,
         correction=zero + 1,
-        ref_log_probs=zero if reference else None,
+        ref_log_probs=None if batch.ref_log_probs is None else zero,
         sequence=sequence,
         num_sequences=1,
         versions=torch.zeros(1, dtype=torch.int32, device=device),
+        teacher_log_probs=None if batch.teacher_log_probs is None else zero,
+        teacher_top_log_probs=top,
+        top_log_probs=top,
     )

@@ -51,7 +51,7 @@ from rlcore.mcore.schedule import learning_rate
 from rlcore.mcore.shim import patch_norm
 from rlcore.ops import head as chunked
 from rlcore.ops import native
-from rlcore.ops.logprob import log_probs, statistics_dtype
+from rlcore.ops.logprob import LogProbs, log_probs, statistics_dtype
 from rlcore.ops.policy import ROWS, PolicyInputs, PolicyLoss, PolicySpec, policy_loss
 from rlcore.ops.products import replace_products
 from rlcore.protocols import PARTS, Part, WrittenFiles
@@ -580,17 +580,19 @@ class MegatronLearner:
         return values.cpu()
 
     def _scores(
-        self, micro: MicroBatch, logits: Tensor, *, entropy_grad: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, micro: MicroBatch, logits: Tensor, *, entropy_grad: bool, ids: Tensor | None = None
+    ) -> LogProbs:
         """Return log-prob and entropy of all tokens, [T] each (0 for first tokens), on all ranks of
-        the last pipeline stage. Backward gives each context-parallel rank its part of the
-        gradient."""
+        the last pipeline stage; with `ids` [T, K], also the log-probs of these tokens in their
+        places. Backward gives each context-parallel rank its part of the gradient."""
         where = self._where(entropy_grad=entropy_grad)
+        if ids is not None:
+            where["ids"] = self._rows_about(micro, ids.t()).t().contiguous()
         if self._late is None:
             scores = log_probs(logits.squeeze(0), micro.targets, in_place=True, **where)
         else:
             scores = self._by_chunks(chunked.log_probs, logits, micro.targets, **where)
-        return self._about(micro, scores.logp), self._about(micro, scores.entropy)
+        return LogProbs(*(None if s is None else self._about(micro, s) for s in scores))
 
     def _where(self, **more: Any) -> dict[str, Any]:
         """Return the arguments that all ops on logits share, plus `more`."""
@@ -614,7 +616,7 @@ class MegatronLearner:
         )
 
     def _logp(self, micro: MicroBatch, logits: Tensor) -> Tensor:
-        return self._scores(micro, logits, entropy_grad=False)[0]
+        return self._scores(micro, logits, entropy_grad=False).logp
 
     def _value(self, micro: MicroBatch, outputs: Tensor) -> Tensor:
         """Return the critic's value before each token is sampled, [T]: the model output at the
@@ -622,12 +624,13 @@ class MegatronLearner:
         return self._about(micro, outputs.view(-1))
 
     def _about(self, micro: MicroBatch, rows: Tensor) -> Tensor:
-        """Convert this rank's output rows to token values [T]: each token gets the row that
-        predicts it; a sequence's first token gets 0."""
+        """Convert this rank's output rows [L, ...] to token values [T, ...]: each token gets the
+        row that predicts it; a sequence's first token gets 0."""
         if self.layout.cp > 1:
             group = parallel_state.get_context_parallel_group()
             rows = _GatherRows.apply(rows, group, micro.packed.gathered)
-        return torch.where(micro.predicted, rows.index_select(0, micro.take), 0.0)
+        predicted = micro.predicted.view(-1, *[1] * (rows.dim() - 1))
+        return torch.where(predicted, rows.index_select(0, micro.take), 0.0)
 
     def _rows_about(self, micro: MicroBatch, values: Tensor) -> Tensor:
         """Convert token values [..., T] to this rank's output rows [..., L]: each row gets the
@@ -649,7 +652,9 @@ class MegatronLearner:
         if self.head == "value":
             return inputs.of_value(micro, self._value(micro, outputs))
         entropy_grad = getattr(loss, "needs_entropy_grad", True)
-        return inputs.of_policy(micro, *self._scores(micro, outputs, entropy_grad=entropy_grad))
+        ids = micro.batch.teacher_top_ids
+        scores = self._scores(micro, outputs, entropy_grad=entropy_grad, ids=ids)
+        return inputs.of_policy(micro, *scores)
 
     def _loss(
         self, loss: Loss | ValueLoss, micro: MicroBatch, outputs: Tensor
@@ -785,7 +790,7 @@ class MegatronLearner:
         the same vector. The names come from the loss of one placeholder token."""
         if self.layout.is_last_stage:
             return
-        x = inputs.placeholder(self.head, self.device, reference=batch.ref_log_probs is not None)
+        x = inputs.placeholder(self.head, self.device, batch)
         for name in ["loss", "count", *_metrics_of(x, _output(loss, x))]:
             self._add(name, torch.zeros((), device=self.device))
 
@@ -838,7 +843,7 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, gathered: Tensor) -> Tensor:
         ctx.rank, ctx.size = group.rank(), rows.size(0)
         ctx.save_for_backward(gathered)
-        every = rows.new_empty(group.size() * rows.size(0))
+        every = rows.new_empty(group.size() * rows.size(0), *rows.shape[1:])
         compat.all_gather(every, rows.contiguous(), group=group)
         return every.index_select(0, gathered)
 

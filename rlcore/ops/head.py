@@ -258,6 +258,32 @@ class _HeadPolicyLoss(torch.autograd.Function):
         return hidden, made.weight(upstream), *(None,) * 9
 
 
+# ---- likeliest tokens, without a gradient
+
+
+@torch.no_grad()
+def top_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    count: int,
+    *,
+    vocab_size: int,
+    chunk_tokens: int,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the ids and log-probs of each row's `count` likeliest tokens, the likeliest first:
+    [T, count] int64 and float32 (float64 for float64 weights). The vocabulary is not split; other
+    arguments are as in `log_probs`."""
+    rows, dtype = hidden.size(0), logprob.statistics_dtype(hidden.dtype)
+    ids = torch.empty(rows, count, dtype=torch.int64, device=hidden.device)
+    found = torch.empty(rows, count, dtype=dtype, device=hidden.device)
+    for chunk, logits in _chunks(hidden, weight, chunk_tokens, True) if count else ():
+        x = logits[:, :vocab_size].div_(temperature)
+        top, ids[chunk] = x.topk(count)
+        found[chunk] = top - x.logsumexp(-1, keepdim=True)
+    return ids, found
+
+
 # ---- the output layer
 
 

@@ -46,7 +46,16 @@ VARIED = 0.2
 training can be told."""
 LEAST_SHARE = 0.8
 """Least share of a step's responses that the log must have to judge drafts by it."""
-PARTS = ("exchange", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+PARTS = (
+    "exchange",
+    "old_log_prob",
+    "ref",
+    "teacher",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+)
 """Phases of a step that are training here; their seconds grow with the tokens of a step."""
 
 

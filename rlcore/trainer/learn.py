@@ -20,6 +20,9 @@ def all_models(run: Run, todo: StepPlan, batches: list[Batch], baselines: dict[s
     if cfg.algo.needs_reference:
         with spans.phase("ref"):
             batches = phases.reference_logprobs(run, batches)  # collective over the train ranks
+    if run.teachers is not None:
+        with spans.phase("teacher"):
+            batches = phases.teacher_logprobs(run, todo, batches)
     if run.critic is not None:
         with spans.phase("values"):
             batches = phases.old_values(run, batches)  # collective over the train ranks

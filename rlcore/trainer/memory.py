@@ -11,6 +11,7 @@ With --train.offload the phases hold (+: in addition to load_learner):
     gen              engine: weights, cache
     load_learner     learner: weights, gradients, optimizer; the engine sleeps
     old_log_prob     + reference weights, one layer's activations, logits
+    teacher          + teacher: outer weights, two layers, its work; with --teacher.models
     update_actor     + activations, logits
     optimizer_step   as load_learner: Adam works in place; --train.offload_optimizer + chunks
     update_weights   learner: weights alone; engine: weights; buckets. Then the learner is offloaded
@@ -115,12 +116,14 @@ class MemoryPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherMemory:
-    """Memory of processes other than engine and learner, such as a judge."""
+    """Memory of models other than engine and learner, such as a judge or a teacher."""
 
     always: tuple[Item, ...] = ()
     """Memory in use in every phase, allocated before the learner is loaded."""
     generate: tuple[Item, ...] = ()
     """Memory in use only while the engine samples."""
+    teacher: tuple[Item, ...] = ()
+    """Memory in use only while a teacher scores, beside the learner."""
     host: tuple[Item, ...] = ()
     """Host memory of processes other than engine and learner."""
 
@@ -527,6 +530,8 @@ def make(
         ],
         "save_checkpoint": [*learners(["weights", "optimizer"]), *engine(weights)],
     }
+    if beside.teacher:
+        phases["teacher"] = [*learners(PARTS), *engine(), *beside.teacher]
     return MemoryPlan(
         rank=layout.rank,
         phases={name: (*items, *context) for name, items in phases.items()},

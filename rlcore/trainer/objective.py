@@ -58,6 +58,7 @@ class Objective:
         x, keep, log_w = self._corrected(x)
         if self._watches:
             self._sums.append(mismatch.sums(x, log_w, trained, cfg, self._version))
+        x, teacher = self._taught(x, trained)
         out = self._algo.loss(x, cfg)
         if out.mask is not None:
             if not cfg.drops_tokens:
@@ -72,7 +73,7 @@ class Objective:
             "actor/pg_loss": policy.detach(),
             "actor/ppo_kl": (x.old_log_probs - x.log_probs).detach(),
             "actor/entropy": x.entropy.detach(),
-        } | out.metrics
+        } | (out.metrics | teacher)
         if cfg.entropy_coef:
             total = total - cfg.entropy_coef * x.entropy
         if cfg.kl_coef:
@@ -152,6 +153,17 @@ class Objective:
             weights = correction.weights(cfg, log_w, *where) / self._mean
             x = replace(x, correction=weights)
         return replace(x, mask=x.mask & keep), keep, log_w
+
+    def _taught(
+        self, x: LossInputs, trained: torch.Tensor
+    ) -> tuple[LossInputs, dict[str, torch.Tensor]]:
+        """Return the inputs with the reverse KL to the teacher subtracted from the advantages, and
+        its metric."""
+        if x.teacher_log_probs is None:
+            return x, {}
+        gap = torch.where(trained, x.old_log_probs - x.teacher_log_probs, 0.0)
+        taught = replace(x, advantage=x.advantage - self._cfg.teacher_kl_coef * gap)
+        return taught, {"actor/teacher_kl": gap}
 
     def mismatch(self, reduce_floats: Callable[..., list[float]]) -> dict[str, float]:
         """Return the `rollout_corr/*` and staleness metrics over all ranks and micro-batches so

@@ -90,6 +90,18 @@ def reference_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
         return [b.with_(ref_log_probs=run.learner.logprobs(b, "reference")) for b in batches]
 
 
+def teacher_logprobs(run: Run, plan: StepPlan, batches: list[Batch]) -> list[Batch]:
+    """Compute the teachers' log-probs. Collective over the model-parallel group."""
+    assert run.teachers is not None
+    datasets = {row.id: row.dataset for group in plan.groups for row in group}
+    out = []
+    for batch in batches:
+        out += run.teachers.add([batch], datasets)
+        run.spans.alive()
+    run.progress.add(run.teachers.metrics())
+    return out
+
+
 def old_values(run: Run, batches: list[Batch]) -> list[Batch]:
     """Compute the critic's values before its first update."""
     assert run.critic is not None

@@ -32,6 +32,8 @@ class TrainRow:
     prompt_length: int
     num_observed: int = 0
     """Number of response tokens that an environment inserted."""
+    dataset: str = ""
+    """Dataset of the prompt."""
 
     @property
     def num_trained(self) -> int:
@@ -211,7 +213,17 @@ def make(
     rewards = rewards_of(groups, algo, max_tokens, seed if shuffle_rewards else None)
     for group, given in zip(groups, rewards, strict=True):
         members = tuple(
-            TrainRow(ref.id, group.id, ref.owner, score, reward, n, group.prompt_length, seen)
+            TrainRow(
+                ref.id,
+                group.id,
+                ref.owner,
+                score,
+                reward,
+                n,
+                group.prompt_length,
+                seen,
+                group.dataset,
+            )
             for ref, (score, reward), n, seen, finish in zip(
                 group.refs,
                 given,

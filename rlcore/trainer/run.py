@@ -12,6 +12,7 @@ from rlcore.protocols import Engine, Learner
 from rlcore.records import Sampling
 from rlcore.rollout.async_rollout import AsyncRollout
 from rlcore.rollout.round import Rollout
+from rlcore.teacher.teachers import Teachers
 from rlcore.trainer.device import Device
 from rlcore.trainer.progress import Data, Observers, Progress, Ranks
 from rlcore.trainer.resume import Checkpoints
@@ -58,6 +59,8 @@ class Run(Training):
     async_rollout: AsyncRollout | None = None
     """Asynchronous sampling, with --mode async; None in other modes."""
     sampling: Sampling
+    teachers: Teachers | None = None
+    """Teachers of distillation; None without any, and on a rank that only samples."""
 
     @property
     def learner(self) -> Learner:

@@ -116,10 +116,13 @@ def one_step(run: Run) -> None:
 
 
 def _with_all(run: Run, todo: plans.StepPlan, batches: list[Batch]) -> list[Batch]:
-    """Add reference log-probs, if needed, and advantages to the batches. A step has one update, so
-    the training pass itself yields the old log-probs."""
+    """Add log-probs of reference and teachers, if needed, and advantages to the batches. A step has
+    one update, so the training pass itself yields the old log-probs."""
     if run.cfg.algo.needs_reference:
         with run.spans.phase("ref"):
             batches = phases.reference_logprobs(run, batches)
+    if run.teachers is not None:
+        with run.spans.phase("teacher"):
+            batches = phases.teacher_logprobs(run, todo, batches)
     batches = phases.old_logprobs(run, batches)
     return advantages.by_response(run, todo, batches)

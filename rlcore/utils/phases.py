@@ -14,6 +14,7 @@ STEP = {
     "load_learner": "loading the learner from host memory",
     "old_log_prob": "log-probs of the learner before the first update",
     "ref": "log-probs of the reference model",
+    "teacher": "log-probs of the teachers",
     "values": "values of the critic before its first update",
     "adv": "advantages, whitening, KL penalties",
     "update_critic": "forward, backward and optimizer steps of the critic",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests import pretend
 
-JUDGE, LEARNER = "rlcore/rewards/judge/pipeline.py", "rlcore/mcore"
+JUDGE, LEARNER = "rlcore/hf/layer_pipeline.py", "rlcore/mcore"
 PARK = "tests/gpu/test_memory.py -k parts_go_by_themselves"
 LAYERS = "tests/gpu/test_judge.py -k stream_from_pinned_memory and float32"
 PUSH = "tests/gpu/test_push.py -k bucket_stays_on_the_gpu and gather"

@@ -40,6 +40,9 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "reinforce past the old policy": ("reinforce", {"bypass_mode": True}),
+    "opd": ("opd", {"teacher_kl_coef": 0.5}),
+    "gkd": ("gkd", {"beta": 0.3}),
+    "gkd of one direction, entropy": ("gkd", {"beta": 1.0, "tail": False, "entropy_coef": 0.01}),
 }
 
 
@@ -63,8 +66,17 @@ def rows() -> Batch:
 def with_log_probs(batch: Batch, logp: torch.Tensor) -> Batch:
     """`logp` of the model on all rows, and policies some way off."""
     g = torch.Generator().manual_seed(6)
-    near = [logp + 0.3 * torch.randn(len(logp), generator=g) for _ in range(3)]
-    return batch.with_(old_log_probs=near[0], rollout_log_probs=near[1], ref_log_probs=near[2])
+    near = [logp + 0.3 * torch.randn(len(logp), generator=g) for _ in range(4)]
+    far = torch.randn(len(logp), 53, generator=g).log_softmax(-1)
+    top = far.topk(6)
+    return batch.with_(
+        old_log_probs=near[0],
+        rollout_log_probs=near[1],
+        ref_log_probs=near[2],
+        teacher_log_probs=near[3],
+        teacher_top_ids=top.indices,
+        teacher_top_log_probs=top.values,
+    )
 
 
 def gradient(layout: Mapping[str, Any], logp: torch.Tensor | None = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ FLOORS = {
     6: "cli",
     5: "sim",
     4: "trainer mux",
-    3: "mcore rollout sync rewards envs",
+    3: "mcore rollout sync rewards envs teacher",
     2: "config data hf sandbox metrics",
     1: "algos sched ops",
     0: "records tensors protocols utils",

@@ -16,8 +16,9 @@ import torch
 
 from rlcore.cli import judge
 from rlcore.data import label_task
+from rlcore.hf import layer_pipeline as pipeline
 from rlcore.hf.tokenizer import load_tokenizer, make_char_tokenizer
-from rlcore.rewards.judge import pipeline, process
+from rlcore.rewards.judge import process
 from rlcore.rewards.judge.config import JudgeRewardConfig
 from rlcore.rewards.judge.process import JudgeServer
 from rlcore.rewards.judge.residency import STEADY

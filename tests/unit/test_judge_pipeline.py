@@ -8,23 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlcore.hf import layer_pipeline as pipeline
 from rlcore.hf.config import HFConfig
-from rlcore.hf.weights import WeightReader, drop_pages
-from rlcore.rewards.judge import pipeline
-from rlcore.rewards.judge.config import JudgeRewardConfig
-from rlcore.rewards.judge.model import JudgeModel
-from rlcore.rewards.judge.residency import (
+from rlcore.hf.residency import (
     SLOTS,
-    STEADY,
-    JudgeSizes,
-    footprint,
-    host_growth,
+    ModelSizes,
     most_resident,
     num_resident,
     sizes_of,
     spread,
     work_bytes,
 )
+from rlcore.hf.weights import WeightReader, drop_pages
+from rlcore.rewards.judge.config import JudgeRewardConfig
+from rlcore.rewards.judge.model import JudgeModel
+from rlcore.rewards.judge.residency import STEADY, footprint, host_growth
 from rlcore.utils import host_room
 from tests.kit import ARCHS, tiny_hf_folder
 
@@ -219,7 +217,7 @@ def test_what_stays_is_spread_evenly_and_one_more_that_leaves_moves_no_other():
     ],
 )
 def test_layers_stay_as_far_as_ratio_and_memory_go(ratio, fits, stay):
-    sizes = JudgeSizes(num_layers=10, layer=1000, outer=0)
+    sizes = ModelSizes(num_layers=10, layer=1000, outer=0)
     assert num_resident(sizes, ratio, fits * 1000 / 0.97) == stay
 
 

@@ -64,6 +64,7 @@ def test_the_line_of_a_slow_step_with_every_phase_fits_140_columns():
         "exchange",
         "old_log_prob",
         "ref",
+        "teacher",
         "adv",
         "update_actor",
         "update_weights",

@@ -3,8 +3,9 @@
 `folder` (the run's folder and log), `model` (architecture and lengths), `sizes` (tensor-parallel
 sizes of the engines), `engine` (torch or SGLang engine, environments), `rewards` (reward service,
 judges), `rollout` (worker, rounds, asynchronous rollout), `prompts` (data, on rank 0), `learner`
-(actor and critic), `weights` (channel for weight updates), `devices` (memory plan, use of the
-accelerator), `observers` (metrics, alarms, traces), `sharing` (nodes shared with other jobs).
+(actor and critic), `teachers` (of distillation), `weights` (channel for weight updates), `devices`
+(memory plan, use of the accelerator), `observers` (metrics, alarms, traces), `sharing` (nodes
+shared with other jobs).
 """
 
 import time
@@ -25,6 +26,7 @@ from rlcore.cli.builders import (
     rollout,
     sharing,
     sizes,
+    teachers,
     weights,
 )
 from rlcore.cli.builders.start import BuildContext
@@ -136,6 +138,7 @@ def _run(
         with waiting("building the learner, loading its weights"):
             models = learner.make_models(start)
     ranks = models.ranks(world)
+    taught = teachers.make_teachers(start, ranks.model_parallel_groups) if models.learner else None
     parts = Parts(
         ranks=ranks,
         engine=side.engine,
@@ -194,6 +197,7 @@ def _run(
         rollout=side.rollout,
         async_rollout=async_rollout,
         sampling=side.sampling,
+        teachers=taught,
         data=data,
         progress=progress,
         spans=spans,

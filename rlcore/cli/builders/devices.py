@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlcore.cli.builders.rewards import beside, judges_of
+from rlcore.cli.builders.teachers import folders, with_teachers
 from rlcore.cli.world import World
 from rlcore.config import rules
 from rlcore.config.schema import Config
@@ -37,6 +38,9 @@ def memory_plan(
     gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory if cuda else 0
     samples = samples and world.samples
     others = beside(judges_of(cfg)) if cuda and samples else memory.NOBODY
+    if cuda and trains:
+        taught = {f: HFConfig.from_folder(f, "--teacher.models") for f in folders(cfg)}
+        others = with_teachers(others, cfg, taught)
     if not (world.trains and trains):
         plan = memory.make_sampler(cfg, hf, world.rank, gpu_bytes=gpu_bytes, beside=others)
         return plan, gpu_bytes

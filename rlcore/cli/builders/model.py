@@ -3,6 +3,7 @@
 from dataclasses import fields, replace
 from typing import Any
 
+from rlcore.config import rules
 from rlcore.config.schema import Config, RewardSum
 from rlcore.hf import hub
 from rlcore.hf.config import HFConfig
@@ -27,12 +28,23 @@ def with_downloads(cfg: Config, *, weights: bool = True) -> Config:
     tokenizer = hub.folder_of(m.tokenizer, "--model.tokenizer", weights=False)
     path = hub.folder_of(m.path, "--model.path", weights=weights and not m.random_init)
     critic = hub.folder_of(c.path, "--critic.path", weights=weights)
+    teachers = tuple(_with_teacher(text, weights) for text in cfg.teacher.models)
     return replace(
         cfg,
+        teacher=replace(cfg.teacher, models=teachers),
         model=replace(m, path=path, tokenizer=tokenizer),
         critic=replace(c, path=critic),
         reward=_with_judges(cfg.reward, "reward", weights),
     )
+
+
+def _with_teacher(text: str, weights: bool) -> str:
+    """Put a folder in the place of the name of a teacher, in an entry of --teacher.models."""
+    dataset, model = rules.teacher_of(text)
+    if rules.is_server(model):
+        return text
+    folder = hub.folder_of(model, "--teacher.models", weights=weights)
+    return f"{dataset}={folder}" if dataset else folder
 
 
 def _with_judges(reward: Any, key: str, weights: bool) -> Any:

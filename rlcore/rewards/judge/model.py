@@ -16,14 +16,15 @@ import psutil
 import torch
 from torch import Tensor
 
+from rlcore.hf import residency
 from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
+from rlcore.hf.layer_pipeline import Carrier, FileCarrier, LayerPipeline, OnRead, PinnedCarrier
 from rlcore.hf.model import CausalLM, ForwardInputs
 from rlcore.hf.names import EMBED, HEAD, NORM, expected
+from rlcore.hf.residency import num_resident, sizes_of, work_bytes
 from rlcore.hf.weights import WeightReader
-from rlcore.rewards.judge import residency
-from rlcore.rewards.judge.pipeline import Carrier, FileCarrier, LayerPipeline, OnRead, PinnedCarrier
-from rlcore.rewards.judge.residency import STEADY, num_resident, sizes_of, work_bytes
+from rlcore.rewards.judge.residency import STEADY
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -30,8 +30,8 @@ from torch import Tensor
 from rlcore.hf.config import HFConfig
 from rlcore.hf.model import Flat, Layer, layer_numel, make_layer, place
 from rlcore.hf.names import layer_prefix
+from rlcore.hf.residency import SLOTS, spread
 from rlcore.hf.weights import WeightReader, drop_pages
-from rlcore.rewards.judge.residency import SLOTS, spread
 from rlcore.utils.host_room import HostRoom
 
 OnRead = Callable[[int], None]
@@ -83,7 +83,7 @@ class FileCarrier:
 
     def __init__(self, reader: WeightReader, on_read: OnRead | None = None) -> None:
         self._reader, self._on_read = reader, on_read
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge layers")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="layers")
 
     def bring(self, number: int, buffer: Buffer, stays: bool = False) -> Ticket:
         """Start to read a layer (`Carrier.bring`). On the CPU, no queued work uses the buffer."""
@@ -246,6 +246,13 @@ class LayerPipeline:
                 self._resident[number] = buffer
         while len(self._slots) < min(SLOTS, num_streamed):
             self._slots.append(make_buffer(self._hf, self._dtype, self._device))
+
+    def release(self) -> None:
+        """Free all buffers on the device. `set_resident` allocates them again, from host copies of
+        the layers."""
+        self.set_resident(0)
+        self._stop()
+        self._slots.clear()
 
     def load(self) -> None:
         """Prepare the streamed layers, so that the first forward pass does not wait for files."""

@@ -1,0 +1,1 @@
+"""Teachers of on-policy distillation; README.md describes them."""
