@@ -14,7 +14,7 @@ constexpr int64_t kBlock = 256;
 
 rows::Rows rows_of(const Tensor& x) {
   RL_CHECK(x.is_cpu() && x.scalar_type() == ScalarType::Float && x.dim() == 3 &&
-               (x.stride(2) == 1 || x.size(2) == 1),
+               (x.stride(2) == 1 || x.size(2) == 1 || x.numel() == 0),
            "x: must be float32 on the CPU, [outer, inner, size] with neighbouring columns");
   return {static_cast<const float*>(x.data_ptr()), x.size(1), x.stride(0), x.stride(1), x.size(2)};
 }

@@ -134,15 +134,15 @@ def test_the_tiny_recipe_learns_as_with_the_torch_engine(tmp_path: Path) -> None
     ends = {}
     for engine in ("torch", "sglang"):
         command = ["bash", "recipes/grpo_tiny.sh", "--rollout.engine", engine]
-        command += ["--run.dir", str(tmp_path), "--run.name", engine, "--run.steps", "4"]
-        command += ["--data.num_val_prompts", "128", "--checkpoint.no_export_hf"]
+        command += ["--run.dir", str(tmp_path), "--run.name", engine, "--run.steps", "10"]
+        command += ["--data.num_val_prompts", "256", "--checkpoint.no_export_hf"]
         command += ["--checkpoint.no_at_end", "--log.no_plot"]
         env = os.environ | {"CI": "1", "GPUS_PER_NODE": "1"}
         subprocess.run(command, cwd=runs.ROOT, check=True, env=env, timeout=500)
         summary = json.loads((tmp_path / engine / "summary.json").read_text())
         ends[engine] = summary["val/accuracy_end"]
         assert ends[engine] - summary["val/accuracy_start"] > 0.05, engine
-    assert abs(ends["sglang"] - ends["torch"]) < 0.05
+    assert abs(ends["sglang"] - ends["torch"]) < 0.08  # the standard error of one is .03
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ def qwen_folder(folder: Path, data: Path) -> Path:
 
 @pytest.mark.slow  # a minute or more, of it most in the vocabulary's products
 @pytest.mark.ranks(1)
+@pytest.mark.timeout(1000)
 def test_two_steps_on_gsm8k_with_the_real_vocabulary(bench: Bench, real_data: Path) -> None:
     rows = real_data / "math" / "gsm8k_train.jsonl"
     words = [str(w) for k, v in ARGS.items() for w in (f"--{k}", v) if w is not None]
@@ -56,7 +57,7 @@ def test_two_steps_on_gsm8k_with_the_real_vocabulary(bench: Bench, real_data: Pa
         TRAIN_DATA=str(rows),
         VAL_DATA=str(rows),
     )
-    rc, out = bench.end(process, timeout_s=240)
+    rc, out = bench.end(process, timeout_s=900)
     assert rc == 0, out[-6000:]
     assert "using ChatML" in out
     assert "prompts longer than --data.max_prompt_tokens 120" in out
