@@ -209,6 +209,9 @@ class Learner(Protocol):
         elements in order, in any shape, and is a view of the live weights where possible. Shards of
         two ranks are equal or disjoint, and all shards together cover all weights."""
 
+    def adapter_shards(self) -> Iterator[tuple[Shard, Tensor]]:
+        """Yield this rank's shards of the LoRA adapters under PEFT's names, as `shards` does."""
+
     def offload(self, parts: Collection[Part] = PARTS) -> None:
         """Move `parts` off the accelerator. Idempotent. `export` needs only the weights on the
         accelerator; `save` needs weights and optimizer there."""

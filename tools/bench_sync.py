@@ -3,6 +3,7 @@
     python tools/bench_sync.py --seed 0 --json out.json --plot out.png
     python tools/bench_sync.py --part link --pairs 8 --mib 32 --mbit 50
     python tools/bench_sync.py --part node
+    python tools/bench_sync.py --part lora --lora-rank 32
     python tools/bench_sync.py --part engine --rounds 9
     python tools/bench_sync.py --part messages
 
@@ -18,6 +19,9 @@ model. Bytes are counted at the interface that leaves the trainers' cluster. Nee
 
 `node`: a Megatron learner under TP2 x PP2 on four ranks, pushed to an engine on each that verifies
 and drops it: route gather (flat all-gather of every tensor) against intranode.
+
+`lora`: the same learner with adapters, as two nodes of two ranks with a stage each, which need what
+the other has: all weights with the adapters in them (`two_stage`) against adapters alone.
 
 `engine`: a push of 250 buckets to an engine in a child process that only opens, verifies and copies
 them, by shared memory. Each round does the same in three ways in turn, and medians are compared:
@@ -78,7 +82,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     parser.add_argument(
         "--part",
-        choices=("all", "link", "node", "engine", "messages"),
+        choices=("all", "link", "node", "lora", "engine", "messages"),
         default="all",
         help="part to measure",
     )
@@ -89,6 +93,7 @@ def main() -> None:
     parser.add_argument("--copy-ms", type=float, default=2, help="ms of a copy on a device")
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the node's model")
     parser.add_argument("--layers", type=int, default=8, help="number of layers")
+    parser.add_argument("--lora-rank", type=int, default=32, help="rank of the adapters")
     parser.add_argument("--rounds", type=int, default=2, help="number of rounds")
     parser.add_argument("--json", default="", help="JSON file for the results")
     parser.add_argument("--plot", default="", help="PNG file")
@@ -108,6 +113,8 @@ def main() -> None:
                 rows += link(n, a)
     if a.part in ("all", "node"):
         rows += node(a)
+    if a.part in ("all", "lora"):
+        rows += lora(a)
     if a.part in ("all", "engine"):
         rows += engine(a)
     if a.part in ("all", "messages"):
@@ -489,7 +496,11 @@ def cluster(folder: Path, args: dict) -> None:
     die_with_parent()
     os.environ |= {"GLOO_SOCKET_IFNAME": args["interface"], "CUDA_VISIBLE_DEVICES": ""}
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns that addresses have no names
-    work: Callable[[int, dict], dict] = {"link": link_rank, "node": node_rank}[args["kind"]]
+    work: Callable[[int, dict], dict] = {
+        "link": link_rank,
+        "node": node_rank,
+        "lora": lora_rank,
+    }[args["kind"]]
     prepare(args["kind"])
     children = {}
     for rank in args["ranks"]:
@@ -526,7 +537,7 @@ def prepare(kind: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    if kind == "node":
+    if kind in ("node", "lora"):
         from rlcore.mcore import shim
 
         shim.prepare()
@@ -684,17 +695,76 @@ def node(a: argparse.Namespace) -> Iterator[dict]:
 
 def node_rank(rank: int, args: dict) -> dict:
     """Both routes in turn, --rounds times."""
+    from rlcore.sync.channel import make_channel
+
+    learner = learner_of(rank, args)
+    return pushes(
+        learner,
+        {route: make_channel(route, max_bytes=args["bucket"]) for route in ("gather", "intranode")},
+        args["rounds"],
+    )
+
+
+def lora(a: argparse.Namespace) -> Iterator[dict]:
+    """All weights against adapters alone."""
+    work = {"kind": "lora", "seed": a.seed, "rounds": a.rounds, "hidden": a.hidden}
+    work |= {"layers": a.layers, "bucket": int(a.bucket_mib * 2**20), "lora_rank": a.lora_rank}
+    found = world(work, [([], range(4))])
+    base: dict[str, float] = {}
+    for kind in ("merged", "adapters"):
+        seconds = median(max(f[kind]["time_s"][i] for f in found) for i in range(a.rounds))
+        figures = {
+            "time": (seconds, "s"),
+            "bytes": (found[0][kind]["bytes"] / 1e9, "GB"),
+            "bytes between nodes": (found[0][kind]["slow_bytes"] / 1e9, "GB"),
+        }
+        for name, (value, unit) in figures.items():
+            first = base.setdefault(name, value)
+            baseline = "merged" if kind == "adapters" else ""
+            yield row(f"lora {kind} {name}", value, unit, baseline, value / first)
+
+
+def lora_rank(rank: int, args: dict) -> dict:
+    """Both ways in turn, --rounds times, on weights that are written to a folder first."""
+    import torch
     import torch.distributed as dist
 
-    from rlcore.config.schema import ModelConfig, TrainConfig
+    from rlcore.config.schema import LoraConfig
+    from rlcore.hf.weights import save_folder
+    from rlcore.sync.base_weights import BaseWeights
+    from rlcore.sync.channel import make_channel
+
+    start = learner_of(rank, args)
+    folder = Path(args["results"]) / "model"
+    save_folder(start.export(), start.hf, None, None if rank else folder)
+    dist.barrier()
+    start.close()
+    settings = LoraConfig(rank=args["lora_rank"])
+    learner = learner_of(rank, args, str(folder), settings)
+    base = BaseWeights(
+        folder, learner.hf, settings, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    some = {"max_bytes": args["bucket"], "sites": [[0, 1], [2, 3]]}
+    channels = {
+        "merged": make_channel("two_stage", **some),
+        "adapters": make_channel("two_stage", base=base, **some),
+    }
+    return pushes(learner, channels, args["rounds"])
+
+
+def learner_of(rank: int, args: dict, folder: str = "", lora: Any = None) -> Any:
+    """A learner of a made-up model; it joins the process group."""
+    import torch.distributed as dist
+
+    from rlcore.config.schema import NO_ADAPTERS, ModelConfig, TrainConfig
     from rlcore.hf.config import HFConfig
     from rlcore.mcore.learner import MegatronLearner
-    from rlcore.sync.channel import make_channel
     from rlcore.utils import collective
 
-    collective.share_gloo_device()
-    store = dist.FileStore(f"{args['results']}/store", args["size"])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args["size"])
+    if not dist.is_initialized():
+        collective.share_gloo_device()
+        store = dist.FileStore(f"{args['results']}/store", args["size"])
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=args["size"])
     hidden = args["hidden"]
     config = {
         "architectures": ["Qwen2ForCausalLM"],
@@ -709,21 +779,26 @@ def node_rank(rank: int, args: dict) -> dict:
         "tie_word_embeddings": False,
     }
     train = TrainConfig(tp=2, pp=2, distributed_optimizer=False)
-    model = ModelConfig(dtype="bfloat16", random_init=True)
-    learner = MegatronLearner(HFConfig.from_dict(config), model, train, seed=args["seed"])
-    channels = {
-        route: make_channel(route, max_bytes=args["bucket"]) for route in ("gather", "intranode")
-    }
+    model = ModelConfig(path=folder, dtype="bfloat16", random_init=not folder)
+    hf = HFConfig.from_dict(config)
+    return MegatronLearner(hf, model, train, lora=lora or NO_ADAPTERS, seed=args["seed"])
+
+
+def pushes(learner: Any, channels: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Figures of each channel, --rounds times in turn."""
+    import torch.distributed as dist
+
     found: dict[str, Any] = {
-        name: {"time_s": [], "transient_gb": 0.0, "bytes": 0.0} for name in channels
+        name: {"time_s": [], "transient_gb": 0.0, "bytes": 0.0, "slow_bytes": 0.0}
+        for name in channels
     }
-    for number in range(args["rounds"] + 1):
+    for number in range(rounds + 1):
         for name, channel in channels.items():
             dist.barrier()
             figures = channel.update_weights(learner, Sink(), number)
             if number:  # the first one makes groups, plans and pages
                 found[name]["time_s"].append(figures["time_s"])
-            found[name] |= {key: figures[key] for key in ("transient_gb", "bytes")}
+            found[name] |= {k: figures[k] for k in found[name].keys() & figures if k != "time_s"}
     dist.barrier()
     return found
 

@@ -247,6 +247,12 @@ def _data(cfg: Config) -> list[str]:
         out.append("--model.path: is empty; give the Hugging Face folder of the start model")
     if cfg.run.steps and not cfg.data.train and not cfg.env.TASK:
         out.append("--data.train: is empty; give prompt files (.jsonl, .parquet) or the task label")
+    if name := cfg.data.teacher_prompt_field:
+        key = f"--data.teacher_prompt_field {name}"
+        if not cfg.algo.needs_teacher:
+            out.append(f"{key}: has no effect without a teacher (--algo opd or gkd); leave it out")
+        elif cfg.select.env:
+            out.append(f"{key}: has no effect with --env, whose prompts are its own; leave it out")
     weights, entries = cfg.data.weights, len(cfg.data.train)
     if weights and len(weights) != entries:
         out.append(
@@ -596,6 +602,11 @@ def _lora(cfg: Config) -> list[str]:
         out.append(
             f"--lora.targets {unknown[0]}: must be among {', '.join(PROJECTIONS)}; other layers "
             "have no adapters"
+        )
+    if found.weight_update == "adapters" and cfg.model.random_init:
+        out.append(
+            "--lora.weight_update adapters: engines read the base from --model.path, but "
+            "--model.random_init has no weights there; use merged"
         )
     if not found.targets:
         out.append("--lora.targets: is empty; name projections, or leave it out for all")

@@ -105,6 +105,9 @@ class DataConfig:
     answer_field: str = "answer"
     """Name of the column with the reference answer; empty: none. If it is data.prompt_field, the
     answer is the content of the last message, which must be the assistant's."""
+    teacher_prompt_field: str = ""
+    """Name of the column of training rows with the prompt that the teacher reads in place of the
+    policy's, such as one with the solution; empty: the same prompt."""
     template: Literal["auto", "chat", "none"] = "auto"
     """Form of the prompt. `chat`: a user message in the tokenizer's chat template (ChatML if it has
     none). `none`: plain text. `auto`: `none` for generated tasks, else `chat`."""
@@ -369,6 +372,10 @@ class LoraConfig:
     """Learning rate of the matrices B as a multiple of train.lr, that of A (LoRA+: 16)."""
     path: str = ""
     """Folder of adapters to start from, in PEFT's format; empty: new ones, whose B is 0."""
+    weight_update: Literal["merged", "adapters"] = "merged"
+    """What ranks exchange in a weight update. `merged`: all weights, with the adapters in them.
+    `adapters`: A and B alone; each rank with an engine adds them to the weights of model.path,
+    which it reads from the folder."""
 
 
 NO_ADAPTERS = LoraConfig()

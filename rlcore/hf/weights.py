@@ -101,6 +101,10 @@ class WeightReader:
             )
         return tensor
 
+    def stored(self, name: str) -> Tensor:
+        """Return a tensor as `get` does, without a check of its values."""
+        return self._get(name, ())
+
     def _get(self, name: str, index: Index) -> Tensor:
         if name in self._stacked:
             stored, (expert, rows) = self._stacked[name]

@@ -139,12 +139,31 @@ def shards(
     A shard is a view of a parameter, or of the sum of a weight and its adapters; its elements keep
     their order in the Hugging Face tensor. Shards of query, key and value have an extra dimension
     of query groups. A tied embedding is yielded only once, without the last stage's copy."""
-    weights = _MergedWeights(models, hf, layout)
-    shapes = expected(hf)
-    for piece in pieces(hf):
-        if piece.name not in weights:
+    yield from _shards(pieces(hf), _MergedWeights(models, hf, layout), expected(hf), hf, layout)
+
+
+def adapter_shards(
+    models: Sequence[Module], hf: HFConfig, layout: ParallelLayout, lora: LoraConfig
+) -> Iterator[tuple[Shard, Tensor]]:
+    """Yield this rank's shards of every A and B, as views. Otherwise as `shards`."""
+    params = _parameters(models, hf, layout, adapters=True)
+    local = {name: param.detach() for name, param in params.items()}
+    yield from _shards(adapter_pieces(hf, lora), local, peft.shapes(hf, lora), hf, layout)
+
+
+def _shards(
+    todo: Sequence[ParamPiece],
+    params: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape],
+    hf: HFConfig,
+    layout: ParallelLayout,
+) -> Iterator[tuple[Shard, Tensor]]:
+    """Yield this rank's shards of the pieces `todo`. `params` are this rank's parts of parameters,
+    by the name in `ParamPiece`; `shapes` are those of the tensors."""
+    for piece in todo:
+        if piece.name not in params:
             continue
-        local = weights[piece.name]
+        local = params[piece.name]
         parts = _own_parts(piece, local, hf, layout)
         for name, (dim, start, size, tensor) in zip(piece.tensors, parts, strict=True):
             if size:  # size 0: only padding of the vocabulary, or no row of q, k or v

@@ -419,6 +419,11 @@ class MegatronLearner:
         self._must_be_here("shards", "weights")
         return bridge.shards(self._models, self.hf, self.layout)
 
+    def adapter_shards(self) -> Iterator[tuple[Shard, Tensor]]:
+        """Yield this rank's shards of the adapters under PEFT's names, as views; not collective."""
+        self._must_be_here("adapter_shards", "weights")
+        return bridge.adapter_shards(self._models, self.hf, self.layout, self.lora)
+
     def offload(self, parts: Collection[Part] = PARTS) -> None:
         """Release the accelerator memory of `parts`. Weights and optimizer states move to host
         memory; gradients are freed, and `onload` restores zeros. On the CPU, only gradients are
@@ -592,7 +597,8 @@ class MegatronLearner:
             scores = log_probs(logits.squeeze(0), micro.targets, in_place=True, **where)
         else:
             scores = self._by_chunks(chunked.log_probs, logits, micro.targets, **where)
-        return LogProbs(*(None if s is None else self._about(micro, s) for s in scores))
+        of_ids = None if scores.of_ids is None else self._about(micro, scores.of_ids)
+        return LogProbs(self._about(micro, scores.logp), self._about(micro, scores.entropy), of_ids)
 
     def _where(self, **more: Any) -> dict[str, Any]:
         """Return the arguments that all ops on logits share, plus `more`."""

@@ -11,7 +11,7 @@ only in the sites: groups of ranks with a fast network inside, which are nodes o
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -19,10 +19,12 @@ from torch import Tensor
 
 from rlcore.protocols import Learner, WeightChannel, WeightReceiver
 from rlcore.records import Bucket, Shard
+from rlcore.sync.base_weights import BaseWeights
 from rlcore.sync.colocated import ColocatedChannel, Handover, Transport
-from rlcore.sync.pack import MAX_BYTES
+from rlcore.sync.pack import MAX_BYTES, Packer
 from rlcore.sync.peers import LinkError, Peers, blamed
 from rlcore.sync.relay import Relay
+from rlcore.utils.buckets import unpack
 
 Route = Literal["gather", "intranode", "two_stage"]
 
@@ -36,6 +38,7 @@ def make_channel(
     sites: Sequence[Sequence[int]] = (),
     peers: Peers | None = None,
     device: torch.device | None = None,
+    base: BaseWeights | None = None,
 ) -> WeightChannel:
     """Make the channel of this rank. Ranks do not communicate before the first weight update.
 
@@ -46,21 +49,26 @@ def make_channel(
         peers: ranks of the weight update; by default all ranks of the default process group.
         device: device of the exchanged buffers, usually the learner's; of the same type on all
             ranks. Default: CPU.
+        base: weights to which exchanged adapters are added; None: all weights are exchanged.
     """
     peers = peers or Peers()
     handover = Handover(transport, tp=tp, peers=peers, max_bytes=max_bytes)
     if route == "gather":
-        return ColocatedChannel(max_bytes, handover=handover)
+        return ColocatedChannel(max_bytes, handover=handover, base=base)
     where = device or torch.device("cpu")
     relay = Relay(peers, sites or [range(peers.world_size)], max_bytes, where)
-    return RelayChannel(relay, handover)
+    return RelayChannel(relay, handover, Packer(max_bytes), base)
 
 
 class RelayChannel:
     """`WeightChannel` of the routes `intranode` and `two_stage`, which transfer with a `Relay`."""
 
-    def __init__(self, relay: Relay, handover: Handover) -> None:
+    def __init__(
+        self, relay: Relay, handover: Handover, packer: Packer, base: BaseWeights | None = None
+    ) -> None:
         self._relay, self._handover = relay, handover
+        self._packer, self._base = packer, base
+        self._adapters: dict[str, Tensor] = {}
         self._staged: Tensor | None = None
 
     def update_weights(
@@ -78,11 +86,11 @@ class RelayChannel:
         peers.begin()
         try:
             own = peers.step("here", lambda: self._enter(learner, engine, version))
-            peers.step("done", lambda: self._move(own))
+            peers.step("done", lambda: self._move(own, engine))
             handover.end(version)
         finally:
             handover.close()
-            self._staged = None
+            self._staged, self._adapters = None, {}
         plan = self._relay.plan
         assert plan is not None
         return {
@@ -104,15 +112,25 @@ class RelayChannel:
         with blamed("engine", rank):
             self._handover.begin(engine, version)
         with blamed("learner", rank):
-            own = list(learner.shards()) if learner is not None else []
+            own = list(self._shards(learner)) if learner is not None else []
         self._relay.prepare([shard for shard, _ in own], self._handover.takes(engine))
         return own
 
-    def _move(self, own: list[tuple[Shard, Tensor]]) -> None:
+    def _shards(self, learner: Learner) -> Iterator[tuple[Shard, Tensor]]:
+        return learner.shards() if self._base is None else learner.adapter_shards()
+
+    def _move(self, own: list[tuple[Shard, Tensor]], engine: WeightReceiver | None) -> None:
         """Transfer all weights between ranks, and send all buckets to this rank's engine."""
         damage = self._relay.run(own, self._take, self._give, self._held)
         if damage is not None:
             raise LinkError(damage)
+        if self._base is not None and self._handover.takes(engine):
+            merged = self._base.merged(self._adapters)
+            for bucket, buffer in self._packer.buckets(merged, self._handover.take):
+                self._relay.look()
+                with blamed("engine", self._relay.peers.rank):
+                    self._handover.give(bucket, buffer)
+                del buffer
         self._handover.finish()
         self._handover.check()
 
@@ -126,6 +144,8 @@ class RelayChannel:
     def _take(self, num_bytes: int) -> Tensor:
         """Return a buffer on the relay's device for a bucket; if possible, `Handover`'s buffer."""
         relay = self._relay
+        if self._base is not None:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=relay.device)
         if relay.device.type == "cpu" or self._handover.transport == "cuda_ipc":
             return self._handover.take(num_bytes)
         if self._staged is None or len(self._staged) < num_bytes:
@@ -134,6 +154,9 @@ class RelayChannel:
         return self._staged[:num_bytes]
 
     def _give(self, bucket: Bucket, buffer: Tensor) -> None:
+        if self._base is not None:
+            self._adapters |= {name: part.clone() for name, part in unpack(bucket, buffer)}
+            return
         where = f"bucket of {bucket.tensors[0].name} ...: "
         with blamed("engine", self._relay.peers.rank, where):
             if self._staged is not None:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from rlcore.protocols import Learner, WeightReceiver
 from rlcore.records import Bucket
+from rlcore.sync.base_weights import BaseWeights
 from rlcore.sync.memory import ExportMeter
 from rlcore.sync.pack import MAX_BYTES, Packer
 from rlcore.sync.peers import ExchangeGroup, LinkError, Peers, WeightUpdateError, alone, blamed
@@ -306,9 +307,12 @@ class ColocatedChannel:
         shared_memory: bool = False,
         *,
         handover: Handover | None = None,
+        base: BaseWeights | None = None,
     ) -> None:
         """Make the channel of this rank. If `handover` is None, make one for tensor-parallel size 1
-        with transport `shm` if `shared_memory`, else `bytes`."""
+        with transport `shm` if `shared_memory`, else `bytes`. `base`: weights to which gathered
+        adapters are added; None: all weights are gathered."""
+        self._base = base
         self._packer = Packer(max_bucket_bytes)
         transport: Transport = "shm" if shared_memory else "bytes"
         self._handover = handover or Handover(transport, max_bytes=max_bucket_bytes)
@@ -354,11 +358,18 @@ class ColocatedChannel:
         self._handover.resize(tp)
 
     def _move(self, learner: Learner, engine: WeightReceiver | None, meter: ExportMeter) -> int:
-        """Export all weights and send them to this rank's engine; return the number of bytes."""
-        total, handover = 0, self._handover
-        exported = meter.watched(learner.export())
+        """Export all weights and send them to this rank's engine; return the number of bytes that
+        were exported."""
+        total, handover, takes = 0, self._handover, self._handover.takes(engine)
+        adapters: dict[str, Tensor] = {}
+        if self._base is None:
+            source = learner.export()
+        else:
+            adapters = {name: tensor.clone() for name, tensor in learner.export_adapters()}
+            source = self._base.merged(adapters) if takes else iter(())
+        exported = meter.watched(source)
         try:
-            if handover.takes(engine):
+            if takes:
                 for bucket, buffer in self._packer.buckets(exported, handover.take):
                     total += bucket.num_bytes
                     meter.look()
@@ -372,6 +383,8 @@ class ColocatedChannel:
         finally:
             for _, tensor in exported:  # collective: every rank takes all tensors
                 total += tensor.nbytes
+        if adapters:
+            total = sum(tensor.nbytes for tensor in adapters.values())
         handover.check()
         return total
 

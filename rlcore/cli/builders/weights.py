@@ -7,7 +7,9 @@ import torch
 from rlcore.cli.world import World
 from rlcore.config import rules
 from rlcore.config.schema import Config
+from rlcore.hf.config import HFConfig
 from rlcore.protocols import WeightChannel
+from rlcore.sync.base_weights import BaseWeights
 from rlcore.sync.channel import make_channel
 from rlcore.sync.colocated import Transport
 from rlcore.sync.peers import Peers
@@ -17,7 +19,7 @@ from rlcore.utils.log import announce
 
 
 def make_weight_channel(
-    cfg: Config, world: World, *, in_child: bool, to_shelf: bool
+    cfg: Config, hf: HFConfig, world: World, *, in_child: bool, to_shelf: bool
 ) -> WeightChannel:
     """Return the channel that sends the learner's weights to this rank's engine or host cache."""
     transport: Transport = "shm" if in_child else "bytes"
@@ -37,7 +39,16 @@ def make_weight_channel(
         sites=[range(i, min(i + size, world.size)) for i in range(0, world.size, size)],
         peers=make_peers(cfg, world),
         device=world.device,
+        base=_base(cfg, hf, world),
     )
+
+
+def _base(cfg: Config, hf: HFConfig, world: World) -> BaseWeights | None:
+    """Return the weights to which exchanged adapters are added; None if all are exchanged."""
+    if not cfg.lora.rank or cfg.lora.weight_update == "merged":
+        return None
+    dtype = getattr(torch, cfg.model.dtype)
+    return BaseWeights(cfg.model.path, hf, cfg.lora, dtype=dtype, device=world.device)
 
 
 def uses_cuda_ipc(cfg: Config, device: torch.device) -> bool:
