@@ -140,6 +140,8 @@ class Prompt(Record):
     """The prompt as text, for reward functions and logs."""
     fields: dict[str, Any] = {}
     """Other columns of the data row, unchanged, for reward functions."""
+    teacher_tokens: IntArray | None = None
+    """[Q] prompt that a teacher reads in place of this one; None: the same."""
 
 
 class Partial(Record):
@@ -196,6 +198,8 @@ class Sample(Record):
     """[R] bool: whether the token is an accepted draft token; None if the engine does not draft."""
     branches: tuple[Branch, ...] = ()
     """Further rows that are trained with this one."""
+    teacher_prompt: IntArray | None = None
+    """[Q] prompt that a teacher reads in place of `prompt`; None: the same."""
 
     @property
     def group(self) -> GroupId:

@@ -35,6 +35,8 @@ class Batch:
     correction: Tensor | None = None  # [T] float32: rollout-correction weight, detached
     weight: Tensor | None = None  # [T] float32: factor on the loss of each token
     ids: tuple[str, ...] = ()  # [B] request ids; the rows of an episode that branched share one
+    teacher_prompts: tuple[Tensor | None, ...] = ()
+    """[B] prompts [Q] int64 that a teacher reads in place of the row's own; empty: none."""
 
     @property
     def num_sequences(self) -> int:
@@ -103,6 +105,9 @@ class Batch:
             self,
             cu_seqlens=cumulative([lengths[r] for r in rows]),
             ids=tuple(self.ids[r] for r in rows) if self.ids else (),
+            teacher_prompts=tuple(self.teacher_prompts[r] for r in rows)
+            if self.teacher_prompts
+            else (),
             **changes,
         )
 

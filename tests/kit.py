@@ -70,15 +70,26 @@ def tiny_hf_folder(folder: Path, arch: str = "qwen3", seed: int = 0, **changes: 
     from rlcore.hf.weights import save_folder
 
     hf = HFConfig.from_dict(tiny_config(arch, **changes))
-    generator = torch.Generator().manual_seed(seed)
-
-    def weights() -> Any:
-        for name, shape in expected(hf).items():
-            value = torch.randn(shape, generator=generator) * 0.2
-            yield name, value + 1 if name.endswith("norm.weight") else value
-
-    save_folder(weights(), hf, None, folder)
+    save_folder(_weights(expected(hf), seed), hf, None, folder)
     return folder
+
+
+def random_weights(folder: Path, seed: int = 0) -> None:
+    """Write random safetensors in float32 into a folder with a config.json."""
+    from safetensors.torch import save_file
+
+    from rlcore.hf.config import HFConfig
+    from rlcore.hf.names import expected
+
+    shapes = expected(HFConfig.from_folder(folder))
+    save_file(dict(_weights(shapes, seed)), folder / "model.safetensors")
+
+
+def _weights(shapes: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in shapes.items():
+        value = torch.randn(shape, generator=generator) * 0.2
+        yield name, value + 1 if name.endswith("norm.weight") else value
 
 
 # ---- comparisons

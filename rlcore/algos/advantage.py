@@ -11,6 +11,7 @@ l_i is the number of trained tokens of response i.
     reinforce_plus_plus_baseline  whitened(R_i - m)                                whitened(R)
     opo                           R_i - sum_j l_j R_j / sum_j l_j                  R
     gpg                           alpha (R_i - m)                                  alpha R
+    none                          0                                                0
 
 alpha is the number of responses of the step, divided by the number of responses with a reward other
 than 0. Whitening is over the trained tokens of the step:

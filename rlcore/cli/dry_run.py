@@ -197,10 +197,13 @@ def expected(cfg: Config, hf: HFConfig, world: int) -> str:
     except ValueError as error:
         return f"expected     no estimate of the step time: {error}"
     phases = ", ".join(f"{p} {s:.1f}" for p, s in found.phases.items() if s >= 0.05)
+    without = "turns and rewards" if cfg.select.env else "rewards"
+    if cfg.algo.needs_teacher:
+        without += " and teachers"
     return (
         f"expected     {found.seconds:.1f} s per step on {world} x {gpu.name} ({phases}), "
         f"MFU of the update {mfu:.2f}, "
-        f"simulated without {'turns and rewards' if cfg.select.env else 'rewards'}; lengths {said}"
+        f"simulated without {without}; lengths {said}"
     )
 
 

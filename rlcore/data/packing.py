@@ -38,6 +38,8 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
     mask = versions >= 0
     logps[~mask] = 0.0
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+    read = [s.teacher_prompt for s in samples for _ in s.rows]
+    others = [None if p is None else torch.from_numpy(p.astype(np.int64)) for p in read]
     return Batch(
         tokens=torch.from_numpy(tokens),
         cu_seqlens=cumulative(lengths.reshape(-1, 2).sum(1).tolist()),
@@ -45,6 +47,7 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
         rollout_log_probs=torch.from_numpy(logps),
         versions=torch.from_numpy(versions),
         ids=tuple(id for id, _ in rows),
+        teacher_prompts=tuple(others) if any(p is not None for p in read) else (),
     )
 
 

@@ -76,6 +76,9 @@ class PromptSettings(Protocol):
     def answer_field(self) -> str: ...
 
     @property
+    def teacher_prompt_field(self) -> str: ...
+
+    @property
     def template(self) -> Literal["auto", "chat", "none"]: ...
 
     @property
@@ -228,7 +231,8 @@ def load(
         rows, seen = PackedPrompts(), set[int]() if config.drop_duplicates else None
         ends = [0]
         for source, name in zip(sources, names, strict=True):
-            _read_into(rows, Path(source), name, config, tokenizer, cap, seen)
+            read_by_teacher = config.teacher_prompt_field
+            _read_into(rows, Path(source), name, config, tokenizer, cap, seen, read_by_teacher)
             ends.append(len(rows))
         return RowSet(rows, sizes=tuple(b - a for a, b in itertools.pairwise(ends)))
     sets = []
@@ -296,9 +300,10 @@ def _read_into(
     tokenizer: Tokens,
     cap: int,
     seen: set[int] | None = None,
+    read_by_teacher: str = "",
 ) -> None:
     """Append the usable rows of a file. `seen`: hashes of the prompts so far, which are left out;
-    None: keep them."""
+    None: keep them. `read_by_teacher`: field with the teacher's prompt."""
     first, report = len(prompts), RowReport(path)
     for asked in _questions(path, config, tokenizer):
         place, row = asked.place, asked.row
@@ -310,7 +315,7 @@ def _read_into(
             if (least := tokenizer.min_tokens(asked.rendered)) > config.max_prompt_tokens:
                 report.long(place, least, "at least ")
                 continue
-            prompt = _prompt(asked, name, config, tokenizer)
+            prompt = _prompt(asked, name, config, tokenizer, read_by_teacher)
         except (ValueError, RecursionError) as error:
             report.bad(place, error, row, config)
             continue
@@ -433,6 +438,11 @@ def _train_task(config: PromptSettings, tokenizer: Tokens, seed: int) -> TaskSet
         raise ConfigError(
             f"--data.weights {show(config.weights[0])}: has no effect on the generated task "
             f"{task.NAME}; unset it"
+        )
+    if config.teacher_prompt_field:
+        raise ConfigError(
+            f"--data.teacher_prompt_field {config.teacher_prompt_field}: the generated task "
+            f"{task.NAME} has no second prompt; leave it out"
         )
     if config.drop_duplicates:
         log.warning("--data.drop_duplicates: has no effect on the generated task %s", task.NAME)
@@ -604,10 +614,20 @@ def _question(place: str, row: Any, config: PromptSettings) -> _Question:
     return _Question(place=place, row=row, messages=messages, text=text, rendered=text)
 
 
-def _prompt(asked: _Question, name: str, config: PromptSettings, tokenizer: Tokens) -> Prompt:
+def _prompt(
+    asked: _Question,
+    name: str,
+    config: PromptSettings,
+    tokenizer: Tokens,
+    read_by_teacher: str = "",
+) -> Prompt:
     """Convert a row to a prompt. Raise ValueError if the row is invalid."""
-    row = asked.row
-    fields = {k: v for k, v in row.items() if k not in (config.prompt_field, config.answer_field)}
+    row, other = asked.row, None
+    known = (config.prompt_field, config.answer_field, read_by_teacher)
+    fields = {k: v for k, v in row.items() if k not in known}
+    if read_by_teacher:
+        text = _rendered_field(row, read_by_teacher, config, tokenizer)
+        other = np.array(tokenizer.encode(text), np.int32)
     prompt = Prompt(
         index=0,  # `PackedPrompts` numbers its prompts
         dataset=name,
@@ -615,12 +635,26 @@ def _prompt(asked: _Question, name: str, config: PromptSettings, tokenizer: Toke
         answer=_reference(row, config),
         text=asked.text,
         fields=fields,
+        teacher_tokens=other,
     )
     try:
         net.encode(prompt)
     except (TypeError, OverflowError, ValueError) as error:
         raise ValueError(f"holds a value that cannot be sent ({_first(error)})") from error
     return prompt
+
+
+def _rendered_field(
+    row: dict[str, Any], name: str, config: PromptSettings, tokenizer: Tokens
+) -> str:
+    """Return the text to tokenise of a field with a prompt."""
+    asked, _ = split_answers(field_of(row, name))
+    messages = messages_of(asked, config, name)
+    if config.template != "none":
+        return tokenizer.render_chat(messages)
+    if not isinstance(asked, str):
+        raise ValueError("a list of messages needs --data.template chat")
+    return str(messages[-1]["content"])
 
 
 def _reference(row: dict[str, Any], config: PromptSettings) -> str:
@@ -679,14 +713,15 @@ def split_answers(asked: Any) -> tuple[Any, list[dict[str, Any]]]:
     return asked[:end], asked[end:]
 
 
-def messages_of(asked: Any, config: PromptSettings) -> list[dict[str, Any]]:
+def messages_of(asked: Any, config: PromptSettings, name: str = "") -> list[dict[str, Any]]:
     """Return the chat messages in a prompt field; a plain text becomes one user message. The suffix
-    is appended to the last message; data.system is added if there is no system message.
+    is appended to the last message; data.system is added if there is no system message. `name`:
+    field's name for errors; default: data.prompt_field.
 
     Raises:
         ValueError: the value is neither text nor a list of messages, or its last message is empty.
     """
-    key = config.prompt_field
+    key = name or config.prompt_field
     if isinstance(asked, str):
         asked = [{"role": "user", "content": asked}]
     if not isinstance(asked, list) or not asked:

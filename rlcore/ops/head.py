@@ -193,15 +193,21 @@ class _HeadLogProb(torch.autograd.Function):
         return logp, entropy, of_ids
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        if all(grad is None for grad in grads):
+    def backward(
+        ctx: Any,
+        grad_logp: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_ids: Tensor | None,
+    ) -> tuple:
+        if grad_logp is None and grad_entropy is None and grad_ids is None:
             return (None,) * 9
         hidden, weight, tokens, ids, lse, entropy = ctx.saved_tensors
         made = _Gradients(hidden, weight, ctx.needs_input_grad[:2], ctx.weight_grad)
         where: tuple[int, int, float] = ctx.where
         for chunk, logits in _chunks(hidden, weight, *ctx.chunks):
             about = (tokens[chunk], _cut(ids, chunk), *where, lse[:, chunk], entropy[chunk])
-            logprob.all_grads(logits, *about, *(_cut(grad, chunk) for grad in grads), logits)
+            grads = _cut(grad_logp, chunk), _cut(grad_entropy, chunk), _cut(grad_ids, chunk)
+            logprob.all_grads(logits, *about, *grads, logits)
             made.add(chunk, logits)
         return made.hidden, made.weight(), *(None,) * 7
 

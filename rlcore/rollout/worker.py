@@ -535,6 +535,9 @@ class RolloutWorker:
                 self._live.discard(event.id)
                 self._moving.discard(event.id)
                 if sample.group in self.prompts:
+                    read = self.prompts[sample.group].teacher_tokens
+                    if read is not None:
+                        sample = msgspec.structs.replace(sample, teacher_prompt=read)
                     self.samples[event.id] = sample
                     self.texts[event.id] = self._decode(sample.tokens.tolist())
                     self._unscored.add(event.id)

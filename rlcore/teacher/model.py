@@ -5,13 +5,14 @@ may be larger than a device. Outside `loaded` the model takes no memory of the d
 many layers as fit beside the learner stay there, and the others are copied from host memory while
 earlier layers compute (`hf/layer_pipeline.py`).
 
-Log-probs are of logits / temperature over the student's vocabulary. Models of one family may have
+Log-probs are of logits / temperature over the policy's vocabulary. Models of one family may have
 different numbers of padding columns, which are left out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -50,7 +51,7 @@ class TeacherModel:
         """Open the folder; weights are loaded later.
 
         Args:
-            vocab_size: size of the student's vocabulary.
+            vocab_size: size of the policy's vocabulary.
             top_k: number of likeliest tokens that are returned; 0: none.
             batch_tokens: maximum number of tokens of a forward pass, padding included, unless one
                 row is longer.
@@ -133,7 +134,7 @@ class TeacherModel:
     def _score(self, rows: Sequence[TeacherRow]) -> list[TeacherScores]:
         counts = [int(row.mask.sum()) for row in rows]
         hidden, targets = self._hidden(rows)
-        where = {
+        where: dict[str, Any] = {
             "vocab_size": self._vocab_size,
             "chunk_tokens": CHUNK_TOKENS,
             "temperature": self._temperature,

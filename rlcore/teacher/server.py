@@ -5,7 +5,7 @@
     .../v1          vLLM      completions of a list of token ids, with prompt_logprobs K
 
 OpenAI's own interface has no log-probs of prompts. Servers give them at temperature 1. A server
-must have the student's tokenizer, because it gets and returns token ids.
+must have the policy's tokenizer, because it gets and returns token ids.
 """
 
 import os
@@ -143,7 +143,7 @@ class TeacherServer:
         if len(logps) != len(row.tokens) or len(tops) != len(row.tokens):
             raise ValueError(
                 f"--teacher.models {self._url}: returned log-probs of {len(logps)} tokens for "
-                f"{len(row.tokens)}; the server must have the student's tokenizer"
+                f"{len(row.tokens)}; the server must have the policy's tokenizer"
             )
         where = row.mask.nonzero().flatten().tolist()
         found = [sorted(tops[t] or (), key=_falling)[: self._top_k] for t in where]

@@ -84,14 +84,19 @@ class _Scored:
         self._log_probs = torch.zeros(count)
         self._ids = torch.zeros(count, top_k, dtype=torch.int64)
         self._top = torch.zeros(count, top_k)
-        self.rows = [
+        self._own = [
             TeacherRow(batch.tokens[a:b], _without_first(batch.mask[a:b]))
             for a, b in zip(self._starts, self._starts[1:], strict=False)
         ]
+        self.rows = self._own
+        """Rows as the teacher reads them."""
+        if batch.teacher_prompts:
+            pairs = zip(self._own, batch.teacher_prompts, strict=True)
+            self.rows = [_after(row, prompt) for row, prompt in pairs]
 
     def fill(self, row: int, scores: TeacherScores) -> None:
         """Enter the scores of a row."""
-        place = self._starts[row] + self.rows[row].mask.nonzero().flatten()
+        place = self._starts[row] + self._own[row].mask.nonzero().flatten()
         self._log_probs[place] = scores.log_probs
         self._ids[place], self._top[place] = scores.top_ids, scores.top_log_probs
 
@@ -100,12 +105,21 @@ class _Scored:
         for part in (self._log_probs, self._ids, self._top) if group is not None else ():
             if part.numel():
                 dist.all_reduce(part, group=group)  # every token was scored by one rank
-        changes: dict[str, Any] = {"teacher_log_probs": self._log_probs}
+        changes: dict[str, Any] = {"teacher_log_probs": self._log_probs, "teacher_prompts": ()}
         if self._top.size(1):
             changes |= {"teacher_top_ids": self._ids, "teacher_top_log_probs": self._top}
         made = self._batch.with_(**changes)
         made.check()
         return made
+
+
+def _after(row: TeacherRow, prompt: Tensor | None) -> TeacherRow:
+    """Return a row with another prompt: all tokens before the first scored one are replaced."""
+    if prompt is None or not row.mask.any():
+        return row
+    start = int(row.mask.nonzero()[0])
+    tokens = torch.cat([prompt, row.tokens[start:]])
+    return TeacherRow(tokens, torch.cat([torch.zeros(len(prompt)).bool(), row.mask[start:]]))
 
 
 def _without_first(mask: Tensor) -> Tensor:

@@ -416,7 +416,8 @@ def update_weights_bytes(cfg: Config, hf: HFConfig) -> int:
 def merged_bytes(cfg: Config, hf: HFConfig, layout: ParallelLayout) -> int:
     """Return the bytes of the sums of weights and adapters that a rank holds in a weight update. By
     gathering, one bundle at a time has them, which `update_weights_bytes` counts."""
-    if not cfg.lora.rank or rules.route(cfg) == "gather":
+    alone = cfg.lora.weight_update == "adapters"  # added one by one
+    if not cfg.lora.rank or alone or rules.route(cfg) == "gather":
         return 0
     return ITEMSIZE[cfg.model.dtype] * adapter_parameters(hf, cfg.lora, layout)[2]
 

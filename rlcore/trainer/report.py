@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from rlcore.algos import mismatch
+from rlcore.config import rules
 from rlcore.config.schema import Config
 from rlcore.envs.turn_tree import sampled_stretches, turns_of
 from rlcore.hf.size import size_of
@@ -135,10 +136,11 @@ def check_rewards(run: Run, groups: Sequence[Group]) -> None:
         )
 
 
-def notes(metrics: Mapping[str, float]) -> str:
+def notes(metrics: Mapping[str, float], cfg: Config) -> str:
     """Return what the step line says of problems of the step; "" if there is none."""
     found = [mismatch.unhealthy(dict(metrics))]
-    if metrics.get("training/equal_reward_groups") == 1:
+    compares = cfg.algo.adv_estimator in rules.BY_GROUP
+    if compares and metrics.get("training/equal_reward_groups") == 1:
         found.append("rewards are equal in every group, so no response is preferred")
     return "; ".join(filter(None, found))
 
@@ -318,7 +320,7 @@ def step(run: Run) -> None:
     run.observers.writer.write(run.step, metrics)
     for hear in run.observers.on_step:
         hear(metrics)
-    run.observers.screen.step(run.step, metrics, note=notes(metrics))
+    run.observers.screen.step(run.step, metrics, note=notes(metrics, run.cfg))
     if any(name.startswith("val-core/") for name in metrics):
         run.observers.screen.evaluation(run.step, metrics)
     if run.observers.callbacks is not None:

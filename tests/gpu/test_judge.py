@@ -8,8 +8,9 @@ import torch
 
 from rlcore.cli import judge
 from rlcore.data import label_task
+from rlcore.hf import layer_pipeline as pipeline
 from rlcore.hf.tokenizer import make_char_tokenizer
-from rlcore.rewards.judge import mps, pipeline
+from rlcore.rewards.judge import mps
 from rlcore.rewards.judge.model import JudgeModel
 from rlcore.rewards.judge.residency import STEADY
 from tests import runs

@@ -15,6 +15,7 @@ LONG_CASES = "not sampled_tokens and not every_shape and not fused_loss and not 
 SLOW = (
     "memory",
     "judge",
+    "teacher",
     "learner",
     "checkpoint",
     "engine",

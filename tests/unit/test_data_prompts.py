@@ -246,6 +246,23 @@ def test_weights_mix_the_files_and_a_task_has_none(write):
         _train("label", weights=(2.0,))
 
 
+@pytest.mark.parametrize("template", ["chat", "none"])
+def test_a_training_row_may_have_a_prompt_for_the_teacher(write, caplog, template):
+    """Validation rows need none."""
+    keys = {"teacher_prompt_field": "shown", "suffix": " Say it.", "template": template}
+    file = write("x.jsonl", _row("How many?", shown="How many? It is 7."), _row("no", shown=None))
+    (prompt,) = _train(file, **keys)
+    begin, end = ("[user]", "[assistant]") if template == "chat" else ("", "")
+    assert TOKENIZER.decode(prompt.tokens) == f"{begin}How many? Say it.{end}"
+    assert TOKENIZER.decode(prompt.teacher_tokens) == f"{begin}How many? It is 7. Say it.{end}"
+    assert prompt.fields == {}
+    assert "field 'shown' is null; row skipped" in caplog.text
+    ((_, rows),) = load(DataConfig(val=(file,), **keys), "val", TOKENIZER, 0)
+    assert len(rows) == 2 and rows[0].teacher_tokens is None
+    with pytest.raises(ValueError, match="teacher_prompt_field shown: the generated task label"):
+        _train("label", **keys)
+
+
 def test_parquet_rows_are_as_jsonl_rows(tmp_path, write, caplog):
     rows = [_row("one", "1", n=1), _row("two", "2", n=2), _row(None, "3", n=3)]
     path = tmp_path / "x.parquet"

@@ -145,7 +145,7 @@ def _run(
         learner=models.learner,
         critic=models.critic,
         channel=weights.make_weight_channel(
-            cfg, world, in_child=side.in_child, to_shelf=gate is not None
+            cfg, start.hf, world, in_child=side.in_child, to_shelf=gate is not None
         ),
         restart_engine=side.worker.restart_engine,
         sizes=engine_sizes,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,8 @@ def make_teachers(
     if not cfg.algo.needs_teacher or not world.trains:
         return None
     top_k = top_k_of(cfg)
-    group = _group(model_parallel_groups, world.rank)
+    timeout = timedelta(seconds=cfg.cluster.timeout_s)
+    group = _group(model_parallel_groups, world.rank, timeout)
     scorers: dict[str, TokenScorer] = {}
     for dataset, model in teachers_of(cfg).items():
         made: TeacherModel | TeacherServer
@@ -68,19 +70,21 @@ def dtype_of(cfg: Config) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _group(model_parallel_groups: Sequence[Sequence[int]], rank: int) -> collective.Group:
+def _group(
+    model_parallel_groups: Sequence[Sequence[int]], rank: int, timeout: timedelta
+) -> collective.Group:
     """Make a process group of each model-parallel group, and return this rank's; None if the groups
     have one rank. Collective over the train ranks."""
     found = None
     for ranks in model_parallel_groups if len(model_parallel_groups[0]) > 1 else ():
-        made = dist.new_group(list(ranks))
+        made = dist.new_group(list(ranks), timeout=timeout)
         if rank in ranks:
             found = made
     return found
 
 
 def check(cfg: Config, hf: HFConfig, folder: str) -> HFConfig:
-    """Check that a teacher from a folder can score the student's tokens. Return its architecture.
+    """Check that a teacher from a folder can score the policy's tokens. Return its architecture.
 
     Raises:
         ConfigError: its tokenizer is another one, or it has too few positions or tokens.
@@ -88,8 +92,8 @@ def check(cfg: Config, hf: HFConfig, folder: str) -> HFConfig:
     teacher = HFConfig.from_folder(folder, "--teacher.models")
     key = f"--teacher.models {folder}"
     own = load_tokenizer(folder, key="--teacher.models")
-    student = load_tokenizer(cfg.model.tokenizer or cfg.model.path)
-    if (word := student.first_difference(own)) is not None:
+    policy = load_tokenizer(cfg.model.tokenizer or cfg.model.path)
+    if (word := policy.first_difference(own)) is not None:
         raise ConfigError(
             f"{key}: has another tokenizer than the policy, for example for {word!r}, so it cannot "
             "score the policy's tokens; give a model of the same family"
