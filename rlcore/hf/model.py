@@ -314,6 +314,31 @@ class CausalLM:
         assert hidden is not None
         return rms_norm(hidden.to(self._head_dtype), self._here.norm, self.hf.rms_norm_eps)
 
+    def prefill(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """Run whole sequences [B, S] as `forward` does: [B, S, hidden]. Rows are padded on the
+        right, where causal attention hides the padding from real tokens."""
+        rows, longest = tokens.shape
+        positions = torch.arange(longest, device=self.device).expand(rows, -1)
+        step = ForwardInputs(tokens, positions, 0, [(0, rows, longest)], causal=True)
+        return self.forward(step, cache)
+
+    def batch_cache(self, rows: int, length: int, *, shared: bool) -> Cache:
+        """Allocate the KV cache of one batch. `shared`: all layers use the same space in turn."""
+        hf = self.hf
+        cache = Cache(
+            hf.num_layers,
+            hf.num_kv_heads,
+            hf.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            max_slots=rows,
+            max_columns=length,
+            budget=rows * (length + 16),
+            shared=shared,
+        )
+        cache.reserve(rows, length, 0)
+        return cache
+
     def fill(self, step: ForwardInputs, cache: Cache) -> None:
         """Write keys and values of new tokens to the cache, without computing outputs."""
         self._run(step, cache, fill=True)

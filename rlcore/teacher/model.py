@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from rlcore.hf import residency
-from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
 from rlcore.hf.layer_pipeline import Carrier, FileCarrier, LayerPipeline, PinnedCarrier
-from rlcore.hf.model import CausalLM, ForwardInputs
+from rlcore.hf.model import CausalLM
 from rlcore.hf.names import EMBED, HEAD, NORM, expected
 from rlcore.hf.weights import WeightReader
 from rlcore.ops import head
@@ -154,41 +153,17 @@ class TeacherModel:
 
     def _hidden(self, rows: Sequence[TeacherRow]) -> tuple[Tensor, Tensor]:
         """Return the final hidden states that predict the tokens in the masks, [m, hidden], and
-        these tokens, [m]. Rows are padded on the right, where causal attention hides the padding
-        from real tokens."""
+        these tokens, [m]."""
         longest, device = max(len(row.tokens) for row in rows), self._device
         tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
         mask = torch.zeros(len(rows), longest, dtype=torch.bool)
         for i, row in enumerate(rows):
             tokens[i, : len(row.tokens)] = row.tokens
             mask[i, : len(row.mask)] = row.mask
-        step = ForwardInputs(
-            tokens.to(device),
-            torch.arange(longest, device=device).expand(len(rows), -1),
-            0,
-            [(0, len(rows), longest)],
-            causal=True,
-        )
-        hidden = self._model.forward(step, self._cache(len(rows), longest))
-        place = mask[:, 1:].to(device)
-        return hidden[:, :-1][place], step.tokens[:, 1:][place]
-
-    def _cache(self, rows: int, length: int) -> Cache:
-        """Allocate the keys and values of one layer, which all layers use in turn."""
-        hf = self.hf
-        cache = Cache(
-            hf.num_layers,
-            hf.num_kv_heads,
-            hf.head_dim,
-            dtype=self._dtype,
-            device=self._device,
-            max_slots=rows,
-            max_columns=length,
-            budget=rows * (length + 16),
-            shared=True,
-        )
-        cache.reserve(rows, length, 0)
-        return cache
+        cache = self._model.batch_cache(len(rows), longest, shared=True)
+        tokens, place = tokens.to(device), mask[:, 1:].to(device)
+        hidden = self._model.prefill(tokens, cache)
+        return hidden[:, :-1][place], tokens[:, 1:][place]
 
     def _work_bytes(self) -> int:
         return work_bytes(self.hf, self._dtype, self._batch_tokens)

@@ -100,7 +100,7 @@ class JudgeModel:
         the current layer is kept, because no token is generated."""
         longest = max(map(len, rows))
         self._decide(work_bytes(self.hf, self.dtype, len(rows), longest))
-        logits = self._prefill(rows, self._cache(len(rows), longest, shared=True))
+        logits = self._prefill(rows, self._model.batch_cache(len(rows), longest, shared=True))
         return logits.softmax(-1)[:, torch.as_tensor(ids, device=self.device)].float().cpu()
 
     @torch.no_grad()
@@ -111,7 +111,7 @@ class JudgeModel:
         returned. Streamed layers are copied to the device once per token."""
         count, longest = len(rows), max(map(len, rows))
         self._decide(work_bytes(self.hf, self.dtype, count, longest, max_tokens))
-        cache = self._cache(count, longest + max_tokens, shared=False)
+        cache = self._model.batch_cache(count, longest + max_tokens, shared=False)
         token = self._prefill(rows, cache).argmax(-1)  # [B]
         found: list[list[int]] = [[] for _ in rows]
         alive = set(range(count))
@@ -155,15 +155,11 @@ class JudgeModel:
         self.is_small = False
 
     def _prefill(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
-        """Return the logits after each row's last token, [rows, vocab] float32. Rows are padded on
-        the right, where causal attention hides the padding from real tokens."""
+        """Return the logits after each row's last token, [rows, vocab] float32."""
         begin = time.monotonic()
         longest = max(map(len, rows))
         padded = [[*row, *[0] * (longest - len(row))] for row in rows]
-        tokens = torch.tensor(padded, device=self.device)
-        positions = torch.arange(longest, device=self.device).expand(len(rows), -1)
-        step = ForwardInputs(tokens, positions, 0, [(0, len(rows), longest)], causal=True)
-        hidden = self._model.forward(step, cache)
+        hidden = self._model.prefill(torch.tensor(padded, device=self.device), cache)
         last = torch.tensor([len(row) - 1 for row in rows], device=self.device)
         hidden = hidden[torch.arange(len(rows), device=self.device), last]
         logits = self._model.logits(hidden)
@@ -176,23 +172,6 @@ class JudgeModel:
             streamed_layers=self.layers.num_streamed,
         )
         return logits
-
-    def _cache(self, rows: int, length: int, shared: bool) -> Cache:
-        """Allocate the KV cache of a batch. `shared`: all layers use the same space in turn."""
-        hf = self.hf
-        cache = Cache(
-            hf.num_layers,
-            hf.num_kv_heads,
-            hf.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-            max_slots=rows,
-            max_columns=length,
-            budget=rows * (length + 16),
-            shared=shared,
-        )
-        cache.reserve(rows, length, 0)
-        return cache
 
     def _decide(self, work: int) -> None:
         """Keep as many layers resident as fit in memory beside a batch that takes `work` bytes, now
