@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-__doc__=r'''On-policy distillation of Qwen2.5-7B-Instruct from Qwen2.5-32B-Instruct, on one node of 8
-GPUs of 80 GB and 1 TB of host memory, which holds the layers of the teacher.
+__doc__=r'''Distillation of Qwen2.5-7B-Instruct from Qwen2.5-32B-Instruct, 8 GPUs of 80 GB. The node has
+1 TB of host memory, which holds the layers of the teacher; the policy is scored on its own samples.
 Not run at this size: no number to expect is known.
 
     bash recipes/distill_7b_from_32b.sh --data.train my.parquet --data.val my_val.parquet

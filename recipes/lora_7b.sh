@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-__doc__=r'''GRPO with LoRA of rank 32 on Qwen2.5-7B-Instruct, on one node of 8 GPUs of 80 GB.
+__doc__=r'''GRPO with LoRA of rank 32 on Qwen2.5-7B-Instruct, one node of 8 GPUs of 80 GB.
 Not run at this size: no number to expect is known.
 
     bash recipes/lora_7b.sh --data.train my.parquet --data.val my_val.parquet

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-__doc__=r'''Self-distillation of Qwen2.5-7B-Instruct, on one node of 8 GPUs of 80 GB: the teacher is the
-same model, which reads the solution beside the question.
+__doc__=r'''Self-distillation of Qwen2.5-7B-Instruct, one node of 8 GPUs of 80 GB. The teacher is the same
+model, which reads the solution beside the question.
 Not run at this size: no number to expect is known.
 
     bash recipes/self_distill_7b.sh --data.train my.parquet --data.val my_val.parquet

@@ -70,7 +70,8 @@ class Batch:
                     "every tensor needs one value per token"
                 )
             if value.is_floating_point():
-                bad = (~value.isfinite().view(self.num_tokens, -1).all(-1) & self.mask).nonzero()
+                finite = value.isfinite() if value.dim() == 1 else value.isfinite().all(-1)
+                bad = (~finite & self.mask).nonzero()
                 if bad.numel():
                     t = int(bad[0])
                     row = int(self.sequence_index[t])

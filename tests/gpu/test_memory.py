@@ -146,7 +146,6 @@ def engine() -> TorchEngine:
     )
 
 
-@pytest.mark.timeout(600)  # a pretend device on a loaded CPU takes minutes
 def test_a_sleeping_engine_holds_no_memory_and_wakes_to_the_same_tokens() -> None:
     made, state = engine(), weights(large(), 0, 0.05)
     load_weights(made, state.items(), 0)
@@ -191,7 +190,6 @@ def test_a_device_that_somebody_else_holds_is_refused_before_the_learner_comes()
     del held
 
 
-@pytest.mark.timeout(600)
 def test_a_run_holds_no_more_than_planned_in_any_phase(
     tmp_path: Path, record_property: Callable
 ) -> None:

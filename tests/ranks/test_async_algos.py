@@ -19,7 +19,9 @@ OLD = (
     *("--checkpoint.no_at_end", "--checkpoint.no_export_hf", "--eval.no_at_start"),
     *("--eval.no_at_end", "--train.samples_per_update", 4),
 )
-WAYS = {name: ("--algo", name) for name in algos.NAMES} | {
+ALONE = [name for name in algos.NAMES if name not in ("opd", "gkd")]
+"""The others need a teacher: test_distillation.py."""
+WAYS = {name: ("--algo", name) for name in ALONE} | {
     "bypass": ("--algo", "grpo", "--algo.bypass_mode"),
     "in place": ("--algo", "grpo", "--async.weight_update", "in_place"),
     "rejected": ("--algo", "grpo", "--algo.rollout_rs", "token_k1"),

@@ -22,7 +22,7 @@ def test_the_list_has_a_line_for_every_recipe(capsys) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == NAMES
     assert all(len(line) <= 100 and len(line.split()) > 4 for line in lines), lines
-    assert "dapo_32b            DAPO on Qwen2.5-32B, 8 nodes of 8 GPUs of 80 GB" in lines
+    assert "dapo_32b             DAPO on Qwen2.5-32B, 8 nodes of 8 GPUs of 80 GB" in lines
 
 
 def test_a_long_first_sentence_ends_before_its_colon(tmp_path) -> None:

@@ -50,6 +50,9 @@ WORLDS = {
     "judge_7b": 16,
     "lora_tiny": 2,
     "lora_7b": 8,
+    "distill_tiny": 1,
+    "distill_7b_from_32b": 8,
+    "self_distill_7b": 8,
 }
 # Billions of parameters, as the models' cards say them.
 BILLIONS = {
@@ -131,7 +134,8 @@ def planned(bench, monkeypatch, capsys, recipe: Path, *more: str, **env: str) ->
     record = bench.records()[0]
     for name in ("NODES", "GPUS_PER_NODE", "MODEL_CONFIG"):
         monkeypatch.setenv(name, record["env"][name])
-    monkeypatch.setenv("JUDGE_CONFIG", record["env"].get("JUDGE_CONFIG", ""))
+    for name in ("JUDGE_CONFIG", "TEACHER_CONFIG"):
+        monkeypatch.setenv(name, record["env"].get(name, ""))
     monkeypatch.chdir(bench.folder)
     assert record["argv"][0] == "train" and record["argv"][-1 - len(more)] == "--dry-run"
     rc = train.main(record["argv"][1:])

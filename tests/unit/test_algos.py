@@ -133,13 +133,15 @@ def test_the_defaults_that_a_method_defines():
         "kimi15": {"norm_adv_by_std": False},
         "gpg": {"adv_estimator": "gpg"},
         "reinforce": {"adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum"},
+        "opd": {"adv_estimator": "none", "teacher_kl_coef": 1.0},
+        "gkd": {"adv_estimator": "none", "rollout_is": "none"},
     }
 
 
 def test_losses_without_p_over_p_old_say_so():
     """With bypass_mode these get the weight p / p_sampler, the others have it in their ratio."""
     without = {name for name in algos.NAMES if not algos.config_class(name).has_ratio}
-    assert without == {"gpg", "reinforce", "kimi15"}
+    assert without == {"gpg", "reinforce", "kimi15", "gkd"}
     assert not (gpg.GPGConfig.has_ratio or reinforce.ReinforceConfig.has_ratio)
 
 

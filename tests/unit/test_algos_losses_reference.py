@@ -212,7 +212,10 @@ def batch(seed: int, per_token_advantage: bool) -> tuple[LossInputs, torch.Tenso
 
 
 def test_every_algorithm_has_a_reference():
-    assert {name for name, _, _ in CASES.values()} == set(algos.NAMES)
+    assert {name for name, _, _ in CASES.values()} == set(algos.NAMES) - {
+        "opd",
+        "gkd",
+    }  # test_gkd.py
 
 
 @pytest.mark.parametrize("case", CASES)

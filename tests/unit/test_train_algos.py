@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlcore import algos
-from tests import runs
+from tests import kit, runs
 
 BARE = "--checkpoint.no_at_end", "--checkpoint.no_export_hf", "--eval.no_at_start"
 TWO = *BARE, "--eval.no_at_end", "--run.steps", 2, "--train.samples_per_update", 8
@@ -44,7 +44,13 @@ class Found:
     def __init__(self, folder: Path):
         self.folder = folder
         self.model = runs.tiny_model(folder / "model")
-        jobs = [self.job(name, "--algo", name) for name in algos.NAMES]
+        teacher = runs.tiny_model(folder / "teacher")
+        kit.random_weights(teacher)
+        taught = {
+            "opd": ("--teacher.models", teacher),
+            "gkd": ("--teacher.models", teacher, "--teacher.top_k", 6),
+        }
+        jobs = [self.job(name, "--algo", name, *taught.get(name, ())) for name in algos.NAMES]
         jobs += [self.job(name, *INT8, *keys) for name, keys in WAYS.items()]
         jobs += [self.job("off", *OFF), self.job("on"), self.job("int8", *INT8)]
         saved = folder / "runs" / "straight" / "checkpoints" / "step_000001"
