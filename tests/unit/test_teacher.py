@@ -201,6 +201,12 @@ def test_a_teacher_reads_the_prompt_that_is_meant_for_it(tmp_path: Path) -> None
     model.close()
 
 
+def test_a_rank_without_rows_gets_scores_of_nothing() -> None:
+    (found,) = Teachers({"": Fixed(-1.0)}, 2).add([batch().select([])], {})
+    assert found.teacher_log_probs is not None and found.teacher_log_probs.shape == (0,)
+    assert found.teacher_top_ids is not None and found.teacher_top_ids.shape == (0, 2)
+
+
 def test_a_dataset_without_a_teacher_is_named() -> None:
     teachers = Teachers({"math": Fixed(-1.0)}, 0)
     with pytest.raises(ValueError, match=r"no teacher for the dataset 'code'.*`code=MODEL`"):
