@@ -1,8 +1,7 @@
 """Weight updates that exchange LoRA adapters alone (`--lora.weight_update adapters`).
 
 Every rank with an engine reads the base from its folder, adds the adapters one weight at a time,
-and hands the sums to its engine: engines load what they always load. Between ranks go only A and B,
-about a hundredth of the weights.
+and hands the sums to its engine: engines load what they always load. Only A and B go between ranks.
 """
 
 from collections.abc import Iterator, Mapping

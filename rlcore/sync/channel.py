@@ -126,11 +126,8 @@ class RelayChannel:
             raise LinkError(damage)
         if self._base is not None and self._handover.takes(engine):
             merged = self._base.merged(self._adapters)
-            for bucket, buffer in self._packer.buckets(merged, self._handover.take):
-                self._relay.look()
-                with blamed("engine", self._relay.peers.rank):
-                    self._handover.give(bucket, buffer)
-                del buffer
+            packed = self._packer.buckets(merged, self._handover.take)
+            self._handover.give_all(packed, self._relay.look)
         self._handover.finish()
         self._handover.check()
 

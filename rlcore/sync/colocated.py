@@ -20,7 +20,7 @@ bounded size.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -182,6 +182,19 @@ class Handover:
             self._settle(0)
         if bucket.num_bytes > self._max_bytes:
             self.finish()
+
+    def give_all(self, packed: Iterator[tuple[Bucket, Tensor]], look: Callable[[], None]) -> int:
+        """Send buckets, packed in buffers from `take`, and wait until the engine has loaded them;
+        return their bytes. `look` is called while each one is in memory."""
+        total = 0
+        for bucket, buffer in packed:
+            total += bucket.num_bytes
+            look()
+            with blamed("engine", self.peers.rank):
+                self.give(bucket, buffer)
+            del buffer
+        self.finish()
+        return total
 
     def finish(self) -> None:
         """Wait until the engine has loaded all buckets that were sent, and free their memory. All
@@ -370,13 +383,8 @@ class ColocatedChannel:
         exported = meter.watched(source)
         try:
             if takes:
-                for bucket, buffer in self._packer.buckets(exported, handover.take):
-                    total += bucket.num_bytes
-                    meter.look()
-                    with blamed("engine", handover.peers.rank):
-                        handover.give(bucket, buffer)
-                    del buffer
-                handover.finish()
+                packed = self._packer.buckets(exported, handover.take)
+                total = handover.give_all(packed, meter.look)
         except LinkError as error:
             handover.peers.tell("done", error.failure)  # so that other ranks stop waiting
             raise

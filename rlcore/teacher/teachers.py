@@ -4,7 +4,7 @@ The ranks of a model-parallel group have the same batches. They divide the rows 
 and exchange the scores.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,18 @@ class Teachers:
         """
         self._scorers, self._top_k, self._group = dict(scorers), top_k, group
 
-    def add(self, batches: Sequence[Batch], datasets: Mapping[str, str]) -> list[Batch]:
-        """Return the batches with the teachers' log-probs of the tokens in their masks. Collective
-        over the group.
+    def add(
+        self,
+        batches: Sequence[Batch],
+        datasets: Mapping[str, str],
+        alive: Callable[[], None] = lambda: None,
+    ) -> list[Batch]:
+        """Return the batches with the teachers' log-probs of the tokens in their masks. Each
+        teacher is loaded once. Collective over the group.
 
         Args:
             datasets: dataset of each sample, by id.
+            alive: called after each batch.
 
         Raises:
             ValueError: a dataset has no teacher, or a teacher returns an invalid score.
@@ -44,18 +50,18 @@ class Teachers:
         made = [_Scored(batch, self._top_k) for batch in batches]
         teacher_of = [[self._teacher_of(datasets[id]) for id in b.ids] for b in batches]
         for name, scorer in self._scorers.items():
-            mine = [
-                (b, row)
-                for b, names in enumerate(teacher_of)
-                for row in [i for i, found in enumerate(names) if found == name][rank::size]
-                if made[b].rows[row].mask.any()
+            shares = [
+                [i for i in scored.to_score() if names[i] == name][rank::size]
+                for scored, names in zip(made, teacher_of, strict=True)
             ]
-            if not mine:
+            if not any(shares):
                 continue
             with scorer.loaded():
-                scores = scorer.score([made[b].rows[row] for b, row in mine])
-            for (b, row), found in zip(mine, scores, strict=True):
-                made[b].fill(row, found)
+                for scored, share in zip(made, shares, strict=True):
+                    found = scorer.score([scored.rows[row] for row in share])
+                    for row, scores in zip(share, found, strict=True):
+                        scored.fill(row, scores)
+                    alive()
         return [scored.batch(self._group) for scored in made]
 
     def metrics(self) -> dict[str, float]:
@@ -93,6 +99,10 @@ class _Scored:
         if batch.teacher_prompts:
             pairs = zip(self._own, batch.teacher_prompts, strict=True)
             self.rows = [_after(row, prompt) for row, prompt in pairs]
+
+    def to_score(self) -> list[int]:
+        """Return the indices of the rows with a token to score."""
+        return [i for i, row in enumerate(self.rows) if row.mask.any()]
 
     def fill(self, row: int, scores: TeacherScores) -> None:
         """Enter the scores of a row."""

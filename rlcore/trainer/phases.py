@@ -94,12 +94,9 @@ def teacher_logprobs(run: Run, plan: StepPlan, batches: list[Batch]) -> list[Bat
     """Compute the teachers' log-probs. Collective over the model-parallel group."""
     assert run.teachers is not None
     datasets = {row.id: row.dataset for group in plan.groups for row in group}
-    out = []
-    for batch in batches:
-        out += run.teachers.add([batch], datasets)
-        run.spans.alive()
+    made = run.teachers.add(batches, datasets, run.spans.alive)
     run.progress.add(run.teachers.metrics())
-    return out
+    return made
 
 
 def old_values(run: Run, batches: list[Batch]) -> list[Batch]:

@@ -33,7 +33,7 @@ def test_engines_get_the_same_weights_from_fewer_bytes(
     for rank in found:
         merged, alone = (rank[f"{case} {route} {kind}"] for kind in ("merged", "adapters"))
         assert merged["apart"] == 0 and alone["apart"] < 1e-6
-        assert 0 < alone["bytes"] < merged["bytes"] / 2  # a hundredth at real sizes
+        assert 0 < alone["bytes"] < merged["bytes"] / 2  # matrices of this model are small
         if route == "two_stage" and case != "dp4":  # there each site has all weights
             assert 0 < alone["slow_bytes"] < merged["slow_bytes"] / 2
 

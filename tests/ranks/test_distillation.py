@@ -17,6 +17,7 @@ ALONE = {
     "streamed": (*OPD, "--teacher.resident_ratio", 0, "--teacher.batch_tokens", 64),
     "grpo": ("--algo", "grpo", "--algo.teacher_kl_coef", 0.5),
     "grpo0": ("--algo", "grpo"),
+    "opd lora": (*OPD, "--lora.rank", 4),
 }
 APART = "--mode", "async", "--cluster.rollout_ranks", 1
 BOTH = {
@@ -88,7 +89,7 @@ def test_the_teacher_changes_what_a_reward_alone_teaches(gang: Path) -> None:
     assert "actor/teacher_kl" not in without[1]
 
 
-@pytest.mark.parametrize("name", ["opd stream", "opd async"])
+@pytest.mark.parametrize("name", ["opd stream", "opd async", "opd lora"])
 def test_every_loop_asks_the_teacher(gang: Path, name: str) -> None:
     for row in rows(gang, name).values():
         assert abs(row["actor/teacher_kl"]) > 1e-3 and row["actor/skipped"] == 0

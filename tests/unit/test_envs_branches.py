@@ -1014,8 +1014,8 @@ def path_of(turns: Sequence[EpisodeTurn], number: int) -> list[EpisodeTurn]:
 
 
 def shown_context(turns: Sequence[EpisodeTurn], number: int) -> list[tuple[str, str]]:
-    """Return all messages of a turn's context. The turn itself has only those that `same` does not
-    give."""
+    """Return every message that a turn's request showed. `turn.same` names an earlier turn and the
+    number of messages that both begin with; `turn.context` has the messages after these."""
     turn = turns[number]
     like, count = turn.same
     return [*(shown_context(turns, like)[:count] if count else []), *turn.context]

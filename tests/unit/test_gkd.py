@@ -22,7 +22,8 @@ def exact(name: str) -> Tensor:
 
 
 def inputs(count: int, **more: Any) -> LossInputs:
-    """Of tokens that one response has; their log-probs are those of the old policy."""
+    """Return loss inputs of one response of `count` tokens, before the first update: the policy's
+    log-probs are the old policy's and the sampler's."""
     g = torch.Generator().manual_seed(0)
     logp = -torch.rand(count, generator=g, dtype=torch.float64)
     return LossInputs(
@@ -43,8 +44,8 @@ def inputs(count: int, **more: Any) -> LossInputs:
 
 
 def ours(count: int, **settings: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Loss and gradient of the logits, on the `count` likeliest tokens of the teacher; and metrics,
-    on the path of a training step."""
+    """Return gkd's loss [tokens], its gradient by the policy's logits and its metrics, computed as
+    in a training step. `count`: number of the teacher's likeliest tokens."""
     policy, temperature = exact("policy").requires_grad_(), PEERS["temperature"]
     top = (exact("teacher") / temperature).log_softmax(-1).topk(count)
     of_policy = (policy / temperature).log_softmax(-1).gather(-1, top.indices)

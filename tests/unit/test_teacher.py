@@ -136,11 +136,11 @@ class Fixed:
     """Gives the same log-prob to every token."""
 
     def __init__(self, value: float) -> None:
-        self.value, self.lengths, self.is_loaded = value, [], False
+        self.value, self.lengths, self.is_loaded, self.loads = value, [], False, 0
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        self.is_loaded = True
+        self.is_loaded, self.loads = True, self.loads + 1
         yield
         self.is_loaded = False
 
@@ -205,6 +205,14 @@ def test_a_rank_without_rows_gets_scores_of_nothing() -> None:
     (found,) = Teachers({"": Fixed(-1.0)}, 2).add([batch().select([])], {})
     assert found.teacher_log_probs is not None and found.teacher_log_probs.shape == (0,)
     assert found.teacher_top_ids is not None and found.teacher_top_ids.shape == (0, 2)
+
+
+def test_a_teacher_is_loaded_once_for_all_batches_and_not_at_all_for_none() -> None:
+    used, idle, alive = Fixed(-1.0), Fixed(-2.0), []
+    teachers = Teachers({"": used, "code": idle}, 2)
+    found = teachers.add([batch(), batch()], dict.fromkeys("abc", "x"), lambda: alive.append(1))
+    assert (used.loads, idle.loads, len(alive)) == (1, 0, 2)
+    assert all(b.teacher_log_probs is not None and b.teacher_log_probs[7] == -1 for b in found)
 
 
 def test_a_dataset_without_a_teacher_is_named() -> None:
