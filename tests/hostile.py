@@ -30,7 +30,8 @@ class Script(NamedTuple):
     """Holds with namespaces; without them it is not tried."""
     needs_landlock: bool = False
     """Without namespaces, Landlock is needed."""
-    seconds: float = 10.0
+    seconds: float = 60.0
+    """Deadline; a program that ends itself takes a second, and more beside other tests."""
 
 
 def script(text: str) -> str:

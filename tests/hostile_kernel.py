@@ -409,7 +409,6 @@ SCRIPTS = [
         """,
         ends=MEMORY,
         quick=True,
-        seconds=40.0,
     ),
     _kernel(
         "mappings without end",
