@@ -82,7 +82,20 @@ cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)      # nproc takes the
 workers=${RLCORE_TEST_WORKERS:-$((cores < 4 ? cores + 1 : 4))} # many tests wait for a while
 export OMP_NUM_THREADS=1
 # A file stays on one worker: its fixtures are made once. tests/conftest.py says which goes first.
-check python -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder -m "$MARKS" "$@"
+run_tests() { python -m pytest -q -m "$MARKS" "$@"; }
+RECORD=.pytest_cache/v/cache/lastfailed
+rm -f "$RECORD"
+status=0
+run_tests -n "$workers" --dist loadfile --no-loadscope-reorder "$@" || status=$?
+if ((status == 1)); then
+  # Beside other tests some deadlines pass. One to three failures run again, alone, and are named in any case.
+  flaky=$(python -c 'import json, sys; print(*json.load(open(sys.argv[1])), sep="\n")' "$RECORD")
+  if (($(wc -l <<<"$flaky") <= 3)) && run_tests --last-failed "$@"; then
+    printf 'tools/test.sh: failed beside other tests, passed alone: %s\n' "${flaky//$'\n'/, }" >&2
+    status=0
+  fi
+fi
+((status == 0)) || failed+=('python -m pytest')
 
 if [[ -n ${typing:-} ]]; then
   wait "$typing" || failed+=('mypy')
