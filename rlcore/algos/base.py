@@ -74,6 +74,9 @@ class AlgoConfig:
     uses_teacher_top: ClassVar[bool] = False
     """Whether the loss compares the learner with the teacher's likeliest tokens
     (`x.top_log_probs`)."""
+    takes_demonstrations: ClassVar[bool] = False
+    """Whether the loss is also one of responses that the policy has not sampled
+    (`--data.demonstrations`): it reads neither advantages nor the sampler's log-probs."""
     drops_tokens: ClassVar[bool] = False
     """Whether the loss removes tokens from the denominators (`LossOutput.mask`)."""
 

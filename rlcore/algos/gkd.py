@@ -13,7 +13,8 @@ may be negative.
 
 Differs from the paper: K tokens (--teacher.top_k) instead of the whole vocabulary. Equals TRL's
 GKDTrainer (`generalized_jsd_loss`) if K is the vocabulary; with beta 0 and without tail verl's
-distillation loss_mode "forward_kl_topk". Samples are the policy's own (TRL's lmbda 1).
+distillation loss_mode "forward_kl_topk". The paper's and TRL's lambda draws each batch from the
+policy or from the data; --data.demonstration_share mixes both in every update.
 """
 
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class GKDConfig(AlgoConfig):
 
     has_ratio: ClassVar[bool] = False
     uses_teacher_top: ClassVar[bool] = True
+    takes_demonstrations: ClassVar[bool] = True
 
     adv_estimator: Estimator = "none"
     """Advantage estimator; the loss has no advantages."""

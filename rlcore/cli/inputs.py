@@ -20,7 +20,13 @@ from rlcore.cli.builders.engine import check_engine
 from rlcore.cli.builders.folder import cannot_be_made, run_folder
 from rlcore.cli.builders.learner import total_updates
 from rlcore.cli.builders.model import with_room
-from rlcore.cli.builders.prompts import counts_rows, load_data, run_tokenizer, with_tasks
+from rlcore.cli.builders.prompts import (
+    counts_rows,
+    load_data,
+    load_demonstrations,
+    run_tokenizer,
+    with_tasks,
+)
 from rlcore.cli.builders.rewards import judge_sections, own_judges
 from rlcore.cli.builders.sharing import address_of, check_mux
 from rlcore.cli.builders.sizes import size_policy
@@ -292,6 +298,11 @@ def data(cfg: Config, tokens: Tokenizer | None, found: Findings) -> None:
             with found.check("--data"):
                 load_data(cfg, tokens)
             return
+    for source in prompts.entries(cfg.data, "demonstrations"):
+        lacks = not is_name(source) and found.may_lack(source)
+        with found.check(f"--data.demonstrations {source}", may_lack=lacks):
+            if tokens is not None:
+                load_demonstrations(cfg, tokens, [source], cap=1)
     one = replace(cfg.data, num_prompts=1, num_val_prompts=1)
     for key in ("train", "val"):
         here = []

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # importing torch would slow down the command line
 SECTIONS = "run", "model", "data", "train", "lora", "eval", "checkpoint", "cluster", "log"
 """Sections of keys that fine-tuning uses."""
 UNUSED = {
+    "data": ("demonstrations", "demonstration_share", "teacher_prompt_field"),
     "train": ("offload", "fused_loss", "samples_per_update"),
     "eval": ("samples_per_prompt", "greedy", "temperature"),
     "checkpoint": ("keep_best",),

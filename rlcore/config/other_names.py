@@ -133,6 +133,7 @@ TRL = {
     "gradient_accumulation_steps": "train.tokens_per_micro_batch, which sets the micro-batches",
     "importance_sampling_level": "algo gspo, for the ratio of whole sequences",
     "learning_rate": "train.lr",
+    "lmbda": "data.demonstration_share: 1 minus it",
     "loss_type": "algo.loss_agg_mode",
     "lr_scheduler_type": "train.lr_schedule",
     "mask_truncated_completions": "algo.truncated_responses drop",

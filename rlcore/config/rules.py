@@ -15,6 +15,7 @@ from rlcore.config.schema import (
     PROJECTIONS,
     AsyncConfig,
     Config,
+    DataConfig,
     DraftConfig,
     EnvConfig,
     LoraConfig,
@@ -253,6 +254,7 @@ def _data(cfg: Config) -> list[str]:
             out.append(f"{key}: has no effect without a teacher (--algo opd or gkd); leave it out")
         elif cfg.select.env:
             out.append(f"{key}: has no effect with --env, whose prompts are its own; leave it out")
+    out += _demonstrations(cfg)
     weights, entries = cfg.data.weights, len(cfg.data.train)
     if weights and len(weights) != entries:
         out.append(
@@ -263,6 +265,30 @@ def _data(cfg: Config) -> list[str]:
         out.append("--data.val: is empty; give the prompts to evaluate on")
     elif cfg.eval.every and not cfg.data.val and not cfg.env.TASK:
         out.append("--data.val: is empty; give validation prompts, or --eval.every 0 for none")
+    return out
+
+
+def _demonstrations(cfg: Config) -> list[str]:
+    """Check demonstrations that are trained beside the samples."""
+    data, usual = cfg.data, DataConfig()
+    if not data.demonstrations:
+        if data.demonstration_share == usual.demonstration_share:
+            return []
+        return [
+            f"--data.demonstration_share {data.demonstration_share:g}: has no effect without "
+            "--data.demonstrations; give files, or leave it out"
+        ]
+    key, out = f"--data.demonstrations {' '.join(data.demonstrations)}", []
+    if not cfg.algo.takes_demonstrations:
+        out.append(
+            f"{key}: --algo {cfg.select.algo} trains only on what the policy has sampled; use "
+            "--algo gkd, or train on them before with rlcore sft"
+        )
+    if data.teacher_prompt_field:
+        out.append(
+            f"{key}: have no prompt of the teacher's own (--data.teacher_prompt_field "
+            f"{data.teacher_prompt_field}); leave one of them out"
+        )
     return out
 
 

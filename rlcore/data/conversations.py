@@ -36,6 +36,8 @@ class Demonstration(msgspec.Struct):
     """int32 [R]: tokens from the first to the last token to learn."""
     learn: np.ndarray
     """bool [R]: whether the policy learns the token."""
+    dataset: str = ""
+    """Name of the file, for a teacher of its own."""
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.response)
@@ -62,10 +64,12 @@ def read(
     tokenizer: Renderer,
     cap: int = 0,
     seen: set[bytes] | None = None,
+    limit: str = "--data.max_prompt_tokens",
 ) -> list[Demonstration]:
     """Return the demonstrations of a file's usable rows, at most `cap` rows (0: all). Invalid rows,
     and conversations longer than data.max_prompt_tokens, are left out and logged. `seen`: hashes of
-    the conversations so far, which are left out; None: keep them.
+    the conversations so far, which are left out; None: keep them. `limit`: what messages call
+    data.max_prompt_tokens.
 
     Raises:
         ConfigError: the file cannot be read, or has no usable row; or with data.bad_rows `refuse`,
@@ -74,7 +78,7 @@ def read(
     if config.template != "none":
         _warn_of_other_end(tokenizer)
     found: list[Demonstration] = []
-    num_rows, report = 0, prompts.RowReport(path)
+    num_rows, report = 0, prompts.RowReport(path, limit)
     for place, row, chat in _chats(path, config, tokenizer):
         if cap and num_rows == cap:
             break

@@ -39,9 +39,13 @@ class ShuffledEpochs:
 
     def next(self, n: int) -> list[tuple[int, int]]:
         """Return the next `n` rows as (epoch, row number); the rows may span several epochs."""
-        out = [self._at(p) for p in range(self._position, self._position + n)]
+        out = self.rows(self._position, n)
         self._position += n
         return out
+
+    def rows(self, start: int, n: int) -> list[tuple[int, int]]:
+        """Return the `n` rows from position `start` on, as `next` does; the position stays."""
+        return [self._at(p) for p in range(start, start + n)]
 
     def state(self) -> dict[str, Any]:
         """Return the state that `restore` needs, as plain JSON."""

@@ -67,6 +67,9 @@ class PromptSettings(Protocol):
     def val(self) -> tuple[str, ...]: ...
 
     @property
+    def demonstrations(self) -> tuple[str, ...]: ...
+
+    @property
     def weights(self) -> tuple[float, ...]: ...
 
     @property
@@ -246,11 +249,13 @@ def load(
     return sets
 
 
-def entries(config: PromptSettings, which: Literal["train", "val"]) -> tuple[str, ...]:
-    """Return the entries of data.train or data.val. Names on the hub without a split get one:
-    `train`, or `test` for validation."""
-    sources, split = (config.train, "train") if which == "train" else (config.val, "test")
-    return tuple(hub.with_split(source, split) for source in sources)
+def entries(
+    config: PromptSettings, which: Literal["train", "val", "demonstrations"]
+) -> tuple[str, ...]:
+    """Return the entries of data.train, data.val or data.demonstrations. Names on the hub without a
+    split get one: `train`, or `test` for validation."""
+    split = "test" if which == "val" else "train"
+    return tuple(hub.with_split(source, split) for source in getattr(config, which))
 
 
 def overlap(train: PromptSet, val: Sequence[tuple[str, RowSet]]) -> int:
@@ -334,8 +339,9 @@ def _read_into(
 class RowReport:
     """Report on the skipped rows of one file: invalid rows, too long prompts and duplicates."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, limit: str = "--data.max_prompt_tokens") -> None:
+        """`limit`: keys that give the maximum number of tokens, for messages."""
+        self._path, self._limit = path, limit
         self._num_bad = 0
         self._num_long = 0
         self._num_duplicates = 0
@@ -379,10 +385,10 @@ class RowReport:
         if self._num_long:
             num_tokens, bound, place = self._longest
             log.warning(
-                "%s: dropped %d prompts longer than --data.max_prompt_tokens %d; the longest has "
-                "%s%d tokens (%s)",
+                "%s: dropped %d prompts longer than %s %d; the longest has %s%d tokens (%s)",
                 self._path,
                 self._num_long,
+                self._limit,
                 config.max_prompt_tokens,
                 bound,
                 num_tokens,
@@ -402,7 +408,7 @@ class RowReport:
             )
         if self._num_long:
             raise ConfigError(
-                f"{self._path}: every prompt is longer than --data.max_prompt_tokens "
+                f"{self._path}: every prompt is longer than {self._limit} "
                 f"{config.max_prompt_tokens}; raise it"
             )
         if self._num_duplicates:

@@ -81,6 +81,7 @@ METRICS = [
     Metric("training/equal_reward_groups", "", "share of groups whose scores are all equal"),
     Metric("training/replaced_groups", "groups", "groups of equal scores that were replaced"),
     Metric("training/trained_rows", "samples", "samples trained in this step"),
+    Metric("training/demonstration_tokens", "tokens", "learned tokens of data.demonstrations"),
     Metric("training/failed_saves", "checkpoints", "earlier checkpoints that failed to be written"),
     Metric("training/failed_writes", "writes", "writes to log files of rank 0 that have failed"),
     # the update

@@ -1,10 +1,12 @@
 """Train on the samples of a step: log-probs, values, advantages, critic and actor updates."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from rlcore.algos import reduce, value
 from rlcore.tensors import Batch
-from rlcore.trainer import advantages, phases, report
+from rlcore.trainer import advantages, demonstrations, phases, report
+from rlcore.trainer.demonstrations import DemonstrationBatch
 from rlcore.trainer.objective import Objective
 from rlcore.trainer.plan import StepPlan
 from rlcore.trainer.run import Run
@@ -20,9 +22,10 @@ def all_models(run: Run, todo: StepPlan, batches: list[Batch], baselines: dict[s
     if cfg.algo.needs_reference:
         with spans.phase("ref"):
             batches = phases.reference_logprobs(run, batches)  # collective over the train ranks
+    further = demonstrations.of_step(run)  # collective over the train ranks
     if run.teachers is not None:
         with spans.phase("teacher"):
-            batches = phases.teacher_logprobs(run, todo, batches)
+            batches, further = phases.teacher_logprobs(run, todo, batches, further)
     if run.critic is not None:
         with spans.phase("values"):
             batches = phases.old_values(run, batches)  # collective over the train ranks
@@ -35,21 +38,29 @@ def all_models(run: Run, todo: StepPlan, batches: list[Batch], baselines: dict[s
             update_critic(run, todo, batches)
     if run.trains_actor:
         with spans.phase("update_actor"):
-            update_actor(run, todo, batches, mean, kl_scale)
+            update_actor(run, todo, batches, further, mean, kl_scale)
 
 
 def update_actor(
-    run: Run, todo: StepPlan, batches: list[Batch], correction_mean: float, kl_scale: float
+    run: Run,
+    todo: StepPlan,
+    batches: list[Batch],
+    further: list[DemonstrationBatch],
+    correction_mean: float,
+    kl_scale: float,
 ) -> None:
-    """Run the actor's optimizer steps on the samples of this step."""
+    """Run the actor's optimizer steps on the samples of this step, and on the demonstrations
+    `further` of each update, if there are any."""
     objective = make_objective(run, correction_mean, kl_scale)
     for epoch in range(run.cfg.train.epochs):
         if epoch == 1:
             objective.stop_watching()
         for u, batch in enumerate(batches):
-            if todo.lengths(u):
+            if lengths := todo.lengths(u):
                 run.learner.accumulate(batch, objective)
-                step_actor(run, todo, u, objective)  # collective over the train ranks
+                if further:
+                    lengths += accumulate_demonstrations(run, further[u])
+                step_actor(run, lengths, objective)  # collective over the train ranks
                 run.spans.alive()
     conclude(run, todo, objective, kl_scale)  # collective over the train ranks
 
@@ -66,9 +77,19 @@ def make_objective(run: Run, correction_mean: float, kl_scale: float) -> Objecti
     )
 
 
-def step_actor(run: Run, todo: StepPlan, update: int, objective: Objective) -> None:
-    """Run one optimizer step of the actor on the accumulated gradients. Collective."""
-    n = phases.normaliser(run, todo, update)
+def accumulate_demonstrations(run: Run, part: DemonstrationBatch) -> list[int]:
+    """Accumulate the gradients of the demonstrations of an update. Return the number of learned
+    tokens of each row, over all ranks."""
+    objective = make_objective(run, 1.0, 1.0)
+    objective.stop_watching()  # the policy has not sampled them
+    run.learner.accumulate(part.batch, objective)
+    return part.lengths
+
+
+def step_actor(run: Run, lengths: Sequence[int], objective: Objective) -> None:
+    """Run one optimizer step of the actor on the accumulated gradients. `lengths`: number of
+    trained tokens of each row of the update, over all ranks. Collective."""
+    n = reduce.normaliser(run.cfg.algo.loss_agg_mode, sum(lengths), len(lengths))
     if objective.rejects:
         n = reduce.normaliser(run.cfg.algo.loss_agg_mode, *run.learner.kept())
     if n:

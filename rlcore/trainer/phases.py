@@ -3,16 +3,18 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from rlcore.algos import correction, reduce
+from rlcore.algos import correction
 from rlcore.config import rules
 from rlcore.data.packing import by_id, pack_samples, per_token
 from rlcore.records import Sample
 from rlcore.sched.roles import Kind
 from rlcore.tensors import Batch
+from rlcore.trainer.demonstrations import DemonstrationBatch
 from rlcore.trainer.plan import StepPlan
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
@@ -55,13 +57,6 @@ def made(value: Tensor | None) -> Tensor:
     return value
 
 
-def normaliser(run: Run, plan: StepPlan, update: int) -> float:
-    """Return the loss denominator of an update over all ranks. Every rank computes it from the
-    plan."""
-    lengths = plan.lengths(update)
-    return reduce.normaliser(run.cfg.algo.loss_agg_mode, sum(lengths), len(lengths))
-
-
 def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
     """Compute the old log-probs: the learner's log-probs under the weights before the first update.
 
@@ -90,13 +85,20 @@ def reference_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
         return [b.with_(ref_log_probs=run.learner.logprobs(b, "reference")) for b in batches]
 
 
-def teacher_logprobs(run: Run, plan: StepPlan, batches: list[Batch]) -> list[Batch]:
-    """Compute the teachers' log-probs. Collective over the model-parallel group."""
+def teacher_logprobs(
+    run: Run, plan: StepPlan, batches: list[Batch], further: list[DemonstrationBatch]
+) -> tuple[list[Batch], list[DemonstrationBatch]]:
+    """Compute the teachers' log-probs of the samples and of the demonstrations `further`.
+    Collective over the model-parallel group."""
     assert run.teachers is not None
     datasets = {row.id: row.dataset for group in plan.groups for row in group}
-    made = run.teachers.add(batches, datasets, run.spans.alive)
+    for part in further:
+        datasets |= part.datasets
+    every = [*batches, *(part.batch for part in further)]
+    made = run.teachers.add(every, datasets, run.spans.alive)
     run.progress.add(run.teachers.metrics())
-    return made
+    rest = zip(further, made[len(batches) :], strict=True)
+    return made[: len(batches)], [replace(part, batch=batch) for part, batch in rest]
 
 
 def old_values(run: Run, batches: list[Batch]) -> list[Batch]:

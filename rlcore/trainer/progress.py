@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch.distributed import ProcessGroup
 
+from rlcore.data.conversations import Demonstration
 from rlcore.hf.tokenizer import Tokenizer
 from rlcore.metrics.screen import Screen
 from rlcore.metrics.sinks import MetricsWriter
@@ -57,6 +58,8 @@ class Data:
     order: DataOrder | None = None
     source: PromptSource | None = None
     eval_sets: Sequence[tuple[str, Sequence[Prompt]]] = ()
+    demonstrations: Sequence[Demonstration] = ()
+    """Rows that are trained beside the samples (--data.demonstrations)."""
 
 
 class Progress:

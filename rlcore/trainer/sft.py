@@ -8,18 +8,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from rlcore.data.conversations import Demonstration
 from rlcore.data.data_order import ShuffledEpochs, WeightedEpochs
-from rlcore.data.packing import pack_samples
 from rlcore.protocols import Learner
-from rlcore.records import Sample, request_of
-from rlcore.sched.seqlen_balancing import balanced_partitions
-from rlcore.tensors import Batch, LossInputs, LossOutput
+from rlcore.tensors import LossInputs, LossOutput
 from rlcore.trainer import report, sync_loop
+from rlcore.trainer.demonstrations import batch_of, distribute
 from rlcore.trainer.run import Training
-from rlcore.utils import collective, net
+from rlcore.utils import collective
 
 _EVAL_TOKENS = 1 << 18
 """Number of tokens of validation data that are computed, and broadcast, at a time."""
@@ -41,23 +37,6 @@ class Tuning(Training):
 def nll(x: LossInputs) -> LossOutput:
     """Compute the negative log-likelihood of the demonstration."""
     return LossOutput(per_token=-x.log_probs, metrics={"actor/sft_nll": -x.log_probs.detach()})
-
-
-def batch_of(rows: Sequence[Demonstration]) -> Batch:
-    """Pack demonstrations into a batch, as if they had been sampled."""
-    samples = []
-    for i, row in enumerate(rows):
-        samples.append(
-            Sample(
-                id=request_of("d", i),
-                prompt=row.prompt,
-                tokens=row.response,
-                logps=np.zeros(len(row.response), np.float32),
-                versions=np.where(row.learn, 0, -1).astype(np.int32),
-                finish="stop",
-            )
-        )
-    return pack_samples(samples)
 
 
 def train(run: Tuning) -> None:
@@ -99,7 +78,7 @@ def evaluate(run: Tuning) -> None:
             parts = _parts(rows)
             total = num_tokens = 0.0
             for i in range(int(collective.reduce_floats([float(len(parts))], "max")[0])):
-                mine, _ = _mine(run, parts[i] if parts else [])
+                mine, _ = distribute(run, parts[i] if parts else [])
                 batch = batch_of(mine)
                 learned = run.learner.logprobs(batch)[batch.mask].double()
                 sums = [-float(learned.sum()), float(len(learned))]
@@ -131,8 +110,9 @@ def _one_step(run: Tuning) -> None:
     if run.order is not None:
         rows = [run.rows[row] for _, row in run.order.next(run.cfg.data.prompts_per_step)]
     with run.spans.phase("exchange"):
-        mine, counts = _mine(run, rows)
-    num_tokens, num_learned, squares = counts
+        mine, whole = distribute(run, rows)
+    num_tokens, squares = sum(map(len, whole)), sum(len(row) ** 2 for row in whole)
+    num_learned = sum(int(row.learn.sum()) for row in whole)
     with run.spans.phase("update_actor"):
         started = time.perf_counter()
         run.learner.accumulate(batch_of(mine), nll)
@@ -146,18 +126,6 @@ def _one_step(run: Tuning) -> None:
         }
         | report.utilisation(run, num_tokens, squares, seconds)
     )
-
-
-def _mine(run: Tuning, rows: Sequence[Demonstration]) -> tuple[list[Demonstration], list[int]]:
-    """Distribute rank 0's rows. Return those of this data-parallel rank, and of all rows the number
-    of tokens, of learned tokens, and the sum of squared lengths. Collective over all ranks."""
-    sent = collective.broadcast_bytes(net.encode(list(rows)))
-    whole = net.decode(sent, list[Demonstration])
-    lengths = [len(row) for row in whole]
-    parts = balanced_partitions(lengths, len(run.ranks.model_parallel_groups))
-    learned = sum(int(row.learn.sum()) for row in whole)
-    counts = [sum(lengths), learned, sum(n * n for n in lengths)]
-    return [whole[i] for i in parts[run.ranks.dp_rank]], counts
 
 
 def _report(run: Tuning) -> None:

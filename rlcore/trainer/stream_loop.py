@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from rlcore.protocols import Part
 from rlcore.records import Group, RequestId, Sample
 from rlcore.tensors import Batch
-from rlcore.trainer import advantages, learn, phases, report
+from rlcore.trainer import advantages, demonstrations, learn, phases, report
 from rlcore.trainer import plan as plans
+from rlcore.trainer.demonstrations import DemonstrationBatch
 from rlcore.trainer.run import Run
 from rlcore.trainer.sync_loop import (
     learn_histories,
@@ -53,7 +54,7 @@ class StreamTrainer:
             todo = plan_of(run, groups, len(dp_ranks)).placed(
                 dp_ranks, len(run.ranks.model_parallel_groups)
             )
-            (batch,) = _with_all(run, todo, phases.batches(run, todo, samples))
+            (batch,), _ = _with_all(run, todo, phases.batches(run, todo, samples), [])
             run.learner.accumulate(batch, self.loss())
             self.batches.append(batch)
 
@@ -96,12 +97,15 @@ def one_step(run: Run) -> None:
         batches = phases.batches(run, rest, samples)
         learn_histories(run)
     with device.train():
-        (batch,) = _with_all(run, rest, batches)
+        further = demonstrations.of_step(run)  # collective over the train ranks
+        (batch,), further = _with_all(run, rest, batches, further)
         objective = stream.loss()
         with spans.phase("update_actor"):
             run.learner.accumulate(batch, objective)
-            if todo.lengths(0):
-                learn.step_actor(run, todo, 0, objective)  # collective over the train ranks
+            if lengths := todo.lengths(0):
+                for part in further:
+                    lengths += learn.accumulate_demonstrations(run, part)
+                learn.step_actor(run, lengths, objective)  # collective over the train ranks
             else:
                 run.learner.discard()
         parts = [(phases.made(b.advantage), b.mask) for b in (*stream.batches, batch)]
@@ -115,14 +119,17 @@ def one_step(run: Run) -> None:
         run.progress.add(report.trained(rest, epochs=1))
 
 
-def _with_all(run: Run, todo: plans.StepPlan, batches: list[Batch]) -> list[Batch]:
-    """Add log-probs of reference and teachers, if needed, and advantages to the batches. A step has
-    one update, so the training pass itself yields the old log-probs."""
+def _with_all(
+    run: Run, todo: plans.StepPlan, batches: list[Batch], further: list[DemonstrationBatch]
+) -> tuple[list[Batch], list[DemonstrationBatch]]:
+    """Add log-probs of reference and teachers, if needed, and advantages to the batches, and the
+    teachers' log-probs to the demonstrations `further`. A step has one update, so the training pass
+    itself yields the old log-probs."""
     if run.cfg.algo.needs_reference:
         with run.spans.phase("ref"):
             batches = phases.reference_logprobs(run, batches)
     if run.teachers is not None:
         with run.spans.phase("teacher"):
-            batches = phases.teacher_logprobs(run, todo, batches)
+            batches, further = phases.teacher_logprobs(run, todo, batches, further)
     batches = phases.old_logprobs(run, batches)
-    return advantages.by_response(run, todo, batches)
+    return advantages.by_response(run, todo, batches), further

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from rlcore.data.conversations import Demonstration
 from rlcore.trainer import evaluate
+from rlcore.trainer.demonstrations import batch_of
 from rlcore.trainer.run import Run
-from rlcore.trainer.sft import batch_of, nll
+from rlcore.trainer.sft import nll
 from rlcore.utils import collective
 
 SHOWN_EVERY = 25

@@ -12,7 +12,8 @@ from rlcore.config.schema import DataConfig
 from rlcore.data import conversations
 from rlcore.data.conversations import Demonstration
 from rlcore.hf.tokenizer import load_tokenizer
-from rlcore.trainer.sft import batch_of, nll
+from rlcore.trainer.demonstrations import batch_of
+from rlcore.trainer.sft import nll
 from tests import kit
 
 TEMPLATE = (

@@ -458,6 +458,28 @@ def test_environments_have_rules(words, said):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("--algo gkd --teacher.models m --data.demonstrations a", ""),
+        ("--algo gkd --data.demonstrations a", "--teacher.models: is empty"),
+        (
+            "--algo opd --teacher.models m --data.demonstrations a",
+            "--data.demonstrations a: --algo opd trains only on what the policy has sampled; use",
+        ),
+        ("--data.demonstration_share 0.4", "--data.demonstration_share 0.4: has no effect without"),
+        (
+            "--algo gkd --teacher.models m --data.demonstrations a --data.teacher_prompt_field b",
+            "--data.demonstrations a: have no prompt of the teacher's own",
+        ),
+    ],
+)
+def test_demonstrations_have_rules(words, said):
+    argv = ["--model.path", "m", "--data.train", "label", "--data.val", "label", *words.split()]
+    found = rules.broken(parse(argv))
+    assert [line[: len(said)] for line in found] == ([said] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
         ("--lora.rank 8", ""),
         ("--lora.rank 8 --lora.targets q_proj v_proj --algo.kl_coef 0.1", ""),
         ("--lora.alpha 8", "--lora.alpha: has no effect without --lora.rank"),

@@ -22,6 +22,7 @@ def test_every_epoch_has_every_row_once_however_it_is_cut(num_rows, seed, shuffl
     sampler = ShuffledEpochs(num_rows, seed, shuffle)
     got = [pair for n in cuts for pair in sampler.next(n)]
     assert got == ShuffledEpochs(num_rows, seed, shuffle).next(sum(cuts))
+    assert sampler.rows(0, sum(cuts)) == got and sampler.position == sum(cuts)
     assert [epoch for epoch, _ in got] == [i // num_rows for i in range(len(got))]
     for epoch in range(len(got) // num_rows):
         rows = [row for e, row in got if e == epoch]

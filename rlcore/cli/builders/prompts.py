@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+
+import msgspec
 
 from rlcore.config.schema import Config
-from rlcore.data import prompts
+from rlcore.data import conversations, prompts
+from rlcore.data.conversations import Demonstration
 from rlcore.envs import registry as envs
 from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
 from rlcore.hf.tool_calls import family_of
@@ -13,6 +17,8 @@ from rlcore.trainer.policies import make_source, order_of
 from rlcore.trainer.progress import Data
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce
+
+_LIMIT = "--data.max_prompt_tokens + --rollout.max_tokens ="
 
 
 def with_tasks(cfg: Config) -> Config:
@@ -75,4 +81,28 @@ def load_data(
         prompts.overlap(train, held_out)  # warns of validation prompts in the training data
         eval_sets = [(name, found.rows) for name, found in held_out]
     source = make_source(cfg, order, train.__getitem__)
-    return Data(order=order, source=source, eval_sets=eval_sets)
+    further = load_demonstrations(cfg, tokenizer, prompts.entries(cfg.data, "demonstrations"))
+    return Data(order=order, source=source, eval_sets=eval_sets, demonstrations=further)
+
+
+def load_demonstrations(
+    cfg: Config, tokenizer: Tokenizer, entries: Sequence[str], cap: int = 0
+) -> list[Demonstration]:
+    """Load the rows of entries of data.demonstrations, at most `cap` of each (0: all).
+
+    Raises:
+        ConfigError: an entry is a generated task, cannot be read, or has no usable row.
+    """
+    if tasks := prompts.TASKS.keys() & set(entries):
+        raise ConfigError(
+            f"--data.demonstrations {min(tasks)}: a generated task has no responses; give files"
+        )
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
+    settings = replace(cfg.data, max_prompt_tokens=longest)
+    if not is_chat(cfg):
+        settings = replace(settings, template="none")
+    found: list[Demonstration] = []
+    for name, entry in zip(prompts.names_of(entries), entries, strict=True):
+        rows = conversations.read(Path(entry), settings, tokenizer, cap, limit=_LIMIT)
+        found += [msgspec.structs.replace(row, dataset=name) for row in rows]
+    return found
