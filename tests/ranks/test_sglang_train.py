@@ -195,3 +195,35 @@ def test_weights_go_to_engines_of_two_sites_and_change_no_score(tmp_path: Path) 
         for name in SCORES:
             assert sites[step][name] == pytest.approx(torch[step][name], rel=1e-9), (step, name)
         assert sites[step]["sync/slow_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_adapters_reach_sglang_merged_and_alone_as_they_reach_the_torch_engine(
+    tmp_path: Path,
+) -> None:
+    """Rewards depend on what is sampled, so equal ones need equal weights."""
+    model = runs.tiny_model(tmp_path / "model")
+    kit.random_weights(model)
+    lora = "--run.steps", 3, "--lora.rank", 4, "--train.lr", 1e-2
+    arms: dict[str, tuple[object, ...]] = {
+        "torch": (*SHORT, *lora),
+        "merged": (*SGLANG, *lora),
+        "adapters": (*SGLANG, *lora, "--lora.weight_update", "adapters"),
+        "base": (*SHORT, *lora, "--train.lr", 1e-12),
+    }
+    jobs: list[runs.Job] = []
+    for name, keys in arms.items():
+        argv = runs.arguments(model, tmp_path, name, *keys)
+        argv = [word for word in argv if word != "--model.random_init"]
+        jobs.append({"name": name, "argv": argv, "ranks": 1})
+    gang = runs.run(1, jobs, tmp_path / "gang", timeout_s=540)
+    found = {}
+    for name in arms:
+        gang.check(name)
+        found[name] = runs.rows(tmp_path / name)
+    for step, row in found["torch"].items():
+        for name in SCORES:
+            for other in ("merged", "adapters"):
+                assert found[other][step][name] == pytest.approx(row[name], rel=1e-9), (step, name)
+    assert found["base"][3]["critic/score/mean"] != found["torch"][3]["critic/score/mean"]
+    assert found["adapters"][3]["sync/bytes"] < found["merged"][3]["sync/bytes"]

@@ -22,7 +22,7 @@ from rlcore.mcore import bridge
 from rlcore.mcore.check import check
 from rlcore.mcore.layout import layout_of
 from rlcore.mcore.learner import MegatronLearner
-from rlcore.tensors import LossInputs, LossOutput
+from rlcore.tensors import Batch, LossInputs, LossOutput
 from rlcore.trainer.memory import adapter_parameters
 from rlcore.utils.errors import ConfigError
 from tests import kit
@@ -47,13 +47,15 @@ def adapters_folder(folder: Path, hf: HFConfig, lora: LoraConfig) -> Path:
 
 
 class Plain:
-    """The model in plain torch and float64, with A and B as leaves."""
+    """The model in plain torch, with A and B as leaves."""
 
-    def __init__(self, model: Path, adapters: Path, lora: LoraConfig) -> None:
+    def __init__(
+        self, model: Path, adapters: Path, lora: LoraConfig, dtype: torch.dtype = torch.float64
+    ) -> None:
         self.hf = HFConfig.from_folder(model)
-        self.weights = {n: tensor.double() for n, tensor in read_folder(model, self.hf)}
+        self.weights = {n: tensor.to(dtype) for n, tensor in read_folder(model, self.hf)}
         stored = WeightReader(adapters, peft.WEIGHTS)
-        self.leaves = {n: stored.get(n).double().requires_grad_() for n in stored.names()}
+        self.leaves = {n: stored.get(n).to(dtype).requires_grad_() for n in stored.names()}
         self.factor = lora.alpha / (lora.rank**0.5 if lora.rs else lora.rank)
 
     def log_probs(self, tokens: Tensor) -> Tensor:
@@ -87,6 +89,15 @@ class Plain:
         logits = self._norm(x, "model.norm") @ self.weights[f"{head}.weight"].T / 0.8
         return F.log_softmax(logits[:-1], -1).gather(-1, tokens[1:, None]).squeeze(-1)
 
+    def gradients(self, batch: Batch) -> dict[str, Tensor]:
+        """Of the mean negative log-likelihood; they stay in the leaves."""
+        loss = torch.zeros(())
+        for i in range(batch.num_sequences):
+            one = batch.select([i])
+            loss = loss - self.log_probs(one.tokens)[one.mask[1:]].sum()
+        (loss / COUNT).backward()
+        return {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
+
     def _linear(self, x: Tensor, name: str) -> Tensor:
         y = F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
         a, b = (self.leaves.get(f"base_model.model.{name}.lora_{x}.weight") for x in "AB")
@@ -108,30 +119,32 @@ def gradients(learner: MegatronLearner, lora: LoraConfig) -> dict[str, Tensor]:
     return {p.tensors[0]: params[p.name].main_grad.clone() for p in pieces}
 
 
-# The learner's RoPE is in float32, which limits float64.
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("float64", 1e-6)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("arch", "settings"), [("qwen3", LORA), ("qwen2", LORA), ("llama", SOME)])
 def test_gradients_and_a_step_are_those_of_plain_torch(
-    arch: str, settings: dict[str, Any], dtype: str, limit: float, tmp_path: Path
+    arch: str, settings: dict[str, Any], dtype: str, tmp_path: Path
 ) -> None:
+    """To 1e-6 in float64, which the learner's float32 RoPE limits. Of qwen2 and llama, plain torch
+    in float32 is further than that from plain torch in float64: we may be as far, and a half."""
     model, lora = kit.tiny_hf_folder(tmp_path / "model", arch), LoraConfig(**settings)
     folder = adapters_folder(tmp_path / "adapters", HFConfig.from_folder(model), lora)
     wanted = Plain(model, folder, lora)
     batch = ranks.rows(0).with_(weight=None)
-    loss = torch.zeros(())
-    for i in range(batch.num_sequences):
-        one = batch.select([i])
-        loss = loss - wanted.log_probs(one.tokens)[one.mask[1:]].sum()
+    theirs = wanted.gradients(batch)
+    limit = 1e-6
+    if dtype == "float32":
+        rounded = Plain(model, folder, lora, torch.float32).gradients(batch)
+        apart = max(float((rounded[n] - grad).abs().max()) for n, grad in theirs.items())
+        assert apart < 1e-5
+        limit = max(limit, 1.5 * apart)
     optimizer = torch.optim.AdamW(
         wanted.leaves.values(), lr=1e-2, betas=(0.9, 0.95), eps=0.1, weight_decay=0.1
     )
-    (loss / COUNT).backward()
 
     more = {"path": str(folder)}
     learner = ranks.make(TRAIN, str(model), dtype=dtype, lora=settings | more)
     learner.accumulate(batch, nll)
     found = {name: grad / COUNT for name, grad in gradients(learner, lora).items()}
-    theirs = {name: leaf.grad for name, leaf in wanted.leaves.items()}
     assert found.keys() == theirs.keys() and len(found) == 8 * len(lora.targets)
     largest = max(float(grad.abs().max()) for grad in theirs.values())
     assert min(float(grad.abs().max()) for grad in theirs.values()) > largest / 1000
