@@ -7,13 +7,17 @@ One packed batch of random tokens, the same for all arms; an update is a forward
 its rows and a step of the optimizer. An arm is one of
 
     rlcore           the learner with its default keys
-    rlcore KEY=...   the same with keys of --train., such as 'rlcore deterministic=true'
+    rlcore KEY=...   the same with keys of --train., such as 'rlcore deterministic=true', or of
+                     --lora., such as 'rlcore lora.rank=32'
     one-by-one       the same, with experts computed one by one (Megatron's SequentialMLP)
     transformers     its model in the same precision with sdpa attention and torch's fused AdamW;
                      rows are sorted by length and padded to the longest of their micro-batch; the
                      loss is GRPO's on float32 logits
 
-MFU counts 6 FLOPs per token for every weight in a matrix product and causal attention's products.
+MFU counts 6 FLOPs per token for every weight in a matrix product and causal attention's products,
+also with adapters, whose backward pass needs fewer. "state" are weights, gradients and optimizer
+between updates; "peak" is the most that updates need: of the device, or on a CPU of this process
+beyond what it had before the arm (Linux's VmHWM).
 Weights are random; `differs` compares log-probs with those of the first arm.
 """
 
@@ -35,7 +39,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from rlcore.algos import grpo  # noqa: E402
-from rlcore.config.schema import ModelConfig, TrainConfig  # noqa: E402
+from rlcore.config.schema import LoraConfig, ModelConfig, TrainConfig  # noqa: E402
 from rlcore.hf.config import HFConfig  # noqa: E402
 from rlcore.hf.names import expected  # noqa: E402
 from rlcore.hf.size import size_of  # noqa: E402
@@ -68,6 +72,8 @@ class Arm(Protocol):
     def logprobs(self) -> Tensor: ...
 
     def update(self) -> None: ...
+
+    def state_bytes(self) -> int: ...
 
     def close(self) -> None: ...
 
@@ -135,9 +141,11 @@ class Ours:
         given = {
             name: json.loads(value) for name, _, value in (k.partition("=") for k in keys.split())
         }
+        keys_of_lora = {k: given.pop(k) for k in tuple(given) if k.startswith("lora.")}
+        lora = LoraConfig(**{k.removeprefix("lora."): v for k, v in keys_of_lora.items()})
         train = TrainConfig(**({"tokens_per_micro_batch": a.micro} | given))
         model = ModelConfig(path=str(folder), dtype=a.dtype)
-        self.learner = MegatronLearner(hf, model, train, device=a.device, seed=a.seed)
+        self.learner = MegatronLearner(hf, model, train, lora=lora, device=a.device, seed=a.seed)
         self._batch = batch
 
     def logprobs(self) -> Tensor:
@@ -148,6 +156,9 @@ class Ours:
         loss.stop_watching()
         self.learner.accumulate(self._batch, loss)
         self.learner.apply(float(self._batch.mask.sum()))
+
+    def state_bytes(self) -> int:
+        return sum(self.learner.resident_bytes().values())
 
     def close(self) -> None:
         self.learner.close()
@@ -221,6 +232,11 @@ class Peer:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
+    def state_bytes(self) -> int:
+        held = [p for p in self._model.parameters()]
+        held += [v for s in self._optimizer.state.values() for v in s.values()]
+        return sum(t.numel() * t.element_size() for t in held)
+
     def close(self) -> None: ...
 
 
@@ -236,9 +252,16 @@ def flops(hf: HFConfig, lengths: list[int]) -> float:
     return size_of(hf).train_flops(sum(lengths), sum(n * n for n in lengths))
 
 
+def memory_of(field: str) -> int:
+    """A line of Linux's /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) << 10
+
+
 def measure(
-    a: argparse.Namespace, name: str, made: Arm, work: float, tokens: int
+    a: argparse.Namespace, name: str, made: Arm, work: float, tokens: int, before: int
 ) -> dict[str, Any]:
+    """`before`: resident bytes of this process before the arm."""
     cuda = a.device.startswith("cuda")
 
     def seconds(call: Callable[[], Any]) -> float:
@@ -251,6 +274,8 @@ def measure(
     first = [seconds(made.logprobs), seconds(made.update)]
     if cuda:
         torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     logprobs = statistics.median(seconds(made.logprobs) for _ in range(a.rounds))
     updates = [seconds(made.update) for _ in range(a.rounds)]
     update = statistics.median(updates)
@@ -265,7 +290,9 @@ def measure(
         "tokens_per_s": tokens / update,
         "mfu": work / update / (a.peak * 1e12),
         "mfu_logprobs": work / 3 / logprobs / (a.peak * 1e12),
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
+        "state_gb": made.state_bytes() / 1e9,
+        "peak_gb": (torch.cuda.max_memory_allocated() if cuda else memory_of("VmHWM") - before)
+        / 1e9,
     }
 
 
@@ -316,12 +343,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         for arm in a.arms:
             kind, _, keys = arm.partition(" ")
             made: Arm | None = None
+            before = memory_of("VmRSS")
             try:
                 made = ARM_OF[kind](a, hf, folder, batch, keys)
                 logp = made.logprobs()
                 reference = logp if reference is None else reference
                 gap = (logp - reference)[batch.mask].abs().mean().item()
-                rows.append(measure(a, arm, made, work, batch.num_tokens) | {"differs": gap})
+                rows.append(
+                    measure(a, arm, made, work, batch.num_tokens, before) | {"differs": gap}
+                )
                 made.close()
             except torch.cuda.OutOfMemoryError as e:
                 rows.append({"arm": arm, "failed": str(e).splitlines()[0]})
@@ -337,16 +367,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 def table(rows: list[dict[str, Any]]) -> str:
     base = next((r["update_s"] for r in rows if r["arm"] == "transformers" and "update_s" in r), 0)
     lines = [
-        f"{'arm':50}{'update s':>9}{'x':>6}{'MFU':>6}{'log-probs s':>12}{'GB':>6}{'differs':>9}"
+        f"{'arm':50}{'update s':>9}{'x':>6}{'MFU':>6}{'log-probs s':>12}"
+        f"{'state GB':>9}{'peak GB':>8}{'differs':>9}"
     ]
     for r in rows:
         if "failed" in r:
             lines.append(f"{r['arm']:50} {r['failed']}")
             continue
-        memory = r["peak_gb"] or 0
         lines.append(
             f"{r['arm']:50}{r['update_s']:9.3f}{base / r['update_s']:6.2f}{r['mfu']:6.3f}"
-            f"{r['logprobs_s']:12.3f}{memory:6.1f}{r['differs']:9.1e}"
+            f"{r['logprobs_s']:12.3f}{r['state_gb']:9.2f}{r['peak_gb']:8.2f}{r['differs']:9.1e}"
         )
     return "\n".join(lines)
 

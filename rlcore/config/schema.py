@@ -136,7 +136,7 @@ class DataConfig:
     num_prompts: Annotated[int, at_least(0)] = 0
     """Maximum number of rows per training file, or number of rows of a generated task; 0: all rows
     of a file, or an endless task."""
-    num_val_prompts: Annotated[int, at_least(0)] = 0
+    num_val_prompts: Annotated[int, at_least(0, at_most=100_000)] = 0
     """Maximum number of rows per validation file or task; 0: all rows of a file, 1,024 rows of a
     task."""
 

@@ -8,7 +8,7 @@ import pytest
 from tests import kit, pretend
 from tests.pretend import mutants
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(2400)
 
 NATIVE = "ops", "loss", "reshard", "suffix"
 LONG_CASES = "not sampled_tokens and not every_shape and not fused_loss and not 151936"
@@ -29,7 +29,7 @@ SLOW = (
 
 def run_pytest(*args: str, mode: str = "real") -> str:
     """Run pytest with the pretend device; return its output. AssertionError if a test fails."""
-    options = "-q", "-rfEs", "-p", "no:xdist", "-p", "no:cacheprovider"
+    options = "-q", "-rfEs", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout", "1200"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *args],
         env=pretend.environment(mode),
@@ -37,7 +37,7 @@ def run_pytest(*args: str, mode: str = "real") -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=1100,
+        timeout=2300,
     )
     assert done.returncode == 0, done.stdout[-8000:]
     return done.stdout

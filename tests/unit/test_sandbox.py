@@ -415,7 +415,7 @@ def test_each_test_stands_alone_and_a_dead_program_passes_none_of_the_rest(box):
     wrong_first = ["assert f(1) == 2", "assert f(1) == 1"]
     assert box.test(program, wrong_first, within(LONG_S)).passed == (False, True)
     endless = "def f(x):\n while x: pass\n return 0"
-    found = box.test(endless, ["assert f(0) == 0", "assert f(1) == 0"], within(0.6))
+    found = box.test(endless, ["assert f(0) == 0", "assert f(1) == 0"], within(3.0))
     assert found.passed == (True, False) and found.outcome.why == "timeout"
 
 
