@@ -172,6 +172,10 @@ class Learner(Protocol):
     def logprobs(self, batch: Batch, model: Literal["actor", "reference"] = "actor") -> Tensor:
         """Return the log-prob of every token: [T] float32 on the CPU, valid on every rank."""
 
+    def logprobs_and_routes(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of `logprobs`, and the experts that every layer has chosen for every
+        token: [T, layers * K] int16 on the CPU, valid on every rank."""
+
     def reference(self) -> AbstractContextManager[None]:
         """During the block, keep the reference weights loaded for repeated `logprobs(batch,
         "reference")`. No other method may be called in the block."""

@@ -12,6 +12,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+_SEVERAL = "teacher_top_ids", "teacher_top_log_probs", "routes"
+"""Tensors of a batch with several values per token."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
@@ -30,6 +33,9 @@ class Batch:
     teacher_log_probs: Tensor | None = None  # [T] float32: log-prob under the teacher
     teacher_top_ids: Tensor | None = None  # [T, K] int64: the teacher's likeliest tokens
     teacher_top_log_probs: Tensor | None = None  # [T, K] float32: their log-probs
+    routes: Tensor | None = None
+    """[T, layers * K] int16: experts that each layer's router has chosen for the token, -1 if they
+    are not known; see mcore/routing.py."""
     value_old: Tensor | None = None  # [T] float32: critic's value before the step's first update
     returns: Tensor | None = None  # [T] float32: target of the critic's value
     correction: Tensor | None = None  # [T] float32: rollout-correction weight, detached
@@ -63,7 +69,7 @@ class Batch:
             value = getattr(self, f.name)
             if not isinstance(value, Tensor) or f.name == "cu_seqlens":
                 continue
-            per_token = value.shape[:1] if "_top_" in f.name else value.shape
+            per_token = value.shape[:1] if f.name in _SEVERAL else value.shape
             if per_token != (self.num_tokens,):
                 raise ValueError(
                     f"batch: {f.name} has shape {list(value.shape)} for {self.num_tokens} tokens; "

@@ -41,6 +41,7 @@ from rlcore.hf.names import HEAD, expected
 from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
 from rlcore.hf.weights import WeightReader
 from rlcore.mcore.check import check as check_learner
+from rlcore.mcore.check import check_replay
 from rlcore.mcore.layout import layout_of
 from rlcore.mcore.schedule import learning_rate
 from rlcore.metrics.sinks import check_wandb
@@ -233,6 +234,8 @@ def sizes(cfg: Config, hf: HFConfig, world_size: int, found: Findings) -> None:
     plain = replace(cfg.train, transformer_impl="local", apex=False)
     with found.check("--train"):
         check_learner(hf, cfg.model, plain, cfg.lora)
+        if cfg.algo.routing_replay != "none":
+            check_replay(hf)
     if (cfg.train.transformer_impl, cfg.train.apex) != ("local", False):
         setting = f"--train.transformer_impl {cfg.train.transformer_impl}" + (
             " --train.apex" if cfg.train.apex else ""

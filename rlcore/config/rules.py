@@ -48,6 +48,7 @@ def broken(cfg: Config) -> list[str]:
         *_train(cfg),
         *_lora(cfg),
         *_teacher(cfg),
+        *_routing(cfg),
         *_roles(cfg),
         *_async(cfg),
         *_mux(cfg),
@@ -290,6 +291,21 @@ def _demonstrations(cfg: Config) -> list[str]:
             f"{data.teacher_prompt_field}); leave one of them out"
         )
     return out
+
+
+def _routing(cfg: Config) -> list[str]:
+    """Check that a replay of old routes has routes, and updates that need them."""
+    if cfg.algo.routing_replay == "none":
+        return []
+    key = f"--algo.routing_replay {cfg.algo.routing_replay}"
+    if cfg.algo.bypass_mode:
+        return [f"{key}: --algo.bypass_mode computes no old log-probs; use one of them"]
+    if cfg.train.epochs == 1 and not cfg.train.samples_per_update:
+        return [
+            f"{key}: has no effect with one update per step, which trains with the old weights; "
+            "set --train.samples_per_update or --train.epochs, or leave it at none"
+        ]
+    return []
 
 
 def quotas(cfg: Config) -> dict[str, int]:

@@ -56,6 +56,14 @@ def check(
         )
 
 
+def check_replay(hf: HFConfig) -> None:
+    """Raise ConfigError if the model has no experts, whose choice could be replayed."""
+    if not hf.num_experts:
+        raise ConfigError(
+            "--algo.routing_replay: the model has no experts; leave it at none for a dense model"
+        )
+
+
 def _check_adapters(hf: HFConfig, train: TrainConfig, lora: LoraConfig) -> None:
     if train.tp > hf.num_kv_heads:
         raise ConfigError(

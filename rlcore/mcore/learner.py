@@ -39,7 +39,7 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.rope import inverse_frequencies
 from rlcore.mcore import adam, bridge, checkpoint, compat, flash, inputs, parallel
 from rlcore.mcore.build import Head, build, dtype_of
-from rlcore.mcore.check import check
+from rlcore.mcore.check import check, check_replay
 from rlcore.mcore.head import LateHead
 from rlcore.mcore.layer_inputs import LayerInputs
 from rlcore.mcore.layout import model_parallel_groups
@@ -47,6 +47,7 @@ from rlcore.mcore.lora import SUFFIX, BaseModel
 from rlcore.mcore.memory import Parked, identity
 from rlcore.mcore.microbatch import Cut, Cutter, MicroBatch, rounded_count
 from rlcore.mcore.reference import ReferenceModel
+from rlcore.mcore.routing import RoutingReplay
 from rlcore.mcore.schedule import learning_rate
 from rlcore.mcore.shim import patch_norm
 from rlcore.ops import head as chunked
@@ -78,6 +79,7 @@ class MegatronLearner:
         seed: int = 0,
         total_updates: int = 0,
         keep_reference: bool = False,
+        replays_routing: bool = False,
         timeout_s: float = ClusterConfig.timeout_s,
     ) -> None:
         """Build the model on this rank and load its weights. Collective.
@@ -91,11 +93,14 @@ class MegatronLearner:
             total_updates: update at which the learning rate stops falling if
                 `train.lr_decay_updates` is 0.
             keep_reference: keep the start weights for `logprobs(..., "reference")`.
+            replays_routing: follow the routes of batches that have some (`Batch.routes`).
 
         Raises:
             ValueError: a setting is invalid, or another learner of this process has another layout.
         """
         check(hf, model, train, lora)
+        if replays_routing:
+            check_replay(hf)
         learning_rate(train, train.lr_warmup_updates, total_updates)
         if head == "value" and keep_reference:
             raise ValueError(
@@ -124,12 +129,14 @@ class MegatronLearner:
                 train, where=self.device, seed=seed, timeout_s=timeout_s
             )
             undo.callback(parallel.destroy)
-            self._build(model, seed, keep_reference)
+            self._build(model, seed, keep_reference, replays_routing)
             self._on_close = undo.pop_all()
 
     # ---- building
 
-    def _build(self, model: ModelConfig, seed: int, keep_reference: bool) -> None:
+    def _build(
+        self, model: ModelConfig, seed: int, keep_reference: bool, replays_routing: bool
+    ) -> None:
         hf, train = self.hf, self._train
         own_attention = rules.has_own_attention(train)
         self.model_parallel_groups: Sequence[Sequence[int]] = model_parallel_groups(
@@ -137,6 +144,16 @@ class MegatronLearner:
         )
         chunks = build(hf, model, train, self.layout, self.device, self.head, self.lora)
         self._config = chunks[0].config
+        self._routing: RoutingReplay | None = None
+        if replays_routing:
+            self._routing = RoutingReplay(
+                chunks,
+                self.layout,
+                num_layers=hf.num_layers,
+                experts_per_token=hf.experts_per_token,
+                recomputes=train.recompute == "full",
+                sequence_parallel=self._config.sequence_parallel,
+            )
         whole = self.head == "lm"
         if model.random_init:
             bridge.init_random(chunks, hf, self.layout, seed, head=whole)
@@ -279,8 +296,20 @@ class MegatronLearner:
             self._must_be_here("logprobs", "weights")
             return self._per_token(batch, self._logp)
         in_place = self._reference is not None and self._reference.is_in_place
+        batch = batch.with_(routes=None)  # its routers choose for themselves
         with nullcontext() if in_place else self.reference():
             return self._per_token(batch, self._logp)
+
+    def logprobs_and_routes(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the log-probs as `logprobs` does, and the experts that the routers have chosen:
+        [T, layers * K] int16 on the CPU, on every rank (`Batch.routes`)."""
+        assert self._routing is not None, "built without replays_routing"
+        self._must_have("lm", "logprobs_and_routes")
+        self._must_be_here("logprobs_and_routes", "weights")
+        cuts: list[Cut] = []
+        found = self._per_token(batch, self._logp, cuts)
+        recorded = self._routing.recorded()
+        return found, torch.empty_like(recorded).index_copy_(0, cuts[0].order, recorded)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -540,12 +569,19 @@ class MegatronLearner:
             count = int(most)
         return self._cutter.cut(batch, rows, count)
 
-    def _run(self, cut: Cut, function: Callable, *, forward_only: bool) -> None:
+    def _run(
+        self, cut: Cut, function: Callable, *, forward_only: bool, records: bool = False
+    ) -> None:
         """Run Megatron's pipeline schedule over the micro-batches; `function(micro, logits)`
-        returns a micro-batch's loss."""
+        returns a micro-batch's loss. `records`: keep what the routers choose."""
+        routing = self._routing
+        if routing is not None:
+            routing.start(forward_only=forward_only, records=records)
 
         def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable]:
             micro = next(iterator)
+            if routing is not None:
+                routing.begin(micro, is_first=model is self._models[0])
             logits = model(micro.tokens, micro.positions, None, packed_seq_params=micro.packed)
             return logits, partial(function, micro)
 
@@ -563,10 +599,18 @@ class MegatronLearner:
         for model in self._models:  # a stage keeps the activations that it received last
             model.module.set_input_tensor(None)
 
-    def _per_token(self, batch: Batch, read: Callable[[MicroBatch, Tensor], Tensor]) -> Tensor:
+    def _per_token(
+        self,
+        batch: Batch,
+        read: Callable[[MicroBatch, Tensor], Tensor],
+        recorded: list[Cut] | None = None,
+    ) -> Tensor:
         """Run a forward pass over the batch; return `read(micro, outputs)` for all tokens in the
-        batch's order, [T] float32 on the CPU."""
+        batch's order, [T] float32 on the CPU. `recorded`: gets the cut of the batch, for which the
+        routers' choices are kept."""
         cut = self._cut(batch)
+        if recorded is not None:
+            recorded.append(cut)
         found: list[Tensor] = []
 
         def collect(micro: MicroBatch, outputs: Tensor) -> tuple[Tensor, Tensor, dict]:
@@ -575,7 +619,7 @@ class MegatronLearner:
             return values.new_zeros(()), torch.zeros((), dtype=torch.int), {}
 
         with torch.no_grad():
-            self._run(cut, collect, forward_only=True)
+            self._run(cut, collect, forward_only=True, records=recorded is not None)
         values = torch.zeros(batch.num_tokens, dtype=torch.float32, device=self.device)
         if self.layout.is_last_stage:
             values[cut.order.to(self.device)] = torch.cat(found)
@@ -803,24 +847,31 @@ class MegatronLearner:
     def _metrics(self, normaliser: float) -> dict[str, float]:
         names = sorted(self._sums)
         numbers = (self._tokens, self._computed)
-        more = (self._kept.new_full((), n, dtype=torch.float64) for n in numbers)
+        more = [self._kept.new_full((), n, dtype=torch.float64) for n in numbers]
+        if self._routing is not None:
+            more += self._routing.rerouted().to(self.device)
         sums = torch.stack([*(self._sums[name] for name in names), *more])
         if self.layout.world_size > 1:
             dist.all_reduce(sums)
         self._forget_sums()
-        *values, tokens, computed = sums.tolist()
-        total = dict(zip(names, values, strict=True))
+        values = sums.tolist()
+        tokens, computed, *routes = values[len(names) :]
+        total = dict(zip(names, values[: len(names)], strict=True))
         loss, count = total.pop("loss"), total.pop("count")
         found = {name: value / max(count, 1.0) for name, value in total.items()}
         found[f"{self._role}/loss"] = loss / normaliser
         if self._shares_prefix:
             found[f"{self._role}/shared_tokens"] = 1 - computed / max(tokens, 1)
+        if routes and routes[1]:
+            found[f"{self._role}/rerouted"] = routes[0] / routes[1]
         return found
 
     def _forget_sums(self) -> None:
         """Drop what `accumulate` has counted for the metrics."""
         self._sums = {}
         self._tokens = self._computed = 0
+        if self._routing is not None:
+            self._routing.rerouted()
 
     # ---- tensors that can be offloaded
 

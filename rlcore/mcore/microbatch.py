@@ -37,6 +37,7 @@ class MicroBatch:
     num_rows: int  # tokens that all cp ranks compute; below T if prefixes are shared
     predicted: Tensor  # [T] bool: False for the first token of each sequence
     sequence: Tensor  # [T] int64 index of the token's sequence
+    routes: Tensor | None = None  # [L, layers * K] int16 experts of each row; -1: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +159,15 @@ class Cutter:
         take = torch.roll(place, 1)  # of a first token: any row
         targets = torch.zeros(total, dtype=torch.int64)
         targets[take[predicted]] = tokens[predicted]
+        routes = None
+        if batch.routes is not None:
+            known = batch.routes[:, 0] >= 0
+            routes = batch.routes.new_full((total, batch.routes.size(1)), -1)
+            routes[place[known]] = batch.routes[known]
         index, positions = attention.local_positions(full, layout.cp, layout.cp_rank, tree)
         if layout.cp > 1:
             inputs, targets = inputs[index], targets[index]
+            routes = None if routes is None else routes[index]
         cu = cumulative(full)
         packed = Packed(
             qkv_format="thd",
@@ -178,7 +185,7 @@ class Cutter:
             ),
         )
         return MicroBatch(
-            batch=batch,
+            batch=batch.with_(routes=None),
             tokens=inputs.unsqueeze(0),
             positions=positions.unsqueeze(0),
             targets=targets,
@@ -187,6 +194,7 @@ class Cutter:
             num_rows=tree.num_tokens,
             predicted=predicted,
             sequence=sequence,
+            routes=routes,
         )
 
     def _with_rope(self, micro: MicroBatch) -> MicroBatch:

@@ -103,6 +103,7 @@ METRICS = [
     Metric("actor/grad_norm", "", "gradient norm of the actor before clipping, mean over updates"),
     Metric("actor/lr", "", "learning rate of the actor's last update"),
     Metric("actor/offloaded_gb", "GB", "copied to host memory in an actor update, on rank 0"),
+    Metric("actor/rerouted", "", "share of replayed tokens that go to other experts"),
     Metric("actor/shared_tokens", "", "share of an update's tokens that are not computed again"),
     Metric("actor/skipped", "updates", "actor updates skipped: loss or gradient not finite"),
     Metric("actor/updates", "updates", "optimizer steps of the actor in this step"),

@@ -73,6 +73,10 @@ def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
     for u, batch in enumerate(batches):
         if u == 0 and skip_first:
             out.append(batch)
+        elif cfg.routing_replay == "old":
+            logp, routes = run.learner.logprobs_and_routes(batch)
+            out.append(batch.with_(old_log_probs=logp, routes=routes))
+            run.spans.alive()
         else:
             out.append(batch.with_(old_log_probs=run.learner.logprobs(batch, "actor")))
             run.spans.alive()

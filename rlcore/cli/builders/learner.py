@@ -39,6 +39,7 @@ def make_learner(cfg: Config, hf: HFConfig, world: World) -> "MegatronLearner":
         seed=cfg.run.seed,
         total_updates=total_updates(cfg, cfg.critic.warmup_steps if estimator(cfg) == "gae" else 0),
         keep_reference=cfg.algo.needs_reference,
+        replays_routing=cfg.algo.routing_replay != "none",
         timeout_s=cfg.cluster.timeout_s,
     )
 

@@ -1,0 +1,148 @@
+"""`--algo.routing_replay`: experts that are given, under every layout, against one rank and against
+transformers; and the whole program."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import kit, runs
+from tests.ranks import learner_ranks, routing_ranks
+from tests.ranks.sizes import LENGTHS
+
+pytestmark = pytest.mark.ranks(4)
+
+CASES: dict[str, dict[str, Any]] = kit.cases(
+    {
+        "ep4": {"ep": 4},
+        "tp2 ep2": {"tp": 2, "ep": 2},
+        "pp2 vpp2": {"pp": 2, "vpp": 2},
+        "pp2 full recompute": {"pp": 2, "recompute": "full"},
+        "cp2 tp2 ep2": {"cp": 2, "tp": 2, "ep": 2},
+        "cp2 pp2 full recompute": {"cp": 2, "pp": 2, "recompute": "full"},
+        "tp2 ep2 full recompute offloaded": {
+            "tp": 2,
+            "ep": 2,
+            "recompute": "full",
+            "offload_activations": True,
+        },
+    },
+    "ep4",
+    "pp2 vpp2",
+)
+REPLAYED = "tests.ranks.routing_ranks:replayed"
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return kit.run_ranks(1, REPLAYED, {"cases": {"alone": {}}})[0]["alone"]
+
+
+@pytest.fixture(scope="module")
+def gang() -> list[dict[str, Any]]:
+    return kit.run_ranks(4, REPLAYED, {"cases": CASES})
+
+
+def test_the_given_experts_compute_every_token_whose_route_is_known(alone: dict[str, Any]) -> None:
+    known = alone["given"][:, 0] >= 0
+    assert 0 < (~known).sum() == len(LENGTHS)
+    assert torch.equal(_sets(alone["routes"])[known], _sets(alone["given"])[known])
+    assert (_sets(alone["own"]) != _sets(alone["given"])).any(-1)[known].float().mean() > 0.9
+    assert (alone["logp"] - alone["own logp"]).abs().max() > 0.1
+    assert alone["actor/rerouted 0"] > 0.8
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layout_replays_as_one_rank_does(
+    alone: dict[str, Any], gang: list[dict[str, Any]], case: str
+) -> None:
+    for rank in gang:
+        found = rank[case]
+        for what in ("own logp", "logp"):
+            rows = alone[what].split(LENGTHS)
+            ours = found[what].split([LENGTHS[r] for r in found["rows"]])
+            theirs = {i: rows[r] for i, r in enumerate(found["rows"])}
+            kit.assert_close_named(dict(enumerate(ours)), theirs, atol=1e-5)
+        for what in ("own", "routes"):
+            rows = alone[what].split(LENGTHS)
+            theirs = torch.cat([rows[r] for r in found["rows"]])
+            assert torch.equal(_sets(found[what]), _sets(theirs)), what
+        names = [name for name in alone if name.startswith("actor/")]
+        assert 0.8 < found["actor/rerouted 1"] < 1
+        by_row = "actor/rerouted", "actor/shared_tokens"  # more ranks share fewer prefixes
+        names = [name for name in names if not name.startswith(by_row)]
+        ours, theirs = ({name: part[name] for name in names} for part in (found, alone))
+        kit.assert_close_named(ours, theirs, rtol=1e-5, atol=1e-5)
+        kit.assert_close_named(found["weights"], alone["weights"], rtol=1e-5, atol=1e-5)
+
+
+def _sets(routes: torch.Tensor) -> torch.Tensor:
+    """The two experts of each layer, in order of their numbers."""
+    return routes.unflatten(1, (-1, 2)).sort(-1).values.flatten(1)
+
+
+def test_what_routers_choose_anyway_changes_no_bit() -> None:
+    (found,) = kit.run_ranks(1, "tests.ranks.routing_ranks:own_routes", {})
+    assert found["with"].pop("actor/rerouted") == 0
+    assert found["with"] == found["without"]
+    kit.assert_bitwise(found["with weights"], found["without weights"])
+
+
+def test_log_probs_with_given_experts_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = kit.tiny_hf_folder(tmp_path / "m", "qwen3_moe")
+    learner = learner_ranks.make(
+        {"share_prefix": "false"}, str(folder), replays_routing=True, temperature=1.0
+    )
+    batch = routing_ranks.given(learner, 0)
+    assert batch.routes is not None
+    found, _ = learner.logprobs_and_routes(batch)
+    learner.close()
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for i, ours in enumerate(found.split(LENGTHS)):
+        one = batch.select([i])
+        assert one.routes is not None
+        routes = one.routes[:-1].long().unflatten(1, (-1, 2))
+        for layer, block in enumerate(theirs.model.layers):
+            block.mlp.gate.forward = _fixed(block.mlp.gate, routes[:, layer])
+        with torch.no_grad():
+            logits = theirs(one.tokens[None, :-1]).logits[0]
+        want = logits.log_softmax(-1).gather(-1, one.tokens[1:, None]).squeeze(-1)
+        assert torch.allclose(ours[1:], want, atol=1e-4), i
+
+
+def _fixed(gate: Any, chosen: torch.Tensor) -> Any:
+    """The forward of transformers' router, with experts that are given."""
+
+    def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.size(-1)), gate.weight)
+        weights = logits.softmax(-1).gather(1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+    return forward
+
+
+def test_a_run_replays_in_later_updates(tmp_path: Path) -> None:
+    """With a learning rate that moves routers, later updates would choose other experts."""
+    sizes = kit.ARCHS["qwen3_moe"]
+    model = runs.tiny_model(tmp_path / "model", **sizes)
+    keys = "--eval.no_at_start", "--eval.no_at_end", "--checkpoint.no_export_hf"
+    keys += "--checkpoint.no_at_end", "--train.samples_per_update", "8", "--train.lr", "3e-2"
+    arms = {"none": (), "old": ("--algo.routing_replay", "old")}
+    jobs: list[runs.Job] = [
+        {"name": n, "argv": runs.arguments(model, tmp_path / "runs", n, *keys, *m), "ranks": 1}
+        for n, m in arms.items()
+    ]
+    gang = runs.run(1, jobs, tmp_path / "gang")
+    found = {}
+    for name in arms:
+        gang.check(name)
+        found[name] = runs.rows(tmp_path / "runs" / name)
+    for row in found["old"].values():
+        assert 0 < row["actor/rerouted"] < 1
+    assert all("actor/rerouted" not in row for row in found["none"].values())
+    first, second = (found[name][1] for name in arms)
+    assert first["critic/score/mean"] == second["critic/score/mean"]  # the same samples
+    assert first["actor/ppo_kl"] != second["actor/ppo_kl"]
