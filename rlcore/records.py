@@ -151,6 +151,7 @@ class Partial(Record):
     logps: FloatArray  # [R]
     versions: IntArray  # [R]
     drafted: np.ndarray | None = None  # [R] bool: token is an accepted draft token
+    routes: np.ndarray | None = None  # [P + R, layers * K], as in `Sample`
 
 
 class Request(Record):
@@ -198,6 +199,10 @@ class Sample(Record):
     """[R] bool: whether the token is an accepted draft token; None if the engine does not draft."""
     branches: tuple[Branch, ...] = ()
     """Further rows that are trained with this one."""
+    routes: np.ndarray | None = None
+    """[P + R, layers * K] int8 or int16: experts with which each layer of a mixture of experts has
+    computed the token, -1 where they are not known; None if the engine does not record them. A
+    token's routes are of the version that sampled it."""
     teacher_prompt: IntArray | None = None
     """[Q] prompt that a teacher reads in place of `prompt`; None: the same."""
 

@@ -135,10 +135,12 @@ class AlgoConfig:
     loss's ratio then corrects mismatch and staleness at once (PPO-IS), and rollout_is affects only
     losses without a ratio."""
 
-    routing_replay: Literal["none", "old"] = "none"
+    routing_replay: Literal["none", "old", "rollout"] = "none"
     """Which experts a mixture of experts computes a token with. `none`: those that its routers
     choose. `old`: in later updates of a step those that they chose before the first one, so that
-    the ratio p / p_old has no jumps of other experts (rlcore/mcore/routing.py)."""
+    the ratio p / p_old has no jumps of other experts. `rollout`: in all passes of the learner those
+    that the engine's routers have chosen, so that its log-probs differ less from the sampler's, too
+    (rlcore/mcore/routing.py)."""
 
     kl_coef: Annotated[float, at_least(0)] = 0.0
     """Coefficient of the KL to the reference model in the loss; above 0, the initial weights are

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.records import RequestId, Sample
+from rlcore.records import Branch, RequestId, Sample
 from rlcore.tensors import Batch, cumulative
 
 
@@ -37,6 +37,7 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
         versions[response] = np.concatenate([row.versions for _, row in rows])
     mask = versions >= 0
     logps[~mask] = 0.0
+    routes = _routes([row for _, row in rows], lengths.reshape(-1, 2).sum(1))
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
     read = [s.teacher_prompt for s in samples for _ in s.rows]
     others = [None if p is None else torch.from_numpy(p.astype(np.int64)) for p in read]
@@ -46,9 +47,24 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
         mask=torch.from_numpy(mask),
         rollout_log_probs=torch.from_numpy(logps),
         versions=torch.from_numpy(versions),
+        routes=routes,
         ids=tuple(id for id, _ in rows),
         teacher_prompts=tuple(others) if any(p is not None for p in read) else (),
     )
+
+
+def _routes(rows: Sequence[Sample | Branch], lengths: np.ndarray) -> Tensor | None:
+    """Return the routes of all tokens, [T, layers * K] int16; None if no row has some."""
+    known = {i: row.routes for i, row in enumerate(rows) if isinstance(row, Sample)}
+    widths = {routes.shape[1] for routes in known.values() if routes is not None}
+    if not widths:
+        return None
+    (width,) = widths
+    packed = np.full((int(lengths.sum()), width), -1, np.int16)
+    for i, start in enumerate(np.cumsum(lengths) - lengths):
+        if (routes := known.get(i)) is not None:
+            packed[start : start + len(routes)] = routes
+    return torch.from_numpy(packed)
 
 
 def by_id(values: Mapping[RequestId, float], batch: Batch) -> Tensor:

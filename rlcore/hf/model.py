@@ -232,8 +232,10 @@ class CausalLM:
         max_tokens: int,
         quantize: Quantize = "none",
         fp32_head: bool = False,
+        records_routes: bool = False,
     ):
         self.hf = hf
+        self._routes: list[Tensor] | None = [] if records_routes else None
         self.dtype = dtype
         self.device = device
         self._format = format_of(quantize)
@@ -343,6 +345,14 @@ class CausalLM:
         """Write keys and values of new tokens to the cache, without computing outputs."""
         self._run(step, cache, fill=True)
 
+    def take_routes(self) -> Tensor:
+        """Return the experts of the tokens of the latest pass, with `records_routes`: [T, layers *
+        K] int64, -1 in the last layer after `fill`, which does not compute it."""
+        found, self._routes = self._routes, []
+        assert found, "no pass has recorded routes"
+        missing = self.hf.num_layers - len(found)
+        return torch.cat(found + missing * [torch.full_like(found[0], -1)], -1)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab] of hidden states: float32, or float64 if the head is."""
         logits = F.linear(hidden, self._here.head)
@@ -358,6 +368,8 @@ class CausalLM:
         x = weights.embed[tokens].to(self.dtype)
         if not fill and not step.causal and (ops := self._native()):
             return self._run_native(ops, x, positions, step, cache)
+        if self._routes is not None:
+            self._routes = []
         rope = self._rope[positions].unsqueeze(1)  # [T, 1, D/2]
         key_index, value_index = step.find(cache)
         masks = self._masks(step)
@@ -491,6 +503,8 @@ class CausalLM:
         assert layer.router is not None
         scores = (h @ layer.router).to(torch.promote_types(h.dtype, torch.float32)).softmax(-1)
         weight, chosen = scores.topk(hf.experts_per_token, -1)  # [N, k]
+        if self._routes is not None:
+            self._routes.append(chosen)
         if hf.norm_topk_prob:
             weight = weight / weight.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)

@@ -31,6 +31,8 @@ def check_request(request: Request, *, vocab: int, max_tokens: int, cache_tokens
         raise ValueError(f"{where}: tokens, logps and versions to resume differ in length")
     if part.drafted is not None and len(part.drafted) != len(part.tokens):
         raise ValueError(f"{where}: tokens and their drafted flags to resume differ in length")
+    if part.routes is not None and len(part.routes) > length + len(part.tokens):
+        raise ValueError(f"{where}: has routes of more tokens than it resumes with")
     if len(part.tokens) >= request.sampling.max_tokens:
         raise ValueError(
             f"{where}: resumes with {len(part.tokens)} of at most {request.sampling.max_tokens} "

@@ -552,7 +552,11 @@ class RolloutWorker:
                 if (self._releasing or moves) and event.sample is not None:
                     s = event.sample
                     part = Partial(
-                        tokens=s.tokens, logps=s.logps, versions=s.versions, drafted=s.drafted
+                        tokens=s.tokens,
+                        logps=s.logps,
+                        versions=s.versions,
+                        drafted=s.drafted,
+                        routes=s.routes,
                     )
                     if self._releasing:
                         self._partials[s.id] = part

@@ -124,25 +124,63 @@ def _fixed(gate: Any, chosen: torch.Tensor) -> Any:
     return forward
 
 
-def test_a_run_replays_in_later_updates(tmp_path: Path) -> None:
-    """With a learning rate that moves routers, later updates would choose other experts."""
-    sizes = kit.ARCHS["qwen3_moe"]
-    model = runs.tiny_model(tmp_path / "model", **sizes)
-    keys = "--eval.no_at_start", "--eval.no_at_end", "--checkpoint.no_export_hf"
-    keys += "--checkpoint.no_at_end", "--train.samples_per_update", "8", "--train.lr", "3e-2"
-    arms = {"none": (), "old": ("--algo.routing_replay", "old")}
-    jobs: list[runs.Job] = [
-        {"name": n, "argv": runs.arguments(model, tmp_path / "runs", n, *keys, *m), "ranks": 1}
-        for n, m in arms.items()
-    ]
-    gang = runs.run(1, jobs, tmp_path / "gang")
-    found = {}
-    for name in arms:
-        gang.check(name)
-        found[name] = runs.rows(tmp_path / "runs" / name)
-    for row in found["old"].values():
+SOME = "--eval.no_at_start", "--eval.no_at_end", "--checkpoint.no_export_hf"
+SOME += ("--checkpoint.no_at_end",)
+SMALL = *SOME, "--train.samples_per_update", 8, "--train.lr", 3e-2
+COARSE = *SOME, "--rollout.quantize", "int8", "--train.lr", 1e-3
+ASYNC = "--mode", "async", "--cluster.rollout_ranks", 1, "--async.alpha", 1
+ROLLOUT = "--algo.routing_replay", "rollout"
+ARMS: dict[str, tuple[object, ...]] = {
+    "none": SMALL,
+    "old": (*SMALL, "--algo.routing_replay", "old"),
+    "coarse": COARSE,
+    "coarse replayed": (*COARSE, *ROLLOUT),
+    "drafts": (*COARSE, *ROLLOUT, "--rollout.draft", "ngram"),
+}
+APART: dict[str, tuple[object, ...]] = {
+    "async": (*COARSE, *ASYNC, *ROLLOUT),
+    "async in place": (*COARSE, *ASYNC, *ROLLOUT, "--async.weight_update", "in_place"),
+    "dp2": (*COARSE, *ROLLOUT),
+}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, dict[str, float]]]:
+    """The metrics of some runs of a mixture of experts."""
+    folder = tmp_path_factory.mktemp("replay")
+    model = runs.tiny_model(folder / "model", **kit.ARCHS["qwen3_moe"])
+    for ranks, arms in ((1, ARMS), (2, APART)):
+        jobs: list[runs.Job] = []
+        for name, keys in arms.items():
+            argv = runs.arguments(model, folder / "runs", name, *keys)
+            jobs.append({"name": name, "argv": argv, "ranks": ranks})
+        gang = runs.run(ranks, jobs, folder / f"gang{ranks}")
+        for name in arms:
+            gang.check(name, ranks)
+    return {name: runs.rows(folder / "runs" / name) for name in (*ARMS, *APART)}
+
+
+def test_later_updates_replay_the_experts_of_the_first(rows: dict[str, Any]) -> None:
+    """With a learning rate that moves routers, they would choose other experts."""
+    for row in rows["old"].values():
         assert 0 < row["actor/rerouted"] < 1
-    assert all("actor/rerouted" not in row for row in found["none"].values())
-    first, second = (found[name][1] for name in arms)
+    assert all("actor/rerouted" not in row for row in rows["none"].values())
+    first, second = rows["none"][1], rows["old"][1]
     assert first["critic/score/mean"] == second["critic/score/mean"]  # the same samples
     assert first["actor/ppo_kl"] != second["actor/ppo_kl"]
+
+
+def test_the_experts_of_a_coarse_sampler_bring_learner_and_sampler_together(
+    rows: dict[str, Any],
+) -> None:
+    first, second = rows["coarse"][1], rows["coarse replayed"][1]
+    assert first["critic/score/mean"] == second["critic/score/mean"]
+    assert 0 < second["actor/rerouted"] < 1
+    assert abs(second["rollout_corr/k3_kl"]) < 0.5 * abs(first["rollout_corr/k3_kl"])
+
+
+@pytest.mark.parametrize("name", ["drafts", *APART])
+def test_routes_come_to_the_learner_in_every_loop(rows: dict[str, Any], name: str) -> None:
+    assert rows[name].keys() == {1, 2, 3, 4}
+    for row in rows[name].values():
+        assert 0 < row["actor/rerouted"] < 0.5 and row["actor/skipped"] == 0

@@ -80,6 +80,7 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
         return settings | {
             "decode_floor_ms": cfg.debug.decode_floor_ms,
             "quantize": r.quantize,
+            "records_routes": cfg.algo.routing_replay == "rollout",
             "draft": r.draft,
             "draft_settings": draft_settings(cfg),
         }

@@ -84,6 +84,8 @@ class _TorchRequest:
     logps: np.ndarray
     versions: np.ndarray
     drafted: np.ndarray
+    routes: np.ndarray | None
+    """[P + R, layers * K] experts of each token, -1: not known; None if they are not recorded."""
     seat: int = -1
     """Index in the per-request tables (`_Seats`) while the request runs, else -1."""
     told: int = 0
@@ -94,11 +96,16 @@ class _TorchRequest:
         self.seat = seat
 
     def leave(
-        self, tokens: np.ndarray, logps: np.ndarray, versions: np.ndarray, drafted: np.ndarray
+        self,
+        tokens: np.ndarray,
+        logps: np.ndarray,
+        versions: np.ndarray,
+        drafted: np.ndarray,
+        routes: np.ndarray | None,
     ) -> None:
         """Mark the request as not running, and store its response so far."""
         self.tokens, self.logps = tokens, logps
-        self.versions, self.drafted = versions, drafted
+        self.versions, self.drafted, self.routes = versions, drafted, routes
         self.seat = -1
 
     def tell(self, count: int) -> slice:
@@ -132,10 +139,13 @@ class _Seats:
     logps: np.ndarray
     versions: np.ndarray
     drafted: np.ndarray
+    routes: np.ndarray | None  # [seats, positions, layers * K], -1: not known
     free: list[int] = field(default_factory=list)
 
     @classmethod
-    def make(cls, num: int) -> "_Seats":
+    def make(cls, num: int, route: np.ndarray | None) -> "_Seats":
+        """`route`: an unknown route, [layers * K]; None: routes are not recorded."""
+
         def table(dtype: type, *shape: int) -> np.ndarray:
             return np.zeros((num, *shape), dtype)
 
@@ -155,6 +165,7 @@ class _Seats:
             logps=table(np.float32, 64),
             versions=table(np.int32, 64),
             drafted=table(np.bool_, 64),
+            routes=None if route is None else np.tile(route, (num, 64, 1)),
             free=list(range(num - 1, -1, -1)),
         )
 
@@ -178,6 +189,33 @@ class _Seats:
         self.logps[seat, :count] = job.logps
         self.versions[seat, :count] = job.versions
         self.drafted[seat, :count] = job.drafted
+        if self.routes is not None:
+            self._reach(len(job.prompt) + count)
+            self.routes[seat] = -1
+            if job.routes is not None:
+                self.routes[seat, : len(job.routes)] = job.routes
+
+    def record(self, seats: np.ndarray, positions: np.ndarray, routes: torch.Tensor) -> None:
+        """Enter the routes of tokens [T] at these seats and positions, where none are known yet."""
+        self._reach(int(positions.max()) + 1)
+        assert self.routes is not None
+        known = self.routes[seats, positions]
+        found = routes.cpu().numpy().astype(known.dtype)
+        self.routes[seats, positions] = np.where(known < 0, found, known)
+
+    def share(self, seat: int, other: int, count: int) -> None:
+        """Enter the routes that another request has for its first `count` tokens, which a request
+        shares, where none are known yet."""
+        if self.routes is not None:
+            mine = self.routes[seat, :count]
+            self.routes[seat, :count] = np.where(mine < 0, self.routes[other, :count], mine)
+
+    def _reach(self, positions: int) -> None:
+        """Make room for the routes of this many tokens."""
+        assert self.routes is not None
+        if (have := self.routes.shape[1]) < positions:
+            more = ((0, 0), (0, max(positions, 2 * have) - have), (0, 0))
+            self.routes = np.pad(self.routes, more, constant_values=-1)
 
     def leave(self, job: _TorchRequest) -> None:
         """Free the request's seat (table index) and copy its response from the tables."""
@@ -187,8 +225,17 @@ class _Seats:
             logps=self.logps[seat, :count].copy(),
             versions=self.versions[seat, :count].copy(),
             drafted=self.drafted[seat, :count].copy(),
+            routes=self._routes_of(seat),
         )
         self.free.append(seat)
+
+    def _routes_of(self, seat: int) -> np.ndarray | None:
+        """Return the routes of a request's tokens. Its last token has none yet."""
+        if self.routes is None:
+            return None
+        count = self.prompt[seat] + self.count[seat]
+        self._reach(int(count))
+        return self.routes[seat, :count].copy()
 
     def _widen(self, tokens: int, stops: int) -> None:
         if tokens > self.tokens.shape[1]:
@@ -365,6 +412,7 @@ class TorchEngine(InProcess):
         decode_floor_ms: float = 0.0,
         quantize: Quantize = "none",
         fp32_head: bool = False,
+        records_routes: bool = False,
         draft: Draft = "none",
         draft_settings: Mapping[str, Any] | None = None,
         rank: int = 0,
@@ -397,13 +445,18 @@ class TorchEngine(InProcess):
             max_tokens=max_model_tokens,
             quantize=quantize,
             fp32_head=fp32_head,
+            records_routes=records_routes,
         )
         self._model.allocate()
         self._budget = 0
         """Cache size in tokens if `cache_tokens` is 0: the smallest size that fitted into free
         memory at the start and at all wakes so far. Otherwise 0."""
         self._cache: Cache | None = self._make_cache()
-        self._seats = _Seats.make(max_running)
+        route = None
+        if records_routes:  # of the smallest type that holds the experts and -1
+            kind = np.min_scalar_type(-hf.num_experts)
+            route = np.full(hf.num_layers * hf.experts_per_token, -1, kind)
+        self._seats = _Seats.make(max_running, route)
         self._jobs: dict[RequestId, _TorchRequest] = {}
         self._waiting: list[
             tuple[tuple[int, int], _TorchRequest]
@@ -462,6 +515,7 @@ class TorchEngine(InProcess):
                 drafted=np.zeros(0 if part is None else len(part.tokens), np.bool_)
                 if part is None or part.drafted is None
                 else np.array(part.drafted, np.bool_),
+                routes=None if part is None else part.routes,
             )
             self._arrivals += 1
             self._jobs[request.id] = job
@@ -723,6 +777,8 @@ class TorchEngine(InProcess):
         shared = [len(job.prompt) - 1 for job, _ in followers]
         jobs = [job for job, _ in followers]
         cache.move([slot[j] for j in jobs], [slot[s] for _, s in followers], max(shared))
+        for (job, leader), count in zip(followers, shared, strict=True):
+            self._seats.share(job.seat, leader.seat, count)
         self._totals.reuse(sum(shared))
         resumed = sum(bool(len(job.tokens)) for job in jobs)
         self._fill(jobs[:resumed], first + len(leaders), shared[:resumed], cache)
@@ -756,6 +812,12 @@ class TorchEngine(InProcess):
                 causal=not begin.any(),
             )
             self._model.fill(step, cache)
+            if self._seats.routes is not None:
+                sizes = np.array([len(part) for part in batch])
+                of, at = np.nonzero(np.arange(width) < sizes[:, None])
+                seats = np.array([job.seat for job in jobs[done : done + len(batch)]])
+                routes = self._model.take_routes()[torch.from_numpy(of * width + at)]
+                self._seats.record(seats[of], begin[of] + at, routes)
             self._totals.prefill(sum(map(len, batch)))
             done += len(batch)
 
@@ -791,6 +853,10 @@ class TorchEngine(InProcess):
         found, found_logps = _to_host(tokens, logps)
         self._check_finite(found_logps, np.arange(len(self._rows)))
         seats = self._row_seats()
+        if (table := self._seats).routes is not None:
+            table.record(
+                seats, table.prompt[seats] + table.count[seats] - 1, self._model.take_routes()
+            )
         done = self._seats.write(seats, found, found_logps, self.version)
         if done.any():
             self._finish([self._rows[i] for i in np.flatnonzero(done)])
@@ -850,6 +916,10 @@ class TorchEngine(InProcess):
         found_logps[row, at] = host_logps
         right = (found[:, :-1] == grid[0, :, 1:]) & is_real[:, 1:]
         accepted = np.cumprod(right, axis=1).sum(1)
+        if table.routes is not None:
+            kept = at <= accepted[row]  # the last token and the accepted drafts
+            routes = self._model.take_routes()[torch.from_numpy(kept)]
+            table.record(seats[row[kept]], lengths[row[kept]] - 1 + at[kept], routes)
         done, gained = table.write_many(seats, found, found_logps, accepted + 1, self.version)
         drafter.accepted(seats, accepted)
         # A stop token inside the draft ends the response, which drops accepted tokens behind it.
@@ -975,6 +1045,7 @@ class TorchEngine(InProcess):
             logps=job.logps,
             versions=job.versions,
             drafted=job.drafted if self._drafter is not None else None,
+            routes=job.routes,
             finish=finish,
         )
         count = len(job.tokens)
