@@ -113,7 +113,7 @@ def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) ->
     if found.may_lack(cfg.model.path):
         with found.check(model, may_lack=True):
             HFConfig.from_folder(cfg.model.path)
-    machine(cfg, world_size, found)
+    machine(cfg, hf, world_size, found)
     with found.check("--run.callbacks"):
         callbacks.find(cfg.run.callbacks)
     judges(cfg, found)
@@ -138,7 +138,7 @@ def check(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) ->
     data(cfg, tokenizer(cfg, hf, found), found)
 
 
-def machine(cfg: Config, world_size: int, found: Findings) -> None:
+def machine(cfg: Config, hf: HFConfig | None, world_size: int, found: Findings) -> None:
     """Check packages, CPU cores, the network and the folder of runs."""
     c = cfg.cluster
     with found.check("the CPU cores", may_lack=found.elsewhere):
@@ -147,7 +147,7 @@ def machine(cfg: Config, world_size: int, found: Findings) -> None:
         with found.check(f"--cluster.interface {c.interface}", may_lack=True):
             listening_host("", c.interface)
     with found.check(f"--rollout.engine {cfg.rollout.engine}", may_lack=found.elsewhere):
-        check_engine(cfg)
+        check_engine(cfg, hf)
     if not cfg.mux.url:
         with found.check("PYTORCH_ALLOC_CONF"):
             check_allocator(cfg, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

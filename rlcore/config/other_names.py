@@ -86,6 +86,7 @@ VERL = {
     "actor.ppo_epochs": "train.epochs",
     "actor.ppo_max_token_len_per_gpu": "train.tokens_per_micro_batch",
     "actor.ppo_mini_batch_size": "train.samples_per_update: samples, where verl counts prompts",
+    "actor.router_replay.mode": "algo.routing_replay: old for R2, rollout for R3",
     "actor.use_prefix_grouper": "train.share_prefix",
     "algorithm.adv_estimator": "algo.adv_estimator",
     "algorithm.filter_groups.enable": "algo.equal_reward_groups: replace, where verl has True",
@@ -197,6 +198,8 @@ SLIME = {
     "sglang_mem_fraction_static": "rollout.gpu_memory_utilization",
     "tensor_model_parallel_size": "train.tp",
     "update_weight_buffer_size": "sync.bucket_mb",
+    "use_rollout_routing_replay": "algo.routing_replay: rollout",
+    "use_routing_replay": "algo.routing_replay: old",
     "use_tis": "algo.rollout_is",
 }
 """Keys of rlcore that correspond to slime's arguments, by argument."""

@@ -299,11 +299,6 @@ def _routing(cfg: Config) -> list[str]:
         return []
     key = f"--algo.routing_replay {cfg.algo.routing_replay}"
     if cfg.algo.routing_replay == "rollout":
-        if cfg.rollout.engine != "torch":
-            return [
-                f"{key}: rlcore does not read the routes of --rollout.engine "
-                f"{cfg.rollout.engine} yet; use torch, or --algo.routing_replay old"
-            ]
         if cfg.select.env:
             return [f"{key}: turns of --env do not carry routes yet; use --algo.routing_replay old"]
         return []

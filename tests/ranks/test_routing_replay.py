@@ -148,7 +148,7 @@ APART: dict[str, tuple[object, ...]] = {
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, dict[str, float]]]:
     """The metrics of some runs of a mixture of experts."""
     folder = tmp_path_factory.mktemp("replay")
-    model = runs.tiny_model(folder / "model", **kit.ARCHS["qwen3_moe"])
+    model = runs.tiny_model(folder / "model", **kit.ARCHS["qwen3_moe"], model_type="qwen3_moe")
     for ranks, arms in ((1, ARMS), (2, APART)):
         jobs: list[runs.Job] = []
         for name, keys in arms.items():

@@ -227,3 +227,20 @@ def test_adapters_reach_sglang_merged_and_alone_as_they_reach_the_torch_engine(
                 assert found[other][step][name] == pytest.approx(row[name], rel=1e-9), (step, name)
     assert found["base"][3]["critic/score/mean"] != found["torch"][3]["critic/score/mean"]
     assert found["adapters"][3]["sync/bytes"] < found["merged"][3]["sync/bytes"]
+
+
+@pytest.mark.slow
+def test_routes_of_sglang_reach_the_learner(tmp_path: Path) -> None:
+    model = runs.tiny_model(
+        tmp_path / "model",
+        **kit.ARCHS["qwen3_moe"],
+        model_type="qwen3_moe",
+        tie_word_embeddings=False,
+    )
+    keys = *SGLANG, "--algo.routing_replay", "rollout"
+    argv = runs.arguments(model, tmp_path, "replay", *keys)
+    gang = runs.run(1, [{"name": "replay", "argv": argv, "ranks": 1}], tmp_path / "gang")
+    gang.check("replay")
+    for row in runs.rows(tmp_path / "replay").values():
+        assert row["actor/rerouted"] < 0.02  # both compute in float32
+        assert row["rollout_corr/k3_kl"] < 1e-6

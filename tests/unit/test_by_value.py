@@ -30,6 +30,7 @@ OTHERS = {
     "mcore/lora.py": {"parameter": "torch: a parameter, marked for Megatron"},
     "mcore/norm.py": {"self.weight": "torch: a parameter, marked for Megatron"},
     "mcore/reference.py": {"p": "torch: a parameter"},
+    "mcore/routing.py": {"module.router": "Megatron"},
     "mcore/shim.py": {
         "module": "Megatron",
         "clip_grads": "Megatron",

@@ -458,6 +458,32 @@ def test_environments_have_rules(words, said):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("--algo.routing_replay rollout", ""),
+        ("--algo.routing_replay rollout --rollout.engine sglang", ""),
+        ("--algo.routing_replay old --train.epochs 2", ""),
+        (
+            "--algo.routing_replay old",
+            "--algo.routing_replay old: has no effect with one update per step",
+        ),
+        (
+            "--algo.routing_replay old --train.epochs 2 --algo.bypass_mode --algo.rollout_is none",
+            "--algo.routing_replay old: --algo.bypass_mode computes no old log-probs",
+        ),
+        (
+            "--algo.routing_replay rollout --env frozenlake",
+            "--algo.routing_replay rollout: turns of --env do not carry routes yet",
+        ),
+    ],
+)
+def test_replay_has_rules(words, said):
+    argv = ["--model.path", "m", "--data.train", "label", "--data.val", "label", *words.split()]
+    found = rules.broken(parse(argv))
+    assert [line[: len(said)] for line in found] == ([said] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
         ("--algo gkd --teacher.models m --data.demonstrations a", ""),
         ("--algo gkd --data.demonstrations a", "--teacher.models: is empty"),
         (

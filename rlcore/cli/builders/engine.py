@@ -74,17 +74,17 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
         "threads": r.threads,
         "progress_s": r.progress_interval_s,
         "fp32_head": rules.has_fp32_lm_head(cfg, cuda=world.device.type == "cuda"),
+        "records_routes": cfg.algo.routing_replay == "rollout",
         "rank": world.rank,
     }
     if r.engine == "torch":
         return settings | {
             "decode_floor_ms": cfg.debug.decode_floor_ms,
             "quantize": r.quantize,
-            "records_routes": cfg.algo.routing_replay == "rollout",
             "draft": r.draft,
             "draft_settings": draft_settings(cfg),
         }
-    check_engine(cfg)
+    check_engine(cfg, hf)
     return settings | {
         "memory_fraction": r.gpu_memory_utilization,
         "draft": r.draft,
@@ -96,8 +96,15 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
     }
 
 
-def check_engine(cfg: Config) -> None:
-    """Raise ConfigError if SGLang is configured but not installed."""
+def check_engine(cfg: Config, hf: HFConfig | None) -> None:
+    """Raise ConfigError if SGLang is configured but not installed, or computes the model `hf` with
+    other weights."""
+    if cfg.rollout.engine == "sglang" and hf and hf.num_experts and hf.tie_word_embeddings:
+        raise ConfigError(
+            "--rollout.engine sglang: SGLang gives a mixture of experts an output layer of its "
+            "own, but this model ties it to the embedding (tie_word_embeddings); use "
+            "--rollout.engine torch"
+        )
     if cfg.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "--rollout.engine sglang: SGLang is not installed; run bash tools/setup.sh --sglang, "

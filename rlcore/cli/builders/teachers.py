@@ -1,6 +1,7 @@
 """Build the teachers of a rank that trains, check them, and plan their memory."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -112,10 +113,13 @@ def check(cfg: Config, hf: HFConfig, folder: str) -> HFConfig:
 
 
 def folders(cfg: Config) -> list[str]:
-    """Return the folders of the teachers that compute on the run's own GPUs."""
+    """Return the folders of the teachers that compute on the run's own GPUs; none of an invalid
+    --teacher.models, which the rules report."""
     if not cfg.algo.needs_teacher:
         return []
-    return [model for model in teachers_of(cfg).values() if not is_server(model)]
+    with suppress(ConfigError):
+        return [model for model in teachers_of(cfg).values() if not is_server(model)]
+    return []
 
 
 def with_teachers(

@@ -11,6 +11,7 @@ Requests of a group share a prefill: after the first request's first token, the 
 """
 
 import asyncio
+import base64
 import heapq
 import itertools
 import math
@@ -77,6 +78,8 @@ class _SGLangRequest:
     tokens: list[int]
     logps: list[float]
     versions: list[int]
+    routes: np.ndarray | None = None
+    """[P + R, layers * K] as in `Sample`; None if they are not known."""
     flight: "_Stay | None" = None
     aborted: bool = False
     told: int = 0
@@ -95,6 +98,18 @@ class _SGLangRequest:
         self.tokens += tokens
         self.logps += logps[: len(tokens)]
         self.versions += [version] * len(tokens)
+
+    def take_routes(self, found: np.ndarray) -> None:
+        """Enter the routes [n, layers * K] of the first n tokens where none are known yet."""
+        count = len(self.prompt) + len(self.tokens)
+        routes = np.full((count, found.shape[1]), -1, found.dtype)
+        n = min(len(found), count - 1)  # the last token has not been computed
+        routes[:n] = found[:n]
+        if self.routes is not None:
+            n = min(len(self.routes), count)
+            known = self.routes[:n]
+            routes[:n] = np.where(known < 0, routes[:n], known)
+        self.routes = routes
 
     def tell(self) -> slice:
         """Return the slice of tokens that was not sent in a progress event yet, and mark it as
@@ -201,6 +216,7 @@ class SGLangEngine(InProcess):
         progress_s: float = RolloutConfig.progress_interval_s,
         stream_interval: int = 0,
         fp32_head: bool = False,
+        records_routes: bool = False,
         rank: int = 0,
         tp: int = 1,
         share: int = 0,
@@ -257,6 +273,7 @@ class SGLangEngine(InProcess):
         self._cached = self._most_cached = 0  # tokens in the cache: now, maximum since last report
         self._busy_since = 0.0
         self._drafts = draft != "none"
+        self._records_routes = records_routes
         self._tellings = itertools.count()
 
         # SGLang reserves cache for the tokens that two steps may add to a request.
@@ -312,6 +329,8 @@ class SGLangEngine(InProcess):
                 + _SPARE
                 + room,
             }
+        if records_routes:
+            arguments["enable_return_routed_experts"] = True
         if self._drafts:
             arguments |= {
                 "speculative_algorithm": ALGORITHM,
@@ -360,6 +379,7 @@ class SGLangEngine(InProcess):
                 tokens=[] if part is None else part.tokens.tolist(),
                 logps=[] if part is None else part.logps.tolist(),
                 versions=[] if part is None else part.versions.tolist(),
+                routes=None if part is None else part.routes,
             )
             self._arrivals += 1
             self._jobs[request.id] = job
@@ -652,6 +672,7 @@ class SGLangEngine(InProcess):
             },
             return_logprob=True,
             logprob_start_len=-1,
+            return_routed_experts=self._records_routes,
             stream=True,
             extra_key=str(self._loads),
         )
@@ -659,6 +680,7 @@ class SGLangEngine(InProcess):
         try:
             async for out in self._manager.generate_request(request, None):
                 self._take(job, flight, out)
+                self._take_routes(job, out["meta_info"])
                 reason = out["meta_info"].get("finish_reason") or {}
             self._landed(job, flight, reason)
         except Exception as error:
@@ -698,6 +720,14 @@ class SGLangEngine(InProcess):
         self._grown[job.request.id] = self._grown.get(job.request.id, 0) + len(new)
         for _ in range(flight.retract(meta.get("num_retractions") or 0)):
             self._emit(Preempted, id=job.request.id)
+
+    def _take_routes(self, job: _SGLangRequest, meta: Mapping[str, Any]) -> None:
+        """Read the experts of all tokens, which SGLang's last output has."""
+        if (text := meta.get("routed_experts")) is None:
+            return
+        found = np.frombuffer(base64.b64decode(text), np.int32)
+        width = self.hf.num_layers * self.hf.experts_per_token
+        job.take_routes(found.reshape(-1, width).astype(np.min_scalar_type(-self.hf.num_experts)))
 
     def _up_to_stop(self, job: _SGLangRequest, new: Sequence[int]) -> int:
         """Return how many new tokens belong to the response, up to its stop token. If SGLang aborts
@@ -825,6 +855,7 @@ class SGLangEngine(InProcess):
             tokens=np.asarray(job.tokens, np.int32),
             logps=np.asarray(job.logps, np.float32),
             versions=np.asarray(job.versions, np.int32),
+            routes=job.routes,
             finish=finish,
         )
         count = len(job.tokens)

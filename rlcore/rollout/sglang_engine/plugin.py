@@ -24,7 +24,7 @@ def install() -> None:
     if int(owner) == os.getpid():
         return
     from sglang.srt.plugins.hook_registry import HookType
-    from sglang.srt.utils import kill_itself_when_parent_died
+    from sglang.srt.utils import is_cpu, kill_itself_when_parent_died
 
     kill_itself_when_parent_died()
     if os.getppid() != int(owner):  # the parent exited before SGLang began to watch it
@@ -58,6 +58,9 @@ def install() -> None:
         ),
     ):
         hooks.register(target, hook, kind)
+    if is_cpu():  # the routes of experts are held in host memory, which CUDA would pin
+        pin = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
+        hooks.register(pin, _do_not_pin, HookType.REPLACE)
     if DRAFTS in os.environ:
         _draft()
 
@@ -78,6 +81,10 @@ def _draft() -> None:
 
         backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
         hooks.register(f"{backend}.forward_extend", attention.extend, HookType.AROUND)
+
+
+def _do_not_pin(*_: Any) -> None:
+    """Do nothing, in place of CUDA's registration of host memory."""
 
 
 def _seeds(_: None, info: Any, batch: Any, vocab_size: int) -> None:

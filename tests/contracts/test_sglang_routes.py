@@ -1,0 +1,99 @@
+"""Routes that SGLang's engine returns, against transformers' routers on the whole sequence."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from rlcore.records import Aborted, Finished, Partial, Request, Sample, Sampling
+from rlcore.rollout.child import ChildEngine
+from rlcore.sync.pack import load_weights
+from tests.contracts import engine_contract
+from tests.contracts.engine_contract import VOCAB, collect, run, samples, weights
+from tests.unit.test_torch_engine_routes import HF, MOE, K, routers, sets
+
+pytestmark = [
+    pytest.mark.ranks(1),
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        importlib.util.find_spec("sglang") is None,
+        reason="needs SGLang: bash tools/setup.sh --sglang",
+    ),
+]
+OPTIONS = {
+    "config": MOE | {"decoder_sparse_step": 1},
+    "max_model_tokens": 96,
+    "dtype": "float32",
+    "seed": 7,
+    "progress_s": 0.001,
+    "stream_interval": 4,
+    "device": "cpu",
+    "deadline_s": 110.0,
+    "max_running": 6,
+    "cache_tokens": 300,
+    "records_routes": True,
+}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    made = ChildEngine("rlcore.rollout.sglang_engine.engine:build", OPTIONS, start_s=280.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    monkeypatch.setattr(engine_contract, "DEADLINE_S", 240.0)
+
+
+def asked(count: int, limit: int) -> list[Request]:
+    gen = np.random.default_rng(5)
+    out = []
+    for number in range(count):
+        prompt = gen.integers(2, VOCAB, int(gen.choice([1, 4, 12, 30]))).astype(np.int32)
+        for k in (0, 1):
+            sampling = Sampling(max_tokens=limit - 9 * k)
+            out.append(Request(id=f"m{limit}.{number}.{k}", prompt=prompt, sampling=sampling))
+    return out
+
+
+def apart(sample: Sample, begin: int = 0, seed: int = 0) -> float:
+    """The share of layers of the tokens from `begin` on that have other experts; the last token has
+    none. Float32 may break a tie in another way than float64."""
+    whole = np.concatenate([sample.prompt, sample.tokens])
+    assert sample.routes is not None and sample.routes.dtype == np.int8
+    assert len(sample.routes) == len(whole) and (sample.routes[-1] == -1).all()
+    differs = sets(sample.routes)[begin:-1] != routers(whole, seed)[begin:-1]
+    return float(differs.any(-1).mean())
+
+
+def test_every_token_has_the_experts_of_a_forward_over_all(engine) -> None:
+    load_weights(engine, weights(HF, 0).items(), 0)
+    found = run(engine, asked(8, 30))
+    assert max(apart(sample) for sample in found.values()) < 0.05
+    assert sum(apart(sample) for sample in found.values()) / len(found) < 0.01
+
+
+def test_a_resumed_request_keeps_the_routes_of_the_version_that_sampled_its_tokens(engine) -> None:
+    load_weights(engine, weights(HF, 0).items(), 0)
+    todo = asked(3, 60)
+    engine.submit(todo)
+    begun = engine_contract.some_tokens(engine, {r.id for r in todo}, 5)
+    engine.abort([request.id for request in todo])
+    events = begun + collect(engine, lambda es: len(samples([*begun, *es])) == len(todo))
+    assert not any(isinstance(e, Finished) for e in events)
+    parts = {e.id: e.sample for e in events if isinstance(e, Aborted)}
+    load_weights(engine, weights(HF, 1).items(), 1)
+    later = []
+    for request in todo:
+        s = parts[request.id]
+        assert apart(s) < 0.05
+        part = Partial(tokens=s.tokens, logps=s.logps, versions=s.versions, routes=s.routes)
+        fields = {name: getattr(request, name) for name in request.__struct_fields__}
+        later.append(Request(**fields | {"resume": part}))
+    for name, sample in run(engine, later).items():
+        old = parts[name].routes
+        assert old is not None and sample.routes is not None and K == 2
+        assert (sample.routes[: len(old) - 1] == old[:-1]).all()
+        assert apart(sample, begin=len(old), seed=1) < 0.05
