@@ -217,7 +217,7 @@ def kit_model() -> HFConfig:
 def test_ranks_of_an_engine_meet_at_a_store_that_its_first_rank_holds(monkeypatch) -> None:
     """A port that was only looked up could go to another engine that starts meanwhile."""
     monkeypatch.setattr(engine, "ChildEngine", lambda _, settings, **__: settings)
-    monkeypatch.setattr(engine, "check_engine", lambda _: None)
+    monkeypatch.setattr(engine, "check_engine", lambda *_: None)
     cfg, shared = Config(rollout=RolloutConfig(engine="sglang", tp=2)), dist.HashStore()
     ranks: list[Any] = [
         engine.make_engine(
@@ -248,7 +248,7 @@ def test_ranks_of_an_engine_meet_at_a_store_that_its_first_rank_holds(monkeypatc
 def test_logits_of_bfloat16_are_float32_on_a_gpu(
     kind, dtype, wanted, device, found, monkeypatch
 ) -> None:
-    monkeypatch.setattr(engine, "check_engine", lambda _: None)
+    monkeypatch.setattr(engine, "check_engine", lambda *_: None)
     cfg = Config(rollout=RolloutConfig(engine=kind, dtype=dtype, fp32_lm_head=wanted))
     here = replace(ALONE, device=torch.device(device))
     assert engine.engine_settings(cfg, kit_model(), here)["fp32_head"] is found

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from rlcore.cli import train
 from rlcore.cli.builders import weights
 from rlcore.utils import log
-from tests import runs
+from tests import kit, runs
 
 REPLAY = "--debug.replay"
 JUDGE = "--reward", "judge", "--reward.good", "1", "--reward.bad", "2", "--reward.model"
 PLAIN = "--data.template", "none"
 FROM_WEIGHTS = "--model.no_random_init"
+TAUGHT = "--algo", "gkd", "--teacher.models", "model", "--teacher.top_k", "4"
 TAIL = "--schedule", "tail_batching", *PLAIN
 
 BROKEN: dict[str, tuple[str, ...]] = {
@@ -64,6 +65,13 @@ BROKEN: dict[str, tuple[str, ...]] = {
     # settings that do not fit the model, the ranks or what is installed
     "an argument that rlcore gives SGLang": ("--rollout.sglang_args", "nccl_port=1", "tp_size=2"),
     "float64": ("--model.dtype", "float64"),
+    "demonstrations of a task": (*TAUGHT, "--data.demonstrations", "label"),
+    "no demonstrations": (*TAUGHT, "--data.demonstrations", "gone.jsonl"),
+    "two teachers of the same": ("--algo", "opd", "--teacher.models", "model", "x"),
+    "no experts": ("--algo.routing_replay", "rollout"),
+    "SGLang with a tied mixture of experts": (
+        *("--rollout.engine", "sglang", "--model.path", "tied"),
+    ),
     "no ranks": ("--train.tp", "0"),
     "one rank": ("--mode", "stream"),
     "no end": ("--train.lr_schedule", "cosine", "--run.steps", "0"),
@@ -79,6 +87,7 @@ WIDE = {"no cores": "2"}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dry")
     runs.tiny_model(folder / "model")
+    runs.tiny_model(folder / "tied", **kit.ARCHS["qwen3_moe"], model_type="qwen3_moe")
     (folder / "bare").mkdir()
     (runs.tiny_model(folder / "torn") / "config.json").write_text("{")
     runs.tiny_model(folder / "gpt2", architectures=["GPT2LMHeadModel"])

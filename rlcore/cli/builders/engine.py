@@ -19,6 +19,7 @@ from rlcore.envs.dialogue import Dialogue
 from rlcore.envs.engine import EpisodeEngine, EpisodeHost
 from rlcore.hf.config import HFConfig
 from rlcore.hf.tokenizer import Tokenizer
+from rlcore.mcore.check import check_replay
 from rlcore.ops import native
 from rlcore.protocols import Engine
 from rlcore.records import GroupId, Prompt
@@ -63,6 +64,8 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
     """Return the settings of the engine as plain data. For an engine over several ranks, the caller
     adds the position of the rank."""
     r = cfg.rollout
+    if cfg.algo.routing_replay != "none":
+        check_replay(hf)
     settings = {
         "config": hf.to_dict(),
         "device": str(world.device),
