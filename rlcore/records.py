@@ -184,6 +184,7 @@ class Branch(Record):
     tokens: IntArray  # [R]
     logps: FloatArray  # [R]
     versions: IntArray  # [R], -1: not sampled in this row
+    routes: np.ndarray | None = None  # [P + R, layers * K], as in `Sample`
 
 
 class Sample(Record):
@@ -201,8 +202,8 @@ class Sample(Record):
     """Further rows that are trained with this one."""
     routes: np.ndarray | None = None
     """[P + R, layers * K] int8 or int16: experts with which each layer of a mixture of experts has
-    computed the token, -1 where they are not known; None if the engine does not record them. A
-    token's routes are of the version that sampled it."""
+    computed the token, -1 where they are not known, as they are not of tokens behind its end; None
+    if the engine does not record them. A token's routes are of the version that sampled it."""
     teacher_prompt: IntArray | None = None
     """[Q] prompt that a teacher reads in place of `prompt`; None: the same."""
 
@@ -231,6 +232,17 @@ class Sample(Record):
     def num_observed(self) -> int:
         """Number of these tokens that are not trained: those of environments."""
         return self.num_tokens - sum(int((row.versions >= 0).sum()) for row in self.rows)
+
+
+def merge_routes(known: np.ndarray | None, found: np.ndarray | None) -> np.ndarray | None:
+    """Return the routes [n, layers * K] of a sequence from two passes over it, of which the later
+    one may have more tokens: those of the earlier pass where it knows them."""
+    if known is None or found is None:
+        return known if found is None else found
+    merged = found.copy()
+    n = min(len(known), len(found))
+    merged[:n] = np.where(known[:n] < 0, found[:n], known[:n])
+    return merged
 
 
 class SampleRef(Struct, frozen=True, kw_only=True):

@@ -299,8 +299,6 @@ def _routing(cfg: Config) -> list[str]:
         return []
     key = f"--algo.routing_replay {cfg.algo.routing_replay}"
     if cfg.algo.routing_replay == "rollout":
-        if cfg.select.env:
-            return [f"{key}: turns of --env do not carry routes yet; use --algo.routing_replay old"]
         return []
     if cfg.algo.bypass_mode:
         return [f"{key}: --algo.bypass_mode computes no old log-probs; use one of them"]

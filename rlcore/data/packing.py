@@ -55,15 +55,14 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
 
 def _routes(rows: Sequence[Sample | Branch], lengths: np.ndarray) -> Tensor | None:
     """Return the routes of all tokens, [T, layers * K] int16; None if no row has some."""
-    known = {i: row.routes for i, row in enumerate(rows) if isinstance(row, Sample)}
-    widths = {routes.shape[1] for routes in known.values() if routes is not None}
+    widths = {row.routes.shape[1] for row in rows if row.routes is not None}
     if not widths:
         return None
     (width,) = widths
     packed = np.full((int(lengths.sum()), width), -1, np.int16)
-    for i, start in enumerate(np.cumsum(lengths) - lengths):
-        if (routes := known.get(i)) is not None:
-            packed[start : start + len(routes)] = routes
+    for row, start in zip(rows, np.cumsum(lengths) - lengths, strict=True):
+        if row.routes is not None:
+            packed[start : start + len(row.routes)] = row.routes
     return torch.from_numpy(packed)
 
 

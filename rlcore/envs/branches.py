@@ -71,7 +71,7 @@ from rlcore.hf.tool_calls import (
     reasoning_of,
 )
 from rlcore.hf.tool_formats import schemas_of
-from rlcore.records import CUT, Finish, FloatArray, IntArray, Sample
+from rlcore.records import CUT, Finish, FloatArray, IntArray, Sample, merge_routes
 from rlcore.utils.errors import ConfigError, LimitError
 
 Reuse = Literal["keep", "template"]
@@ -105,6 +105,7 @@ class EpisodeRow:
     logps: FloatArray  # [R], 0 where not trained
     versions: IntArray  # [R] policy version of each trained token; -1 where not trained
     finish: Finish
+    routes: np.ndarray | None = None  # [P + R, layers * K], as in `Sample`
 
 
 class BranchCounts(NamedTuple):
@@ -143,6 +144,8 @@ class Turn:
     tokens: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     logps: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))
     versions: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    routes: np.ndarray | None = None
+    """Routes of context and tokens, as in `Sample`."""
     finish: Finish = "stop"
 
     @property
@@ -170,6 +173,8 @@ class Turn:
         self.tokens = np.asarray(sample.tokens[:size], np.int32)
         self.logps = np.asarray(sample.logps[:size], np.float32)
         self.versions = np.asarray(sample.versions[:size], np.int32)
+        if sample.routes is not None:
+            self.routes = sample.routes[: len(sample.prompt) + size]
         self.finish, self.text, self.answer = finish, text, answer
 
     def prefix_end(self, request: Asked, at: int) -> int:
@@ -437,7 +442,9 @@ def _row(first: Turn) -> EpisodeRow | None:
         return None
     ids = np.concatenate([turns[-1].context, turns[-1].tokens])
     logps, versions = np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int32)
+    routes = None
     for turn in turns:
+        routes = merge_routes(routes, turn.routes)
         begin = len(turn.context)
         end = begin + len(turn.tokens)
         logps[begin:end], versions[begin:end] = turn.logps, turn.versions
@@ -448,6 +455,7 @@ def _row(first: Turn) -> EpisodeRow | None:
         logps=logps[start:],
         versions=versions[start:],
         finish=turns[-1].finish,
+        routes=routes,
     )
 
 

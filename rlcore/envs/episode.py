@@ -18,7 +18,16 @@ from rlcore.envs.dialogue import Dialogue, tool_turn
 from rlcore.envs.kind import EnvStep
 from rlcore.envs.pool import EnvSlot
 from rlcore.hf.tool_calls import ParsedTurn
-from rlcore.records import Finish, Prompt, Request, RequestId, Sample, Sampling, turn_of
+from rlcore.records import (
+    Finish,
+    Prompt,
+    Request,
+    RequestId,
+    Sample,
+    Sampling,
+    merge_routes,
+    turn_of,
+)
 
 Policy = Callable[[Request], Awaitable[Sample]]
 """Function that samples one turn of the policy for a request."""
@@ -47,6 +56,8 @@ class Transcript:
     tokens: list[int] = field(default_factory=list)  # [R]
     logps: list[float] = field(default_factory=list)  # [R]
     versions: list[int] = field(default_factory=list)  # [R], -1 if observed
+    routes: np.ndarray | None = None
+    """Routes of the tokens up to the policy's last turn, as in `Sample`."""
     num_turns: int = 0
     score: float = 0.0
     text: str = ""
@@ -72,6 +83,7 @@ class Transcript:
         self.tokens += turn.tokens.tolist()
         self.logps += turn.logps.tolist()
         self.versions += turn.versions.tolist()
+        self.routes = merge_routes(self.routes, turn.routes)
         self.num_turns += 1
         self.text = text
 
@@ -114,6 +126,7 @@ class Transcript:
             tokens=np.array(self.tokens, np.int32),
             logps=np.array(self.logps, np.float32),
             versions=np.array(self.versions, np.int32),
+            routes=self.routes,
             finish=finish,
         )
 

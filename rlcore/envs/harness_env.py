@@ -315,9 +315,16 @@ def sample_of(branches: Branches, id: RequestId) -> Sample:
         tokens=first.tokens,
         logps=first.logps,
         versions=first.versions,
+        routes=first.routes,
         finish=finish,
         branches=tuple(
-            Branch(prompt=r.prompt, tokens=r.tokens, logps=r.logps, versions=r.versions)
+            Branch(
+                prompt=r.prompt,
+                tokens=r.tokens,
+                logps=r.logps,
+                versions=r.versions,
+                routes=r.routes,
+            )
             for r in further
         ),
     )

@@ -130,12 +130,15 @@ SMALL = *SOME, "--train.samples_per_update", 8, "--train.lr", 3e-2
 COARSE = *SOME, "--rollout.quantize", "int8", "--train.lr", 1e-3
 ASYNC = "--mode", "async", "--cluster.rollout_ranks", 1, "--async.alpha", 1
 ROLLOUT = "--algo.routing_replay", "rollout"
+TURNS = "--env", "latency", "--env.turns", 2, "--env.mean_s", 0, "--env.std_s", 0
+TURNS += "--env.max_turn_tokens", 8
 ARMS: dict[str, tuple[object, ...]] = {
     "none": SMALL,
     "old": (*SMALL, "--algo.routing_replay", "old"),
     "coarse": COARSE,
     "coarse replayed": (*COARSE, *ROLLOUT),
     "drafts": (*COARSE, *ROLLOUT, "--rollout.draft", "ngram"),
+    "turns": (*COARSE, *ROLLOUT, *TURNS),
 }
 APART: dict[str, tuple[object, ...]] = {
     "async": (*COARSE, *ASYNC, *ROLLOUT),
@@ -179,7 +182,7 @@ def test_the_experts_of_a_coarse_sampler_bring_learner_and_sampler_together(
     assert abs(second["rollout_corr/k3_kl"]) < 0.5 * abs(first["rollout_corr/k3_kl"])
 
 
-@pytest.mark.parametrize("name", ["drafts", *APART])
+@pytest.mark.parametrize("name", ["drafts", "turns", *APART])
 def test_routes_come_to_the_learner_in_every_loop(rows: dict[str, Any], name: str) -> None:
     assert rows[name].keys() == {1, 2, 3, 4}
     for row in rows[name].values():

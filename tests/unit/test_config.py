@@ -469,10 +469,6 @@ def test_environments_have_rules(words, said):
             "--algo.routing_replay old --train.epochs 2 --algo.bypass_mode --algo.rollout_is none",
             "--algo.routing_replay old: --algo.bypass_mode computes no old log-probs",
         ),
-        (
-            "--algo.routing_replay rollout --env frozenlake",
-            "--algo.routing_replay rollout: turns of --env do not carry routes yet",
-        ),
     ],
 )
 def test_replay_has_rules(words, said):

@@ -43,6 +43,7 @@ from rlcore.records import (
     RequestId,
     Sample,
     Stats,
+    merge_routes,
 )
 from rlcore.rollout.histospec import Draft
 from rlcore.rollout.sglang_engine.counters import Counters
@@ -105,11 +106,7 @@ class _SGLangRequest:
         routes = np.full((count, found.shape[1]), -1, found.dtype)
         n = min(len(found), count - 1)  # the last token has not been computed
         routes[:n] = found[:n]
-        if self.routes is not None:
-            n = min(len(self.routes), count)
-            known = self.routes[:n]
-            routes[:n] = np.where(known < 0, routes[:n], known)
-        self.routes = routes
+        self.routes = merge_routes(self.routes, routes)
 
     def tell(self) -> slice:
         """Return the slice of tokens that was not sent in a progress event yet, and mark it as
