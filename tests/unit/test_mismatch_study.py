@@ -333,7 +333,8 @@ def test_one_rank_scores_what_the_engine_sampled(tool, tmp_path, capsys):
     subject = tool.Subject(name="m", folder=folder, hf=hf, prompts=2, ends=True)
     size = replace(tool.QUICK, short=8, long=20, own=6, layouts=("one", "tp2"))
     cases, refused = tool.plan([subject], size)
-    assert [(c.layout, c.dtype) for c in cases] == [("one", "fp32"), ("one", "bf16")]
+    every = [("one", dtype, replays) for dtype in ("fp32", "bf16") for replays in (False, True)]
+    assert [(c.layout, c.dtype, c.replays) for c in cases] == every
     assert refused[0]["learner"] == "tp2" and "--train.tp 2" in refused[0]["note"]
 
     made = {s: tool.sample(subject, tool.SAMPLERS[s], size, 0) for s in ("fp32", "bf16")}
@@ -344,7 +345,8 @@ def test_one_rank_scores_what_the_engine_sampled(tool, tmp_path, capsys):
     rows = []
     for number, case in enumerate(cases):
         for name, logp in torch.load(tmp_path / f"{number}.pt", weights_only=True).items():
-            labels = {"model": "m", "learner": "one", "learner_dtype": case.dtype}
+            model = "m R3" if case.replays else "m"
+            labels = {"model": model, "learner": "one", "learner_dtype": case.dtype}
             labels |= {"sampler": "torch tp1", "sampler_dtype": name.removeprefix("m ")}
             rows += tool.rows_of(made[labels["sampler_dtype"]], logp, labels, [*tool.SPLIT])
     tool.finish(rows)
@@ -353,6 +355,7 @@ def test_one_rank_scores_what_the_engine_sampled(tool, tmp_path, capsys):
     assert (wide["responses"], wide["tokens"]) == (10, 80)
     assert wide["median"] < 1e-5
     assert table.get("m")["median"] > 1e-4
+    assert table.get("m R3")["max"] <= table.get("m")["max"]
     assert table.get("m", length="long")["tokens"] == 40
     assert table.get("m", length="first of long")["tokens"] == 16
 

@@ -23,7 +23,8 @@ models are published, so that all precisions compute with the same ones; tempera
                themselves, of a trained model; the longest third, the shortest third, and as many
                first tokens of the longest as the shortest have
     model      `random` and `sft`, 0.4 M weights: at its start and after `rlcore tiny`; `deep` and
-               `moe`: random, hidden 256, 8 layers; with `--trained FOLDER` also `rl`
+               `moe`: random, hidden 256, 8 layers; `moe R3`: the learner computes `moe` with the
+               sampler's experts (--algo.routing_replay); with `--trained FOLDER` also `rl`
 
 Differs from the study (fengyao.notion.site/off-policy-rl; 512 prompts of DAPO-Math-17k, vLLM and
 FSDP on GPUs): tiny models, CPU, tens of responses, and forced lengths. `findings` puts beside each
@@ -342,7 +343,8 @@ def make_engine(
     hf: HFConfig, options: Mapping[str, Any], seed: int, backend: str
 ) -> TorchEngine | ChildEngine:
     """An engine without weights."""
-    options = {"max_model_tokens": hf.max_positions, "device": "cpu", "seed": seed, **options}
+    usual = {"max_model_tokens": hf.max_positions, "device": "cpu", "seed": seed}
+    options = usual | {"records_routes": bool(hf.num_experts)} | dict(options)
     if backend == "torch tp1":
         return TorchEngine(hf, **options)
     settings = {"config": hf.to_dict(), "tp": BACKENDS[backend], "max_running": 128, **options}
@@ -466,6 +468,8 @@ class Case:
     layout: str
     dtype: str
     samples: tuple[str, ...]
+    replays: bool = False
+    """Whether the learner computes with the sampler's experts."""
 
 
 def train_config(layout: str) -> TrainConfig:
@@ -545,12 +549,14 @@ def one_rank(folder: Path) -> None:
             ModelConfig(path=str(path), dtype=DTYPES[case["dtype"]]),
             train_config(case["layout"]),
             device="cpu",
+            replays_routing=case["replays"],
         )
         found = {}
         for name in case["samples"]:
             if name not in batches:
                 batches[name] = load_batch(folder / name)
-            found[name] = learner.logprobs(batches[name])
+            batch = batches[name]
+            found[name] = learner.logprobs(batch if case["replays"] else batch.with_(routes=None))
         learner.close()
         if rank == 0:
             torch.save(found, folder / f"{number}.pt")
@@ -559,7 +565,7 @@ def one_rank(folder: Path) -> None:
 
 
 def save_batch(batch: Batch, path: Path) -> None:
-    torch.save({n: getattr(batch, n) for n in ("tokens", "cu_seqlens", "mask")}, path)
+    torch.save({n: getattr(batch, n) for n in ("tokens", "cu_seqlens", "mask", "routes")}, path)
 
 
 def load_batch(path: Path) -> Batch:
@@ -594,7 +600,16 @@ def plan(
                 else:
                     pairs = [("torch tp1", dtype)]
                 names = tuple(file_of(model.name, *pair) for pair in pairs)
-                cases.append(Case(model=model.name, layout=layout, dtype=dtype, samples=names))
+                for replays in (False, True) if model.hf.num_experts else (False,):
+                    cases.append(
+                        Case(
+                            model=model.name,
+                            layout=layout,
+                            dtype=dtype,
+                            samples=names,
+                            replays=replays,
+                        )
+                    )
     return cases, refused
 
 
@@ -651,7 +666,7 @@ def study(a: argparse.Namespace, size: Size, folder: Path) -> tuple[list[Row], d
     for number, case in enumerate(cases):
         for name, logp in torch.load(folder / f"{number}.pt", weights_only=True).items():
             labels = {
-                "model": case.model,
+                "model": case.model + (" R3" if case.replays else ""),
                 "learner": case.layout,
                 "learner_dtype": case.dtype,
                 **labels_of[name],
@@ -863,6 +878,17 @@ def findings(rows: Sequence[Row], repeats: Mapping[str, float]) -> list[dict[str
         if table.get("moe", n) and table.get("deep", n)
     ]
     say("MoE differs from dense", [c.low > 1 or c.high < 1 for c in moe], "; ".join(map(str, moe)))
+    for other, claim in (
+        ("moe", "replay of the sampler's experts lowers the mismatch"),
+        ("deep", "with replay a mixture is as near as a dense model (at most x1.25)"),
+    ):
+        replayed = [
+            compare(f"moe R3 / {other}, {n}", table.get("moe R3", n), table.get(other, n))
+            for n in LAYOUTS
+            if table.get("moe R3", n) and table.get(other, n)
+        ]
+        shown = [c.high < 1 if other == "moe" else c.ratio <= 1.25 for c in replayed]
+        say(claim, shown, "; ".join(map(str, replayed)))
     return found
 
 
