@@ -201,9 +201,9 @@ class Sample(Record):
     branches: tuple[Branch, ...] = ()
     """Further rows that are trained with this one."""
     routes: np.ndarray | None = None
-    """[P + R, layers * K] int8 or int16: experts with which each layer of a mixture of experts has
-    computed the token, -1 where they are not known, as they are not of tokens behind its end; None
-    if the engine does not record them. A token's routes are of the version that sampled it."""
+    """[up to P + R, layers * K] int8 or int16: experts that each layer of a mixture of experts has
+    used for the token; -1, or beyond the end of the array: unknown. None if the engine does not
+    record routes. A token's routes are of the version that sampled it."""
     teacher_prompt: IntArray | None = None
     """[Q] prompt that a teacher reads in place of `prompt`; None: the same."""
 
@@ -235,8 +235,9 @@ class Sample(Record):
 
 
 def merge_routes(known: np.ndarray | None, found: np.ndarray | None) -> np.ndarray | None:
-    """Return the routes [n, layers * K] of a sequence from two passes over it, of which the later
-    one may have more tokens: those of the earlier pass where it knows them."""
+    """Merge the routes [n, layers * K] that two passes over one sequence have recorded. Where both
+    know the experts of a token, the earlier pass (`known`) decides. The result is as long as
+    `found`, which may have more tokens."""
     if known is None or found is None:
         return known if found is None else found
     merged = found.copy()

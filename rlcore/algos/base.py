@@ -75,8 +75,8 @@ class AlgoConfig:
     """Whether the loss compares the learner with the teacher's likeliest tokens
     (`x.top_log_probs`)."""
     takes_demonstrations: ClassVar[bool] = False
-    """Whether the loss is also one of responses that the policy has not sampled
-    (`--data.demonstrations`): it reads neither advantages nor the sampler's log-probs."""
+    """Whether the loss can train responses that the policy has not sampled
+    (`--data.demonstrations`). Such a loss reads neither advantages nor the sampler's log-probs."""
     drops_tokens: ClassVar[bool] = False
     """Whether the loss removes tokens from the denominators (`LossOutput.mask`)."""
 
@@ -136,11 +136,11 @@ class AlgoConfig:
     losses without a ratio."""
 
     routing_replay: Literal["none", "old", "rollout"] = "none"
-    """Which experts a mixture of experts computes a token with. `none`: those that its routers
-    choose. `old`: in later updates of a step those that they chose before the first one, so that
-    the ratio p / p_old has no jumps of other experts. `rollout`: in all passes of the learner those
-    that the engine's routers have chosen, so that its log-probs differ less from the sampler's, too
-    (rlcore/mcore/routing.py)."""
+    """Routing replay of mixtures of experts (rlcore/mcore/ROUTING.md). `none`: routers choose in
+    every pass. `old` (R2): later updates of a step use the experts chosen in the pass of the old
+    log-probs, so that the ratio p / p_old does not jump. `rollout` (R3): every pass of the learner
+    uses the experts chosen by the engine, which also brings its log-probs closer to the sampler's.
+    """
 
     kl_coef: Annotated[float, at_least(0)] = 0.0
     """Coefficient of the KL to the reference model in the loss; above 0, the initial weights are

@@ -194,8 +194,9 @@ def judges(cfg: Config, found: Findings) -> None:
 
 def taught(cfg: Config, hf: HFConfig, found: Findings) -> None:
     """Check folders and tokenizers of the teachers on the run's own GPUs."""
+    lacks = found.may_lack(cfg.model.tokenizer or cfg.model.path)  # compared with the teacher's
     for folder in teachers.folders(cfg):
-        with found.check(f"--teacher.models {folder}", may_lack=found.may_lack(folder)):
+        with found.check(f"--teacher.models {folder}", may_lack=lacks or found.may_lack(folder)):
             teacher = teachers.check(cfg, hf, folder)
             if not hub.is_download(folder):
                 WeightReader(folder).check(expected(teacher))
@@ -296,7 +297,7 @@ def data(cfg: Config, tokens: Tokenizer | None, found: Findings) -> None:
     run, check all rows."""
     cfg = with_tasks(cfg)
     if counts_rows(cfg) and tokens is not None:
-        sources = (*cfg.data.train, *cfg.data.val)
+        sources = (*cfg.data.train, *cfg.data.val, *cfg.data.demonstrations)
         if not any(found.may_lack(s) for s in sources if s not in prompts.TASKS):
             with found.check("--data"):
                 load_data(cfg, tokens)
@@ -306,6 +307,8 @@ def data(cfg: Config, tokens: Tokenizer | None, found: Findings) -> None:
         with found.check(f"--data.demonstrations {source}", may_lack=lacks):
             if tokens is not None:
                 load_demonstrations(cfg, tokens, [source], cap=1)
+            else:
+                next(prompts.rows_of(Path(source)), None)
     one = replace(cfg.data, num_prompts=1, num_val_prompts=1)
     for key in ("train", "val"):
         here = []

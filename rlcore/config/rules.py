@@ -270,7 +270,7 @@ def _data(cfg: Config) -> list[str]:
 
 
 def _demonstrations(cfg: Config) -> list[str]:
-    """Check demonstrations that are trained beside the samples."""
+    """Check the keys of demonstrations, which are trained beside the samples."""
     data, usual = cfg.data, DataConfig()
     if not data.demonstrations:
         if data.demonstration_share == usual.demonstration_share:
@@ -294,12 +294,10 @@ def _demonstrations(cfg: Config) -> list[str]:
 
 
 def _routing(cfg: Config) -> list[str]:
-    """Check that a replay of old routes has routes, and updates that need them."""
-    if cfg.algo.routing_replay == "none":
+    """Check that routing replay `old` has a pass of old log-probs and later updates."""
+    if cfg.algo.routing_replay != "old":
         return []
-    key = f"--algo.routing_replay {cfg.algo.routing_replay}"
-    if cfg.algo.routing_replay == "rollout":
-        return []
+    key = "--algo.routing_replay old"
     if cfg.algo.bypass_mode:
         return [f"{key}: --algo.bypass_mode computes no old log-probs; use one of them"]
     if cfg.train.epochs == 1 and not cfg.train.samples_per_update:

@@ -106,10 +106,10 @@ class DataConfig:
     """Name of the column with the reference answer; empty: none. If it is data.prompt_field, the
     answer is the content of the last message, which must be the assistant's."""
     demonstrations: tuple[str, ...] = ()
-    """Files with prompts and responses, in the form that `rlcore sft` reads. They are trained
-    beside the policy's own samples, by losses that need no sampling distribution (--algo gkd)."""
+    """Files with prompts and responses in the format of `rlcore sft`. Every update trains some of
+    their rows beside the policy's samples (only with --algo gkd)."""
     demonstration_share: Annotated[float, above(0, below=1)] = 0.5
-    """Share of data.demonstrations in the rows that are trained; 1 minus GKD's lambda."""
+    """Share of data.demonstrations in the rows of an update; GKD's lambda is 1 minus this share."""
     teacher_prompt_field: str = ""
     """Name of the column of training rows with the prompt that the teacher reads in place of the
     policy's, such as one with the solution; empty: the same prompt."""

@@ -37,7 +37,7 @@ class Demonstration(msgspec.Struct):
     learn: np.ndarray
     """bool [R]: whether the policy learns the token."""
     dataset: str = ""
-    """Name of the file, for a teacher of its own."""
+    """Name of the file; `--teacher.models NAME=MODEL` selects its teacher."""
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.response)
@@ -68,8 +68,8 @@ def read(
 ) -> list[Demonstration]:
     """Return the demonstrations of a file's usable rows, at most `cap` rows (0: all). Invalid rows,
     and conversations longer than data.max_prompt_tokens, are left out and logged. `seen`: hashes of
-    the conversations so far, which are left out; None: keep them. `limit`: what messages call
-    data.max_prompt_tokens.
+    the conversations so far, which are left out; None: keep them. `limit`: name of the
+    maximum length in messages.
 
     Raises:
         ConfigError: the file cannot be read, or has no usable row; or with data.bad_rows `refuse`,

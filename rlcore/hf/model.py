@@ -235,7 +235,8 @@ class CausalLM:
         records_routes: bool = False,
     ):
         self.hf = hf
-        self._routes: list[Tensor] | None = [] if records_routes else None
+        self._records_routes = records_routes
+        self._routes = torch.zeros(0, 0, 0, dtype=torch.int64)  # [T, layers, K] of the latest pass
         self.dtype = dtype
         self.device = device
         self._format = format_of(quantize)
@@ -346,12 +347,10 @@ class CausalLM:
         self._run(step, cache, fill=True)
 
     def take_routes(self) -> Tensor:
-        """Return the experts of the tokens of the latest pass, with `records_routes`: [T, layers *
-        K] int64, -1 in the last layer after `fill`, which does not compute it."""
-        found, self._routes = self._routes, []
-        assert found, "no pass has recorded routes"
-        missing = self.hf.num_layers - len(found)
-        return torch.cat(found + missing * [torch.full_like(found[0], -1)], -1)
+        """Return the experts of all tokens in the latest pass: [T, layers * K] int64. -1 stands for
+        the last layer after `fill`, which skips it. Needs `records_routes`."""
+        assert self._records_routes, "built without records_routes"
+        return self._routes.flatten(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab] of hidden states: float32, or float64 if the head is."""
@@ -368,8 +367,9 @@ class CausalLM:
         x = weights.embed[tokens].to(self.dtype)
         if not fill and not step.causal and (ops := self._native()):
             return self._run_native(ops, x, positions, step, cache)
-        if self._routes is not None:
-            self._routes = []
+        if self._records_routes:
+            shape = len(x), hf.num_layers, hf.experts_per_token
+            self._routes = positions.new_full(shape, -1)
         rope = self._rope[positions].unsqueeze(1)  # [T, 1, D/2]
         key_index, value_index = step.find(cache)
         masks = self._masks(step)
@@ -399,7 +399,7 @@ class CausalLM:
             x = torch.addmm(x, self._input(mixed), layer.out)
             h = rms_norm(x, layer.norm2, hf.rms_norm_eps)
             if layer.router is not None:
-                x = x + self._experts(h, layer)
+                x = x + self._experts(h, layer, number)
                 continue
             gate, up = (self._input(h) @ layer.gate_up).chunk(2, -1)
             x = torch.addmm(x, self._input(F.silu(gate).mul_(up)), layer.down)
@@ -497,14 +497,14 @@ class CausalLM:
         )
         return mixed.permute(0, 3, 1, 2, 4).reshape(rows * new, heads * dim)
 
-    def _experts(self, h: Tensor, layer: Layer) -> Tensor:
+    def _experts(self, h: Tensor, layer: Layer, number: int) -> Tensor:
         """Sort the tokens by expert and compute the mixture with one matrix product per expert."""
         hf = self.hf
         assert layer.router is not None
         scores = (h @ layer.router).to(torch.promote_types(h.dtype, torch.float32)).softmax(-1)
         weight, chosen = scores.topk(hf.experts_per_token, -1)  # [N, k]
-        if self._routes is not None:
-            self._routes.append(chosen)
+        if self._records_routes:
+            self._routes[:, number] = chosen
         if hf.norm_topk_prob:
             weight = weight / weight.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)

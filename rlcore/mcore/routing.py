@@ -64,15 +64,15 @@ class RoutingReplay:
             router.forget()
 
     def begin(self, micro: MicroBatch, *, is_first: bool) -> None:
-        """Take the routes of the micro-batch whose forward follows. `is_first`: whether it is that
-        of this rank's first chunk."""
+        """Use the routes of this micro-batch in the forward pass that follows. `is_first`: whether
+        this rank's first model chunk runs the pass."""
         self._micro = micro
         if self._records and is_first:
             self._seen.append(micro)
 
     def rerouted(self) -> Tensor:
-        """Return how many tokens of layers got other experts than their routers would have chosen,
-        and how many were replayed, since the last call: [2] float64."""
+        """Return two counts since the last call, summed over layers, [2] float64: tokens whose
+        replayed experts differ from the router's own choice, and replayed tokens."""
         found = torch.stack(self._counts).sum(0) if self._counts else torch.zeros(2)
         self._counts = []
         return found.double()
@@ -104,8 +104,8 @@ class RoutingReplay:
     def choose(
         self, router: "_Router", scores: Tensor, own: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return values and indices of a router's experts, [rows, K] each: those of the micro-batch
-        where they are known, else the router's `own`."""
+        """Return values and indices of the experts to use, [rows, K] each. Rows with a known route
+        use the experts of the micro-batch; other rows use the router's `own` experts."""
         again = self._recomputes and not self._forward_only and torch.is_grad_enabled()
         if again:  # backward takes the micro-batches in the order of forward
             routes = router.later.popleft()
@@ -168,6 +168,8 @@ class _Router:
 def _replayed(
     scores: Tensor, own: tuple[Tensor, Tensor], routes: Tensor, counts: list[Tensor] | None
 ) -> tuple[Tensor, Tensor]:
+    """Return values and indices of the experts in `routes`, and of the router's `own` experts in
+    rows without a route. Append the counts of `RoutingReplay.rerouted` to `counts`."""
     known = routes[:, :1] != UNKNOWN
     chosen = torch.where(known, routes, own[1])
     if counts is not None:

@@ -389,5 +389,5 @@ def joined(pieces: Sequence[Partial]) -> Partial:
         logps=np.concatenate([p.logps for p in pieces]),
         versions=np.concatenate([p.versions for p in pieces]),
         drafted=np.concatenate(drafted) if len(drafted) == len(pieces) else None,
-        routes=pieces[0].routes,  # those that the failed engine had recorded are lost
+        routes=pieces[0].routes,  # a failed engine loses what it has recorded
     )

@@ -59,9 +59,9 @@ def distribute(
 
 
 def of_step(run: Run) -> list[DemonstrationBatch]:
-    """Return the demonstrations of each update of this step; none without --data.demonstrations.
-    The step alone decides which they are, so that a resumed run goes on with the same. Collective
-    over the train ranks."""
+    """Return the demonstrations of each update of this step; an empty list without
+    --data.demonstrations. The rows depend only on the number of the step, so a resumed run
+    continues with the same rows. Collective over the train ranks."""
     cfg = run.cfg
     if not cfg.data.demonstrations:
         return []
@@ -69,15 +69,15 @@ def of_step(run: Run) -> list[DemonstrationBatch]:
         cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt // run.num_updates,
         cfg.data.demonstration_share,
     )
-    known = run.data.demonstrations
+    known, order = run.data.demonstrations, None
+    if known:  # on rank 0
+        seed = seeds.derive(cfg.run.seed, "demonstrations")
+        order = ShuffledEpochs(len(known), seed, cfg.data.shuffle)
     found = []
     for update in range(run.num_updates):
-        rows: list[Demonstration] = []
-        if known:
-            seed = seeds.derive(cfg.run.seed, "demonstrations")
-            order = ShuffledEpochs(len(known), seed, cfg.data.shuffle)
-            start = ((run.step - 1) * run.num_updates + update) * count
-            rows = [known[row] for _, row in order.rows(start, count)]
+        start = ((run.step - 1) * run.num_updates + update) * count
+        chosen = order.rows(start, count) if order is not None else []
+        rows = [known[row] for _, row in chosen]
         mine, whole = distribute(run, rows)
         batch = batch_of(mine, f"d{update}")
         found.append(
@@ -93,6 +93,6 @@ def of_step(run: Run) -> list[DemonstrationBatch]:
 
 
 def rows_per_update(num_samples: int, share: float) -> int:
-    """Return the number of demonstrations, at least one, that are `share` of the rows of an update
-    with this number of samples."""
+    """Return the number of demonstrations in an update with `num_samples` samples, at least 1, such
+    that `share` of all its rows are demonstrations."""
     return max(1, round(num_samples * share / (1 - share)))

@@ -4,13 +4,14 @@ import importlib.util
 
 import numpy as np
 import pytest
+from msgspec import structs
 
-from rlcore.records import Aborted, Finished, Partial, Request, Sample, Sampling
+from rlcore.records import Aborted, Finished, Partial, Sample
 from rlcore.rollout.child import ChildEngine
 from rlcore.sync.pack import load_weights
 from tests.contracts import engine_contract
-from tests.contracts.engine_contract import VOCAB, collect, run, samples, weights
-from tests.unit.test_torch_engine_routes import HF, MOE, K, routers, sets
+from tests.contracts.engine_contract import collect, run, samples, weights
+from tests.unit.test_torch_engine_routes import HF, MOE, K, asked, routers, sets
 
 pytestmark = [
     pytest.mark.ranks(1),
@@ -47,17 +48,6 @@ def patience(monkeypatch):
     monkeypatch.setattr(engine_contract, "DEADLINE_S", 240.0)
 
 
-def asked(count: int, limit: int) -> list[Request]:
-    gen = np.random.default_rng(5)
-    out = []
-    for number in range(count):
-        prompt = gen.integers(2, VOCAB, int(gen.choice([1, 4, 12, 30]))).astype(np.int32)
-        for k in (0, 1):
-            sampling = Sampling(max_tokens=limit - 9 * k)
-            out.append(Request(id=f"m{limit}.{number}.{k}", prompt=prompt, sampling=sampling))
-    return out
-
-
 def apart(sample: Sample, begin: int = 0, seed: int = 0) -> float:
     """The share of layers of the tokens from `begin` on that have other experts; the last token has
     none. Float32 may break a tie in another way than float64."""
@@ -70,14 +60,14 @@ def apart(sample: Sample, begin: int = 0, seed: int = 0) -> float:
 
 def test_every_token_has_the_experts_of_a_forward_over_all(engine) -> None:
     load_weights(engine, weights(HF, 0).items(), 0)
-    found = run(engine, asked(8, 30))
+    found = run(engine, asked(8, 30, stops=False))
     assert max(apart(sample) for sample in found.values()) < 0.05
     assert sum(apart(sample) for sample in found.values()) / len(found) < 0.01
 
 
 def test_a_resumed_request_keeps_the_routes_of_the_version_that_sampled_its_tokens(engine) -> None:
     load_weights(engine, weights(HF, 0).items(), 0)
-    todo = asked(3, 60)
+    todo = asked(3, 60, stops=False)
     engine.submit(todo)
     begun = engine_contract.some_tokens(engine, {r.id for r in todo}, 5)
     engine.abort([request.id for request in todo])
@@ -90,8 +80,7 @@ def test_a_resumed_request_keeps_the_routes_of_the_version_that_sampled_its_toke
         s = parts[request.id]
         assert apart(s) < 0.05
         part = Partial(tokens=s.tokens, logps=s.logps, versions=s.versions, routes=s.routes)
-        fields = {name: getattr(request, name) for name in request.__struct_fields__}
-        later.append(Request(**fields | {"resume": part}))
+        later.append(structs.replace(request, resume=part))
     for name, sample in run(engine, later).items():
         old = parts[name].routes
         assert old is not None and sample.routes is not None and K == 2

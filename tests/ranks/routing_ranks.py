@@ -62,7 +62,7 @@ def replayed(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any
 
 
 def own_routes(rank: int) -> dict[str, Any]:
-    """An update without replay, and with the replay of what the routers choose anyway."""
+    """Run an update without replay, and one that replays the routers' own choices."""
     found = {}
     for name in ("without", "with"):
         learner = ranks.make({}, arch="qwen3_moe", replays_routing=True)

@@ -82,7 +82,7 @@ def _sets(routes: torch.Tensor) -> torch.Tensor:
     return routes.unflatten(1, (-1, 2)).sort(-1).values.flatten(1)
 
 
-def test_what_routers_choose_anyway_changes_no_bit() -> None:
+def test_replaying_the_routers_own_choices_changes_no_bit() -> None:
     (found,) = kit.run_ranks(1, "tests.ranks.routing_ranks:own_routes", {})
     assert found["with"].pop("actor/rerouted") == 0
     assert found["with"] == found["without"]

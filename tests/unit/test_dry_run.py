@@ -188,6 +188,23 @@ def test_a_plan_for_another_machine_names_what_it_has_not_seen(
 
 
 @pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("--model.tokenizer", "model", "--teacher.models", "http://host/generate"),
+        ("--data.bad_rows", "refuse", *PLAIN),
+    ],
+)
+def test_a_plan_for_another_machine_names_missing_demonstrations(
+    elsewhere: None, capsys: pytest.CaptureFixture, more: tuple[str, ...]
+) -> None:
+    gone = "--model.path", "gone", *TAUGHT, "--data.demonstrations", "gone.jsonl"
+    code, said = start(capsys, "elsewhere", *gone, *more, "--dry-run")
+    assert code == 0, said
+    assert "not checked: data file gone.jsonl: no such file" in said
+
+
+@pytest.mark.parametrize(
     ("more", "refusal"),
     [
         (("--rollout.max_tokens", "8192"), "in the model's 256 positions"),

@@ -90,7 +90,8 @@ class Plain:
         return F.log_softmax(logits[:-1], -1).gather(-1, tokens[1:, None]).squeeze(-1)
 
     def gradients(self, batch: Batch) -> dict[str, Tensor]:
-        """Of the mean negative log-likelihood; they stay in the leaves."""
+        """Return the gradients of the mean negative log-likelihood by name, and keep them in the
+        leaves."""
         loss = torch.zeros(())
         for i in range(batch.num_sequences):
             one = batch.select([i])

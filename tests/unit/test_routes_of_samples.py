@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 import numpy as np
+from msgspec import structs
 
 from rlcore.data.packing import pack_samples
 from rlcore.envs import branches
@@ -72,8 +73,7 @@ def test_rows_without_routes_are_packed_as_unknown() -> None:
     branch = Branch(
         prompt=np.array([7], np.int32), tokens=np.array([2], np.int32), routes=column(3), **more
     )
-    fields = {name: getattr(with_branch, name) for name in with_branch.__struct_fields__}
-    batch = pack_samples([turn([5], [6]), Sample(**fields | {"branches": (branch,)})])
+    batch = pack_samples([turn([5], [6]), structs.replace(with_branch, branches=(branch,))])
     assert batch.routes is not None
     assert batch.routes[:, 0].tolist() == [-1, -1, 0, 1, -1, 3, -1]
     assert pack_samples([turn([5], [6])]).routes is None

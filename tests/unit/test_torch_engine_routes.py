@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from rlcore.hf.config import HFConfig
 from rlcore.records import Aborted, Partial, Preempted, Request, Sample, Sampling
@@ -39,15 +40,17 @@ def make(seed: int = 0, **options):
     return engine
 
 
-def asked(count: int, limit: int = 30) -> list[Request]:
-    """Groups of two with prompts of different lengths, of which the second is short."""
+def asked(count: int, limit: int = 30, *, stops: bool = True) -> list[Request]:
+    """Groups of two requests with prompts of different lengths; the second request is shorter. With
+    `stops`, every second group may end early."""
     gen = np.random.default_rng(5)
     out = []
     for number in range(count):
         prompt = gen.integers(2, VOCAB, int(gen.choice([1, 4, 12, 30]))).astype(np.int32)
         for k in (0, 1):
-            sampling = Sampling(max_tokens=limit - 9 * k, stop_ids=(STOP,) if number % 2 else ())
-            out.append(Request(id=f"m{number}.{k}", prompt=prompt, sampling=sampling))
+            stop = (STOP,) if stops and number % 2 else ()
+            sampling = Sampling(max_tokens=limit - 9 * k, stop_ids=stop)
+            out.append(Request(id=f"m{limit}-{number}.{k}", prompt=prompt, sampling=sampling))
     return out
 
 
@@ -113,7 +116,7 @@ def test_a_resumed_request_keeps_the_routes_of_the_version_that_sampled_its_toke
         if (s := parts.get(request.id)) is not None:
             check(s)
             part = Partial(tokens=s.tokens, logps=s.logps, versions=s.versions, routes=s.routes)
-            later.append(Request(**_fields(request) | {"resume": part}))
+            later.append(structs.replace(request, resume=part))
     assert len(later) > 3
     for name, sample in run(make(seed=1), later).items():
         old = parts[name].routes
@@ -124,11 +127,22 @@ def test_a_resumed_request_keeps_the_routes_of_the_version_that_sampled_its_toke
         check(sample, begin=len(old), seed=1)
 
 
-def _fields(request: Request) -> dict:
-    return {name: getattr(request, name) for name in request.__struct_fields__}
-
-
 def test_without_the_switch_samples_have_no_routes() -> None:
     engine = TorchEngine(HF, max_model_tokens=96, dtype="float64", seed=7, device="cpu")
     load_weights(engine, weights(HF, 0).items(), 0)
     assert all(sample.routes is None for sample in run(engine, asked(2)).values())
+
+
+def test_a_model_of_one_layer_knows_the_routes_of_decoded_tokens() -> None:
+    """Prefill computes no experts in the last layer."""
+    hf = HFConfig.from_dict(MOE | {"num_hidden_layers": 1})
+    engine = TorchEngine(
+        hf, records_routes=True, max_model_tokens=96, dtype="float64", seed=7, device="cpu"
+    )
+    load_weights(engine, weights(hf, 0).items(), 0)
+    for sample in run(engine, asked(3)).values():
+        assert sample.routes is not None
+        known = (sample.routes >= 0).all(1)
+        assert (
+            known[len(sample.prompt) - 1 : -1].all() and not known[: len(sample.prompt) - 1].any()
+        )

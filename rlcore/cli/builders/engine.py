@@ -100,15 +100,16 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
 
 
 def check_engine(cfg: Config, hf: HFConfig | None) -> None:
-    """Raise ConfigError if SGLang is configured but not installed, or computes the model `hf` with
-    other weights."""
-    if cfg.rollout.engine == "sglang" and hf and hf.num_experts and hf.tie_word_embeddings:
+    """Raise ConfigError if SGLang is configured but is not installed or does not support the model
+    `hf`."""
+    if cfg.rollout.engine != "sglang":
+        return
+    if hf is not None and hf.num_experts and hf.tie_word_embeddings:
         raise ConfigError(
-            "--rollout.engine sglang: SGLang gives a mixture of experts an output layer of its "
-            "own, but this model ties it to the embedding (tie_word_embeddings); use "
-            "--rollout.engine torch"
+            "--rollout.engine sglang: SGLang does not support tie_word_embeddings for mixtures of "
+            "experts, and would sample with an untrained output layer; use --rollout.engine torch"
         )
-    if cfg.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
+    if importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "--rollout.engine sglang: SGLang is not installed; run bash tools/setup.sh --sglang, "
             "or set --rollout.engine torch"

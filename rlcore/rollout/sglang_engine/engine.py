@@ -101,7 +101,7 @@ class _SGLangRequest:
         self.versions += [version] * len(tokens)
 
     def take_routes(self, found: np.ndarray) -> None:
-        """Enter the routes [n, layers * K] of the first n tokens where none are known yet."""
+        """Store the routes [n, layers * K] of the first n tokens. Known routes stay."""
         count = len(self.prompt) + len(self.tokens)
         routes = np.full((count, found.shape[1]), -1, found.dtype)
         n = min(len(found), count - 1)  # the last token has not been computed

@@ -51,6 +51,7 @@ from rlcore.records import (
     RequestId,
     Sample,
     Stats,
+    merge_routes,
 )
 from rlcore.rollout.histospec import Draft
 from rlcore.rollout.torch_engine.drafter import Drafter, DraftSettings
@@ -196,7 +197,7 @@ class _Seats:
                 self.routes[seat, : len(job.routes)] = job.routes
 
     def record(self, seats: np.ndarray, positions: np.ndarray, routes: torch.Tensor) -> None:
-        """Enter the routes of tokens [T] at these seats and positions, where none are known yet."""
+        """Store the routes of tokens [T] at these seats and positions. Known routes stay."""
         self._reach(int(positions.max()) + 1)
         assert self.routes is not None
         known = self.routes[seats, positions]
@@ -204,11 +205,11 @@ class _Seats:
         self.routes[seats, positions] = np.where(known < 0, found, known)
 
     def share(self, seat: int, other: int, count: int) -> None:
-        """Enter the routes that another request has for its first `count` tokens, which a request
-        shares, where none are known yet."""
+        """Copy the unknown routes of a request's first `count` tokens from the seat `other`, whose
+        request begins with the same tokens."""
         if self.routes is not None:
-            mine = self.routes[seat, :count]
-            self.routes[seat, :count] = np.where(mine < 0, self.routes[other, :count], mine)
+            mine, theirs = self.routes[seat, :count], self.routes[other, :count]
+            self.routes[seat, :count] = merge_routes(mine, theirs)
 
     def _reach(self, positions: int) -> None:
         """Make room for the routes of this many tokens."""
@@ -230,7 +231,7 @@ class _Seats:
         self.free.append(seat)
 
     def _routes_of(self, seat: int) -> np.ndarray | None:
-        """Return the routes of a request's tokens. Its last token has none yet."""
+        """Return the routes of a request's tokens; the last token has no route yet."""
         if self.routes is None:
             return None
         count = self.prompt[seat] + self.count[seat]
