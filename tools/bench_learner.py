@@ -253,7 +253,7 @@ def flops(hf: HFConfig, lengths: list[int]) -> float:
 
 
 def memory_of(field: str) -> int:
-    """A line of Linux's /proc/self/status, in bytes."""
+    """Return a memory field of /proc/self/status, such as VmRSS, in bytes (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) << 10
 

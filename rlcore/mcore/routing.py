@@ -40,7 +40,7 @@ class RoutingReplay:
         recomputes: bool,
         sequence_parallel: bool,
     ) -> None:
-        """`recomputes`: whether backward runs the layers' forward again."""
+        """`recomputes`: whether the backward pass recomputes the forward pass of every layer."""
         self._layout, self._num_layers, self._k = layout, num_layers, experts_per_token
         self._tp = layout.tp if sequence_parallel else 1
         self._recomputes = recomputes

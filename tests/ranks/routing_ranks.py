@@ -15,7 +15,8 @@ from tests.ranks.sizes import LENGTHS
 
 
 def routes_of(batch: Batch, layers: int, experts: int, k: int, seed: int = 7) -> Tensor:
-    """Random experts of every token, but for the last one of each row; equal where rows are."""
+    """Return random experts of every token. The last token of a row has none, and common prefixes
+    of rows have the same."""
     g = torch.Generator().manual_seed(seed)
     scores = torch.rand(batch.num_tokens, layers, experts, generator=g)
     routes = scores.topk(k).indices.flatten(1).to(torch.int16)
@@ -28,14 +29,15 @@ def routes_of(batch: Batch, layers: int, experts: int, k: int, seed: int = 7) ->
 
 
 def given(learner: MegatronLearner, number: int) -> Batch:
-    """The rows of this number with routes that no router has chosen."""
+    """Return the rows of update `number` with random routes."""
     batch, hf = ranks.rows(number), learner.hf
     routes = routes_of(batch, hf.num_layers, hf.num_experts, hf.experts_per_token)
     return batch.with_(routes=routes)
 
 
 def observe(learner: MegatronLearner) -> dict[str, Any]:
-    """Log-probs and routes without and with replay, then two updates with it."""
+    """Return log-probs and routes without and with replay, and the result of two updates with
+    replay."""
     found: dict[str, Any] = {}
     mine = ranks.mine(learner, given(learner, 0))
     found["rows"] = list(range(learner.layout.dp_rank, 12, learner.layout.dp))
@@ -52,7 +54,7 @@ def observe(learner: MegatronLearner) -> dict[str, Any]:
 
 
 def replayed(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Every layout in turn."""
+    """Return what `observe` finds under every layout."""
     found = {}
     for name, layout in cases.items():
         learner = ranks.make(layout, arch="qwen3_moe", replays_routing=True)

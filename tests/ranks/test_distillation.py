@@ -124,7 +124,8 @@ def test_the_divergence_falls(gang: Path) -> None:
 
 
 def test_demonstrations_are_a_share_of_every_update(gang: Path) -> None:
-    """16 samples and 7 demonstrations, which are 30 % of 23, of 5 rows in epochs."""
+    """An update has 16 samples and 7 demonstrations (30 % of 23 rows). The file has 5 rows, which
+    repeat in epochs."""
     ours, theirs = rows(gang, "gkd data"), rows(gang, "gkd")
     made = [label_task.make("train", 1, i) for i in range(5)]
     learned = sum(len(r.demonstration) + 1 for r in made)

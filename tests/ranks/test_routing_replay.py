@@ -78,7 +78,7 @@ def test_a_layout_replays_as_one_rank_does(
 
 
 def _sets(routes: torch.Tensor) -> torch.Tensor:
-    """The two experts of each layer, in order of their numbers."""
+    """Return the two experts of each layer, sorted by id."""
     return routes.unflatten(1, (-1, 2)).sort(-1).values.flatten(1)
 
 

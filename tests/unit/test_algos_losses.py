@@ -25,7 +25,7 @@ from rlcore.tensors import LossInputs, LossOutput
 F64 = torch.float64
 OWN = os.environ.get("RLCORE_ALGO", "").split()
 POLICY = [name for name in algos.NAMES if name != "gkd"]
-"""Losses of advantages; test_gkd.py tests the other."""
+"""Losses that use advantages; test_gkd.py tests gkd, which has none."""
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *[(name, {}) for name in (*POLICY, *OWN)],
     ("grpo", {"clip_dual": 0.0}),

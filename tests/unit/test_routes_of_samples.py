@@ -1,4 +1,4 @@
-"""Routes on their way to the batch: turns, branches, packing. Experts by hand: one layer, K 1."""
+"""Routes of samples in turns, branches and packed batches, with one layer and K 1."""
 
 from typing import Any, cast
 

@@ -55,7 +55,7 @@ def asked(count: int, limit: int = 30, *, stops: bool = True) -> list[Request]:
 
 
 def routers(tokens: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Experts of all tokens by transformers, in order of their numbers: [n, layers, K]."""
+    """Return the experts that transformers chooses for all tokens, sorted by id: [n, layers, K]."""
     model = oracle(MOE, seed)
     model.set_experts_implementation("eager")  # the others lack float64
     given = torch.from_numpy(tokens.astype(np.int64))[None]
@@ -69,7 +69,8 @@ def sets(routes: np.ndarray) -> np.ndarray:
 
 
 def check(sample: Sample, begin: int = 0, seed: int = 0) -> None:
-    """All tokens from `begin` on but the last are known; of a prompt all layers but the last."""
+    """Compare the routes of the tokens from `begin` on with transformers'. The last token has no
+    route; prompt tokens may lack one in the last layer."""
     whole = np.concatenate([sample.prompt, sample.tokens])
     routes, count = sample.routes, len(sample.prompt) - 1
     assert routes is not None and routes.dtype == np.int8 and len(routes) == len(whole)
