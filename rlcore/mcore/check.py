@@ -68,8 +68,8 @@ def _check_router(hf: HFConfig) -> None:
     if hf.expert_groups > 1 and hf.experts_per_token // hf.groups_per_token != 2:
         raise ConfigError(
             f"--model.path: num_experts_per_tok {hf.experts_per_token} with topk_group "
-            f"{hf.groups_per_token}: Megatron scores a group by as many experts as it takes of each "
-            "group, the model by 2; use a model that takes 2"
+            f"{hf.groups_per_token}: the model scores a group of experts by its best two, Megatron "
+            "by as many as are taken of each group; use a model that takes 2 of each group"
         )
 
 
