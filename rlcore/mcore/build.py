@@ -132,6 +132,7 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
             "moe_router_dtype": "fp32" if dtype is not torch.float64 else "fp64",
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
+            "moe_router_bias_update_rate": 0.0,  # balance.py updates biases
             "moe_grouped_gemm": not local,
             "moe_permute_fusion": False,
         }
