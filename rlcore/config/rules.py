@@ -319,7 +319,9 @@ def _balance(cfg: Config) -> list[str]:
     """Check that losses of routers know the divisor of the policy loss before the gradients."""
     if not (cfg.algo.rollout_rs or cfg.algo.drops_tokens):
         return []
-    reason = f"--algo.rollout_rs {cfg.algo.rollout_rs}" if cfg.algo.rollout_rs else "this --algo"
+    reason = f"--algo {cfg.select.algo}"
+    if cfg.algo.rollout_rs:
+        reason = f"--algo.rollout_rs {' '.join(cfg.algo.rollout_rs)}"
     return [
         f"{key}: {reason} rejects tokens, so that the divisor of the policy loss is known only "
         "after the gradients; leave the coefficient at 0, or reject no tokens"

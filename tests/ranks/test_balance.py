@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import kit
+from tests import kit, runs
 from tests.ranks import balance_ranks
 from tests.ranks import learner_ranks as ranks
 from tests.ranks.balance_ranks import AUX, NORMALISER, RATE, STEPS, Z
@@ -213,3 +213,33 @@ def test_a_resumed_run_repeats_every_bit(
 ) -> None:
     for found in (of_one_rank, *(rank[case] for rank in of_ranks for case in TRAINED)):
         kit.assert_bitwise(found["resumed"]["weights"], found["weights"])
+
+
+# ---- the whole program
+
+SOME = "--eval.no_at_start", "--eval.no_at_end", "--checkpoint.no_export_hf"
+SOME += "--checkpoint.no_at_end", "--train.samples_per_update", 8
+LOSSES = "--train.moe_aux_loss_coef", 0.01, "--train.moe_z_loss_coef", 0.001
+
+
+def test_a_run_balances_and_reports_loads(tmp_path: Path) -> None:
+    sizes = kit.ARCHS["qwen3_moe"]
+    model = runs.tiny_model(tmp_path / "model", **sizes, model_type="qwen3_moe")
+    arms: dict[str, tuple[object, ...]] = {
+        "losses": (*LOSSES, "--algo.loss_agg_mode", "seq-mean-token-mean"),
+        "loads": ("--algo.routing_replay", "rollout"),
+    }
+    jobs: list[runs.Job] = []
+    for name, keys in arms.items():
+        argv = runs.arguments(model, tmp_path / "runs", name, *SOME, *keys)
+        jobs.append({"name": name, "argv": argv, "ranks": 2})
+    gang = runs.run(2, jobs, tmp_path / "gang")
+    for name in arms:
+        gang.check(name, 2)
+        for row in runs.rows(tmp_path / "runs" / name).values():
+            assert row["actor/updates"] > 1 and row["actor/skipped"] == 0
+            assert 1 < row["actor/expert_load_max"] <= 4
+            assert 0 <= row["actor/unused_experts"] < 1
+            assert ("actor/moe_aux_loss" in row) == (name == "losses")
+            if name == "losses":
+                assert 1 <= row["actor/moe_aux_loss"] < 4 and row["actor/moe_z_loss"] > 0
