@@ -140,7 +140,7 @@ class ExpertBalance:
         weights = weights.to(rows.dtype)
         if self._routers[layer].score_function == "sigmoid":
             scores = rows.sigmoid()
-            scores = scores / scores.sum(-1, keepdim=True)
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
         else:
             scores = rows.softmax(-1)
         mass = weights @ scores  # [E]
@@ -183,6 +183,8 @@ class ExpertBalance:
                 f"begin_update announced {self._announced}; announce what is accumulated"
             )
         self._counts = counts.long()
+        if not num_tokens:
+            return {}
         loads = counts[routed]
         found = {
             "actor/expert_load_max": float((loads.amax(1) / loads.mean(1)).max()),
