@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rlcore.hf.rope_settings import Rope, read_rope
 from rlcore.utils.bounds import Range, above, at_least
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import fault, folder_fault, read_json
@@ -29,12 +30,6 @@ _CLASSES = {arch: name for name, arch in ARCHITECTURES.items()}
 # Defaults of transformers, by architecture, for keys that config.json lacks.
 _DEFAULT_HEAD_DIM = {"qwen3": 128}
 _DEFAULT_MAX_POSITIONS = {"llama": 2048}
-_LLAMA3_KEYS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
 # Allowed numbers by key. The limits are far above those of published models; beyond them, lists of
 # tensor names would fill the memory before the weights are compared.
 _WHOLE: Mapping[str, tuple[int, int]] = {
@@ -58,11 +53,17 @@ _WHOLE: Mapping[str, tuple[int, int]] = {
 _REAL: Mapping[str, Range] = {
     "rms_norm_eps": above(0, at_most=1),
     "initializer_range": at_least(0, at_most=100),
-    "rope_theta": above(0, at_most=1e15),
+    "rope_theta": above(1, at_most=1e15),
     "partial_rotary_factor": above(0, at_most=1),
-    "factor": above(0, at_most=1e6),
+    "factor": at_least(1, at_most=1e6),
     "low_freq_factor": above(0, at_most=1e6),
     "high_freq_factor": above(0, at_most=1e6),
+    "beta_fast": above(0, at_most=1e6),
+    "beta_slow": above(0, at_most=1e6),
+    "attention_factor": above(0, at_most=1e6),
+    "attn_factor": above(0, at_most=1e6),
+    "mscale": above(0, at_most=1e6),
+    "mscale_all_dim": above(0, at_most=1e6),
 }
 _SWITCHES = (
     "tie_word_embeddings",
@@ -70,6 +71,7 @@ _SWITCHES = (
     "attention_bias",
     "mlp_bias",
     "use_sliding_window",
+    "truncate",
 )
 _MOST_EXPERTS = 1 << 18
 """Maximum number of experts of all layers together."""
@@ -110,14 +112,12 @@ class HFConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, float] | None
-    """Llama 3's scaling (factor, low_freq_factor, high_freq_factor,
-    original_max_position_embeddings), or None for plain RoPE."""
+    rope: Rope
     tie_word_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
     max_positions: int
+    """Length of the longest sequence, with RoPE scaling."""
     num_experts: int = 0
     """Number of experts; 0 for a dense model."""
     experts_per_token: int = 0
@@ -162,7 +162,7 @@ class HFConfig:
             return raw[key]
 
         heads, hidden = need("num_attention_heads"), need("hidden_size")
-        theta, scaling = _rope(raw, where)
+        rope = read_rope(raw, where)
         moe = arch == "qwen3_moe"
         experts = raw.get("num_experts") or raw.get("num_local_experts") or 0
         if moe and not experts:
@@ -178,13 +178,13 @@ class HFConfig:
             num_kv_heads=raw.get("num_key_value_heads") or heads,
             head_dim=raw.get("head_dim") or _DEFAULT_HEAD_DIM.get(arch, hidden // heads),
             rms_norm_eps=float(_or(raw, "rms_norm_eps", 1e-6)),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            rope=rope,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=arch == "qwen2",
             qk_norm=arch in ("qwen3", "qwen3_moe"),
-            max_positions=raw.get("max_position_embeddings")
-            or _DEFAULT_MAX_POSITIONS.get(arch, 32768),
+            max_positions=rope.max_positions(
+                raw.get("max_position_embeddings") or _DEFAULT_MAX_POSITIONS.get(arch, 32768)
+            ),
             num_experts=experts if moe else 0,
             experts_per_token=need("num_experts_per_tok") if moe else 0,
             moe_intermediate_size=need("moe_intermediate_size") if moe else 0,
@@ -207,6 +207,13 @@ class HFConfig:
             raise ConfigError(f"model config: cannot change {unknown[0]}, only {', '.join(_KEYS)}")
         config = replace(self, **changes)
         config._check("model config")
+        if "max_positions" in changes:
+            kept = HFConfig.from_dict(config.to_dict()).max_positions
+            if kept != config.max_positions:
+                raise ConfigError(
+                    f"model config: cannot change max_positions to {config.max_positions}: RoPE "
+                    f"scaling {self.rope.kind} makes it {kept}; use a model without scaling"
+                )
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -228,10 +235,12 @@ class HFConfig:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{where}: {name} {getattr(self, name)}: must be at least 1")
-        if self.head_dim % 2:
+        rotating = self.rope.dims(self.head_dim)
+        fewest = 4 if self.rope.kind == "dynamic" else 2
+        if rotating < fewest or rotating % 2 or self.head_dim % rotating:
             raise ConfigError(
-                f"{where}: head_dim {self.head_dim}: must be even, since RoPE rotates pairs; take "
-                "the model's config.json"
+                f"{where}: head_dim {self.head_dim}, of which {rotating} rotate: the latter must "
+                f"be even, at least {fewest} and divide head_dim; take the model's config.json"
             )
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(
@@ -339,7 +348,6 @@ def _refuse_unsupported(raw: dict[str, Any], arch: Arch, where: str) -> None:
         "use_sliding_window": bool(raw.get("use_sliding_window")) or sliding,
         "decoder_sparse_step": arch == "qwen3_moe" and raw.get("decoder_sparse_step", 1) != 1,
         "mlp_only_layers": arch == "qwen3_moe" and bool(raw.get("mlp_only_layers")),
-        "partial_rotary_factor": (raw.get("partial_rotary_factor") or 1.0) != 1.0,
         "quantization_config": raw.get("quantization_config") is not None,
     }
     for key, bad in refused.items():
@@ -348,28 +356,3 @@ def _refuse_unsupported(raw: dict[str, Any], arch: Arch, where: str) -> None:
                 f"{where}: `{key}` {raw.get(key)!r} is not supported;"
                 " use a model without it (dense bfloat16 or float32 weights, full attention, SiLU)"
             )
-
-
-def _rope(raw: dict[str, Any], where: str) -> tuple[float, dict[str, float] | None]:
-    """Return RoPE base and Llama 3's scaling (None: plain RoPE) from transformers 4 or 5 keys."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(_or(rope, "rope_theta", _or(raw, "rope_theta", 10000.0)))
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ConfigError(f"{where}: `partial_rotary_factor` is not supported; use another model")
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ConfigError(
-            f"{where}: RoPE scaling {kind!r} is not supported, only llama3; remove `rope_scaling` "
-            "from config.json to use the model's original context length"
-        )
-    missing = [key for key in _LLAMA3_KEYS if rope.get(key) is None]
-    if missing:
-        raise ConfigError(f"{where}: RoPE scaling llama3 needs `{missing[0]}`; add it")
-    scaling = {key: float(rope[key]) for key in _LLAMA3_KEYS}
-    if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        raise _wrong(
-            where, "low_freq_factor", rope["low_freq_factor"], "must be below high_freq_factor"
-        )
-    return theta, scaling

@@ -118,7 +118,7 @@ def forward(model: torch.nn.Module, hf: HFConfig, file: Path) -> torch.Tensor:
     lengths = [len(row) for row in rows]
     plan = attention.plan(lengths)
     _, positions = attention.local_positions(lengths, 1, 0)
-    inverse = inverse_frequencies(hf.head_dim, hf.rope_theta, hf.rope_scaling)
+    inverse = inverse_frequencies(hf.head_dim, hf.rope)
     cos, sin = rope.tables(inverse, positions, torch.float32)
     packed = attention.Packed(qkv_format="thd", plan=plan, cos=cos, sin=sin)
     tokens = torch.tensor([sum(rows, [])])

@@ -7,6 +7,7 @@ import pytest
 
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected, num_parameters
+from rlcore.hf.rope_settings import Rope
 
 # As transformers 4 wrote it for Qwen2.5-0.5B-Instruct.
 QWEN2 = {
@@ -78,7 +79,7 @@ QWEN3_MOE = {
 def test_the_spelling_of_transformers_4_is_read() -> None:
     hf = HFConfig.from_dict(QWEN2)
     assert (hf.arch, hf.head_dim, hf.qkv_bias, hf.qk_norm) == ("qwen2", 64, True, False)
-    assert (hf.rope_theta, hf.rope_scaling, hf.dtype) == (1e6, None, "bfloat16")
+    assert (hf.rope, hf.dtype) == (Rope(theta=1e6), "bfloat16")
     assert (hf.eos_ids, hf.pad_id, hf.tie_word_embeddings) == ((151645,), None, True)
 
 
@@ -91,11 +92,9 @@ def test_the_spelling_of_transformers_5_says_the_same() -> None:
     assert vars(HFConfig.from_dict(new)) | {"raw": 0} == vars(old) | {"raw": 0}
 
 
-def test_llama_3_scaling_is_kept_and_other_scalings_are_refused() -> None:
-    assert HFConfig.from_dict(LLAMA).rope_scaling == LLAMA3_SCALING
-    yarn = {"type": "yarn", "factor": 4.0}
-    with pytest.raises(ValueError, match="'yarn' is not supported, only llama3"):
-        HFConfig.from_dict({**QWEN2, "rope_scaling": yarn})
+def test_llama_3_scaling_is_read() -> None:
+    want = Rope(theta=5e5, kind="llama3", factor=8.0, original_max_position_embeddings=8192)
+    assert HFConfig.from_dict(LLAMA).rope == want
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
-from rlcore.hf.rope import inverse_frequencies
+from rlcore.hf.rope_settings import Rope
 from rlcore.mcore import build, microbatch
 from rlcore.mcore.check import check
 from rlcore.mcore.layout import check_model, layout_of, model_parallel_groups
@@ -182,7 +182,8 @@ def cutter(train: TrainConfig, rank: int = 0, budget: int = 64) -> microbatch.Cu
     return microbatch.Cutter(
         layout_of(train, train.tp * train.cp, rank),
         sequence_parallel=train.tp > 1,
-        inverse_frequencies=inverse_frequencies(8, 1e4),
+        head_dim=8,
+        rope=Rope(theta=1e4),
         dtype=torch.float32,
         device=torch.device("cpu"),
         budget=budget,
