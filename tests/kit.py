@@ -55,6 +55,8 @@ ARCHS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+ARCHS["qwen3_moe_mixed"] = ARCHS["qwen3_moe"] | {"mlp_only_layers": [1], "num_experts_per_tok": 3}
+"""One layer with a dense MLP."""
 
 
 def tiny_config(arch: str = "qwen3", **changes: Any) -> dict[str, Any]:

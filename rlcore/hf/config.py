@@ -10,26 +10,14 @@ Own code instead of AutoConfig: importing transformers takes seconds (`hf/tokeni
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from rlcore.hf.architectures import ARCHITECTURES, BY_TYPE, Architecture, Switch
 from rlcore.hf.rope_settings import Rope, read_rope
 from rlcore.utils.bounds import Range, above, at_least
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import fault, folder_fault, read_json
 
-Arch = Literal["qwen2", "qwen3", "llama", "qwen3_moe"]
-
-ARCHITECTURES: dict[str, Arch] = {
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "LlamaForCausalLM": "llama",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
-
-_CLASSES = {arch: name for name, arch in ARCHITECTURES.items()}
-# Defaults of transformers, by architecture, for keys that config.json lacks.
-_DEFAULT_HEAD_DIM = {"qwen3": 128}
-_DEFAULT_MAX_POSITIONS = {"llama": 2048}
 # Allowed numbers by key. The limits are far above those of published models; beyond them, lists of
 # tensor names would fill the memory before the weights are compared.
 _WHOLE: Mapping[str, tuple[int, int]] = {
@@ -102,11 +90,12 @@ class HFConfig:
 
     path: Path | None
     """Folder of the config.json; None for a config made in memory."""
-    arch: Arch
+    arch: str
+    """Architecture, by its `model_type`."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Width of the dense MLP; an MoE model uses `moe_intermediate_size` instead."""
+    """Width of a dense MLP; experts have `moe_intermediate_size`."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -119,10 +108,12 @@ class HFConfig:
     max_positions: int
     """Length of the longest sequence, with RoPE scaling."""
     num_experts: int = 0
-    """Number of experts; 0 for a dense model."""
+    """Number of experts of a layer; 0 for a dense model."""
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
+    dense_layers: frozenset[int] = frozenset()
+    """Layers of an MoE model that have a dense MLP instead of experts."""
     initializer_range: float = 0.02
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -162,33 +153,36 @@ class HFConfig:
             return raw[key]
 
         heads, hidden = need("num_attention_heads"), need("hidden_size")
-        rope = read_rope(raw, where)
-        moe = arch == "qwen3_moe"
+        rope = read_rope(raw, where, arch.partial_rotary_factor)
+        num_layers = need("num_hidden_layers")
         experts = raw.get("num_experts") or raw.get("num_local_experts") or 0
-        if moe and not experts:
+        if arch.router and not experts:
             raise ConfigError(f"{where}: `num_experts` is missing; take the model's config.json")
+        dense_layers = _dense_layers(raw, num_layers) if arch.router else frozenset()
+        moe = arch.router is not None and len(dense_layers) < num_layers
         config = cls(
             path=path,
-            arch=arch,
+            arch=arch.model_type,
             vocab_size=need("vocab_size"),
             hidden_size=hidden,
             intermediate_size=need("intermediate_size"),
-            num_layers=need("num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or _DEFAULT_HEAD_DIM.get(arch, hidden // heads),
+            head_dim=raw.get("head_dim") or arch.head_dim or hidden // heads,
             rms_norm_eps=float(_or(raw, "rms_norm_eps", 1e-6)),
             rope=rope,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=arch == "qwen2",
-            qk_norm=arch in ("qwen3", "qwen3_moe"),
+            qkv_bias=_has(arch.qkv_bias, raw, "attention_bias"),
+            qk_norm=_has(arch.qk_norm, raw, "use_qk_norm"),
             max_positions=rope.max_positions(
-                raw.get("max_position_embeddings") or _DEFAULT_MAX_POSITIONS.get(arch, 32768)
+                raw.get("max_position_embeddings") or arch.max_positions
             ),
             num_experts=experts if moe else 0,
             experts_per_token=need("num_experts_per_tok") if moe else 0,
             moe_intermediate_size=need("moe_intermediate_size") if moe else 0,
             norm_topk_prob=moe and bool(raw.get("norm_topk_prob", False)),
+            dense_layers=dense_layers if moe else frozenset(),
             initializer_range=float(_or(raw, "initializer_range", 0.02)),
             bos_id=raw.get("bos_token_id"),
             eos_ids=as_ids(raw.get("eos_token_id"), where),
@@ -225,10 +219,25 @@ class HFConfig:
                 raw[next((key for key in keys if key in raw), keys[0])] = value
         # transformers finds the class by `model_type` and `architectures`; a file may lack one.
         raw.setdefault("model_type", self.arch)
-        raw.setdefault("architectures", [_CLASSES[self.arch]])
+        raw.setdefault("architectures", [BY_TYPE[self.arch].class_name])
         if raw.get("layer_types"):
             raw["layer_types"] = ["full_attention"] * self.num_layers
         return raw
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether the MLP of this layer is a mixture of experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers with experts."""
+        return tuple(i for i in range(self.num_layers) if self.has_experts(i))
+
+    @property
+    def forms(self) -> dict[bool, int]:
+        """First layer of each form that occurs, by whether layers of that form have experts."""
+        layers = reversed(range(self.num_layers))
+        return {self.has_experts(i): i for i in layers}
 
     def _check(self, where: str) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -300,6 +309,9 @@ def _check_types(raw: Mapping[str, Any], where: str) -> None:
         is_texts = isinstance(value, list) and all(isinstance(v, str) for v in value)
         if value is not None and not is_texts:
             raise _wrong(where, key, value, "must be a list of texts")
+    dense = raw.get("mlp_only_layers")
+    if dense is not None and not (isinstance(dense, list) and all(map(_is_whole, dense))):
+        raise _wrong(where, "mlp_only_layers", dense, "must be a list of numbers of layers")
     for key in ("model_type", "dtype", "torch_dtype"):
         if not isinstance(raw.get(key), str | None):
             raise _wrong(where, key, raw[key], "must be a text")
@@ -324,30 +336,37 @@ def _wrong(where: str, key: str, value: Any, wanted: str) -> ConfigError:
     return ConfigError(f"{where}: `{key}` {_shown(value)}: {wanted}; take the model's config.json")
 
 
-def _arch(raw: dict[str, Any], where: str) -> Arch:
+def _arch(raw: dict[str, Any], where: str) -> Architecture:
     names = raw.get("architectures") or []
-    if names and names[0] in ARCHITECTURES:
-        return ARCHITECTURES[names[0]]
     kind = raw.get("model_type")
-    if not names and kind is not None and kind in ARCHITECTURES.values():
-        return kind
-    raise ConfigError(
-        f"{where}: architecture {names[0] if names else kind!r} is not supported;"
-        f" use a model of {', '.join(ARCHITECTURES)}"
-    )
+    found = ARCHITECTURES.get(names[0]) if names else BY_TYPE.get(kind or "")
+    if found is None:
+        raise ConfigError(
+            f"{where}: architecture {names[0] if names else kind!r} is not supported;"
+            f" use a model of {', '.join(ARCHITECTURES)}"
+        )
+    return found
 
 
-def _refuse_unsupported(raw: dict[str, Any], arch: Arch, where: str) -> None:
+def _has(switch: Switch, raw: Mapping[str, Any], key: str) -> bool:
+    return switch == "always" or (switch == "key" and bool(raw.get(key)))
+
+
+def _dense_layers(raw: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+    """Return the layers of an MoE model that have no experts."""
+    step, named = _or(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
+    return frozenset(i for i in range(num_layers) if i in named or (i + 1) % step)
+
+
+def _refuse_unsupported(raw: dict[str, Any], arch: Architecture, where: str) -> None:
     """Raise ConfigError for settings that learner or engine do not support."""
     sliding = "sliding_attention" in (raw.get("layer_types") or ())
     refused = {
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
         # In Qwen2, query, key and value always have a bias, whatever `attention_bias` says.
-        "attention_bias": arch != "qwen2" and bool(raw.get("attention_bias")),
+        "attention_bias": arch.qkv_bias == "never" and bool(raw.get("attention_bias")),
         "mlp_bias": bool(raw.get("mlp_bias")),
         "use_sliding_window": bool(raw.get("use_sliding_window")) or sliding,
-        "decoder_sparse_step": arch == "qwen3_moe" and raw.get("decoder_sparse_step", 1) != 1,
-        "mlp_only_layers": arch == "qwen3_moe" and bool(raw.get("mlp_only_layers")),
         "quantization_config": raw.get("quantization_config") is not None,
     }
     for key, bad in refused.items():

@@ -38,20 +38,26 @@ OnRead = Callable[[int], None]
 """Callback with the number of bytes read from files. The callback may block."""
 
 
-@dataclass(eq=False, slots=True)
 class Buffer:
-    """Memory that holds one layer. Matrices have the same layout as in the file, so that filling a
-    buffer is plain copying."""
+    """Memory that holds one layer, of any form. Matrices have the same layout as in the file, so
+    that filling a buffer is plain copying."""
 
-    flat: Tensor
-    layer: Layer
-    views: dict[str, Tensor]
+    def __init__(self, hf: HFConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate a buffer with undefined contents."""
+        self.flat = torch.empty(layer_numel(hf, dtype), dtype=dtype, device=device)
+        self._hf = hf
+        self._forms = {
+            form: make_layer(hf, first, Flat(self.flat), rows_first=True)
+            for form, first in hf.forms.items()
+        }
 
+    def layer(self, number: int) -> Layer:
+        """Return the buffer as layer `number`."""
+        return self._forms[self._hf.has_experts(number)][0]
 
-def make_buffer(hf: HFConfig, dtype: torch.dtype, device: torch.device) -> Buffer:
-    """Allocate a buffer with undefined contents."""
-    flat = torch.empty(layer_numel(hf, dtype), dtype=dtype, device=device)
-    return Buffer(flat, *make_layer(hf, Flat(flat), rows_first=True))
+    def views(self, number: int) -> dict[str, Tensor]:
+        """Return the views of `make_layer` for layer `number`."""
+        return self._forms[self._hf.has_experts(number)][1]
 
 
 class Ticket(Protocol):
@@ -176,7 +182,7 @@ def read_layer(
 ) -> None:
     """Read a layer from the files into a buffer, and release the mapped pages."""
     prefix = layer_prefix(number)
-    for name, view in buffer.views.items():
+    for name, view in buffer.views(number).items():
         tensor = reader.get(prefix + name)
         place(view, tensor)
         num_bytes = tensor.nbytes
@@ -241,11 +247,11 @@ class LayerPipeline:
         coming = [n for n in range(self._hf.num_layers) if n not in self._streamed]
         for number in coming:
             if number not in self._resident:
-                buffer = make_buffer(self._hf, self._dtype, self._device)
+                buffer = Buffer(self._hf, self._dtype, self._device)
                 self._carrier.bring(number, buffer, stays=True).wait()
                 self._resident[number] = buffer
         while len(self._slots) < min(SLOTS, num_streamed):
-            self._slots.append(make_buffer(self._hf, self._dtype, self._device))
+            self._slots.append(Buffer(self._hf, self._dtype, self._device))
 
     def release(self) -> None:
         """Free all buffers on the device. `set_resident` allocates them again, from host copies of
@@ -266,14 +272,14 @@ class LayerPipeline:
         try:
             for number in range(self._hf.num_layers):
                 if number in self._resident:
-                    yield self._resident[number].layer
+                    yield self._resident[number].layer(number)
                     continue
                 if not self._overlap:
                     self._fetch(number, self._slots[0])
                 found, slot, ticket = self._ahead.popleft()
                 assert found == number, (found, number)
                 ticket.wait()
-                yield slot.layer
+                yield slot.layer(number)
                 if self._overlap:
                     after = self._ahead[-1][0] if self._ahead else number
                     self._fetch(self._following(after), slot)

@@ -149,24 +149,25 @@ def padded(count: int, dtype: torch.dtype) -> int:
 
 
 def layer_numel(hf: HFConfig, dtype: torch.dtype) -> int:
-    """Return the number of elements in a `Flat` buffer that holds one layer."""
-    total = 0
+    """Return the number of elements in a `Flat` buffer that holds any one layer."""
+    totals: list[int] = []
 
     def count(*shape: int) -> Tensor:
-        nonlocal total
-        total += padded(math.prod(shape), dtype)
+        totals[-1] += padded(math.prod(shape), dtype)
         return torch.empty(shape, device="meta")
 
-    make_layer(hf, count)
-    return total
+    for layer in hf.forms.values():
+        totals.append(0)
+        make_layer(hf, layer, count)
+    return max(totals)
 
 
 def make_layer(
-    hf: HFConfig, new: _New, *, rows_first: bool = False
+    hf: HFConfig, number: int, new: _New, *, rows_first: bool = False
 ) -> tuple[Layer, dict[str, Tensor]]:
-    """Make one layer with tensors from `new`. Return the layer and its views: parts of its tensors
-    by Hugging Face name, without the layer's prefix. With `rows_first`, matrices are [out, in] in
-    memory, as on disk: loading is a plain copy, but products of small batches are slower."""
+    """Make layer `number` with tensors from `new`. Return the layer and its views: parts of its
+    tensors by Hugging Face name, without the layer's prefix. With `rows_first`, matrices are [out,
+    in] in memory, as on disk: loading is a plain copy, but products of small batches are slower."""
     views: dict[str, Tensor] = {}
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -202,7 +203,7 @@ def make_layer(
     views["post_attention_layernorm.weight"] = norm2
     views["self_attn.o_proj.weight"] = out.T
     router = None
-    if hf.num_experts:
+    if hf.has_experts(number):
         inner = hf.moe_intermediate_size
         router = matrix(hidden, hf.num_experts)
         gate_up = new(hf.num_experts, 2 * inner, hidden)
@@ -277,7 +278,7 @@ class CausalLM:
         if layers is None:
             layers = []
             for number in range(hf.num_layers):
-                layer, found = make_layer(hf, new)
+                layer, found = make_layer(hf, number, new)
                 layers.append(layer)
                 views |= {layer_prefix(number) + name: view for name, view in found.items()}
             assert views.keys() == self.shapes.keys()

@@ -20,8 +20,8 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
-def layer_shapes(hf: HFConfig) -> dict[str, Shape]:
-    """Return the shapes of one layer's tensors by name, without the layer's prefix. Matrices are
+def layer_shapes(hf: HFConfig, layer: int) -> dict[str, Shape]:
+    """Return the shapes of a layer's tensors by name, without the layer's prefix. Matrices are
     [out, in]."""
     hidden = hf.hidden_size
     queries, keys = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
@@ -35,7 +35,7 @@ def layer_shapes(hf: HFConfig) -> dict[str, Shape]:
         shapes["self_attn.k_norm.weight"] = (hf.head_dim,)
     shapes["self_attn.o_proj.weight"] = (hidden, queries)
     shapes["post_attention_layernorm.weight"] = (hidden,)
-    if not hf.num_experts:
+    if not hf.has_experts(layer):
         return shapes | _mlp("mlp.", hidden, hf.intermediate_size)
     shapes["mlp.gate.weight"] = (hf.num_experts, hidden)
     for expert in range(hf.num_experts):
@@ -54,10 +54,10 @@ def _mlp(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
 def expected(hf: HFConfig) -> dict[str, Shape]:
     """Return the shapes of all tensors of the model by name, in the order of export."""
     shapes: dict[str, Shape] = {EMBED: (hf.vocab_size, hf.hidden_size)}
-    layer = layer_shapes(hf)
+    forms = {form: layer_shapes(hf, layer) for form, layer in hf.forms.items()}
     for number in range(hf.num_layers):
         prefix = layer_prefix(number)
-        shapes |= {prefix + name: shape for name, shape in layer.items()}
+        shapes |= {prefix + name: shape for name, shape in forms[hf.has_experts(number)].items()}
     shapes[NORM] = (hf.hidden_size,)
     if not hf.tie_word_embeddings:
         shapes[HEAD] = (hf.vocab_size, hf.hidden_size)

@@ -60,7 +60,8 @@ class ModelSize:
 
 def size_of(hf: HFConfig, name: str = "", lora: LoraSettings | None = None) -> ModelSize:
     """Return the properties of the model that a config.json describes, trained as `lora` says."""
-    experts = 3.0 * hf.hidden_size * hf.moe_intermediate_size * hf.num_experts * hf.num_layers
+    one = 3.0 * hf.hidden_size * hf.moe_intermediate_size
+    experts = one * hf.num_experts * len(hf.moe_layers)
     return ModelSize(
         name=name or hf.arch,
         parameters=float(num_parameters(hf)),

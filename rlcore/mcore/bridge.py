@@ -213,7 +213,7 @@ def _layer_pieces(hf: HFConfig, layer: int) -> list[ParamPiece]:
             found.append(piece(name, [f"self_attn.{x}_norm.weight"], "copy"))
     found.append(piece("self_attention.linear_proj.weight", ["self_attn.o_proj.weight"], "columns"))
     found.append(piece("pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"], "copy"))
-    if not hf.num_experts:
+    if not hf.has_experts(layer):
         gate_up = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
         found.append(piece("mlp.linear_fc1.weight", gate_up, "gate_up"))
         found.append(piece("mlp.linear_fc2.weight", ["mlp.down_proj.weight"], "columns"))

@@ -18,10 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 
 from rlcore.config import rules
 from rlcore.config.schema import NO_ADAPTERS, LoraConfig, ModelConfig, TrainConfig
@@ -151,24 +148,47 @@ def _forget_routes(moe: MoELayer, *_: object) -> None:
 
 
 def _block_spec(
+    hf: HFConfig,
     config: TransformerConfig,
     train: TrainConfig,
-    vp_stage: int | None,
+    layers: range,
     experts: type[SequentialMLP] | None,
-) -> TransformerBlockSubmodules | ModuleSpec:
-    if train.transformer_impl == "te":
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-        )
-        _share_heads(config, layer.submodules.self_attention)
+) -> TransformerBlockSubmodules:
+    """Return the spec of a model chunk with these layers. Only a spec of the block can replace the
+    final norm, which belongs to the block."""
+    te = train.transformer_impl == "te"
+    make, norm = (_te_spec, LayerNormImpl) if te else (_local_spec, RMSNorm)
+    forms = {form: make(config, train, form, experts) for form in hf.forms}
+    specs = [forms[hf.has_experts(layer)] for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
+
+
+def _te_spec(
+    config: TransformerConfig,
+    train: TrainConfig,
+    has_experts: bool,
+    experts: type[SequentialMLP] | None,
+) -> ModuleSpec:
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
+    _share_heads(config, layer.submodules.self_attention)
+    if rules.has_own_attention(train):
         attention = layer.submodules.self_attention.submodules
-        if rules.has_own_attention(train):
-            attention.core_attention = CoreAttention
-        return layer
+        attention.core_attention = CoreAttention
+    return layer
+
+
+def _local_spec(
+    config: TransformerConfig,
+    train: TrainConfig,
+    has_experts: bool,
+    experts: type[SequentialMLP] | None,
+) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=config.num_moe_experts if has_experts else None,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
@@ -180,17 +200,15 @@ def _block_spec(
     attention.core_attention = CoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if experts is not None:
+    if has_experts and experts is not None:
         parts.mlp.submodules.experts.module = experts
     if config.use_te_activation_func:
         mlp = parts.mlp.submodules
-        if config.num_moe_experts:
+        if has_experts:
             mlp.experts.submodules.activation_func = SwiGLU
         else:
             mlp.activation_func = SwiGLU
-    # The final norm belongs to the block, so only a block spec can replace it.
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+    return layer
 
 
 def _share_heads(config: TransformerConfig, spec: ModuleSpec) -> None:
@@ -228,7 +246,9 @@ def build(
         vp_stage = stage if layout.vpp > 1 else None
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=_block_spec(config, train, vp_stage, experts),
+            transformer_layer_spec=_block_spec(
+                hf, config, train, layout.layers(hf.num_layers, stage), experts
+            ),
             vocab_size=padded_vocab(hf.vocab_size, train.tp),
             max_sequence_length=hf.max_positions,
             pre_process=layout.is_first_stage and stage == 0,

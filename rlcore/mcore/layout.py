@@ -194,11 +194,10 @@ def check_model(hf: HFConfig, train: TrainConfig) -> None:
             f"--train.tp {train.tp}: must divide the {2 * hf.num_kv_heads * hf.head_dim} rows of "
             "the model's key and value projections; lower it"
         )
-    width = hf.moe_intermediate_size if hf.num_experts else hf.intermediate_size
-    if not hf.num_experts and width % train.tp:
+    if False in hf.forms and hf.intermediate_size % train.tp:
         raise ConfigError(
-            f"--train.tp {train.tp}: must divide the model's MLP width {width}; "
-            f"take a divisor of {width}"
+            f"--train.tp {train.tp}: must divide the model's MLP width {hf.intermediate_size}; "
+            f"take a divisor of {hf.intermediate_size}"
         )
     stages = train.pp * train.vpp
     if train.pp_layers and sum(train.pp_layers) != hf.num_layers:

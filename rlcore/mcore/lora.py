@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict
@@ -169,7 +170,7 @@ def attach(chunk: Any, hf: HFConfig, lora: LoraConfig, *, recompute: bool) -> No
         chunk.embedding.register_forward_hook(_needs_grad)
     for layer in chunk.decoder.layers:
         mlps = [layer.mlp]
-        if hf.num_experts:
+        if isinstance(layer.mlp, MoELayer):
             mlps = [*layer.mlp.experts.local_experts] if lora.experts else []
         for parent in (layer.self_attention, *mlps):
             for name, projections in FUSED.items():

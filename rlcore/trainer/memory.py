@@ -22,6 +22,7 @@ Without --train.offload all persistent parts stay on the device; phases add temp
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -34,7 +35,7 @@ from rlcore.config import rules
 from rlcore.config.schema import NO_ADAPTERS, Config, LoraConfig, ModelConfig, TrainConfig
 from rlcore.hf import lora as peft
 from rlcore.hf.config import HFConfig
-from rlcore.hf.names import layer_shapes, num_parameters
+from rlcore.hf.names import layer_prefix, layer_shapes, num_parameters
 from rlcore.mcore.adam import CHUNK_BYTES, UNDER_WAY
 from rlcore.mcore.layer_inputs import ON_DEVICE, PAGE_BYTES
 from rlcore.mcore.layout import ParallelLayout, layout_of
@@ -138,18 +139,9 @@ def parameters(hf: HFConfig, layout: ParallelLayout, head: str = "lm") -> tuple[
     """Return this rank's number of dense parameters (sharded by tensor parallelism or replicated)
     and its number of expert parameters."""
     dense, experts = 0, 0.0
-    for name, shape in layer_shapes(hf).items():
-        count = math.prod(shape)
-        if ".experts." in name:
-            experts += count / layout.ep
-        elif name.startswith(("self_attn.q_", "self_attn.k_", "self_attn.v_", "self_attn.o_")):
-            dense += count // (1 if "_norm." in name else layout.tp)
-        elif name.startswith("mlp.") and not name.startswith("mlp.gate."):
-            dense += count // layout.tp
-        else:  # Each tensor-parallel rank holds all norms and the router.
-            dense += count
-    layers = layout.num_stage_layers(hf.num_layers)
-    dense *= layers
+    for form, count in Counter(map(hf.has_experts, stage_layers(hf, layout))).items():
+        own, routed = layer_parameters(hf, layout, hf.forms[form])
+        dense, experts = dense + count * own, experts + count * routed
     vocabulary = -(-hf.vocab_size // layout.tp) * hf.hidden_size
     if layout.is_first_stage:
         dense += vocabulary
@@ -159,7 +151,28 @@ def parameters(hf: HFConfig, layout: ParallelLayout, head: str = "lm") -> tuple[
             dense += hf.hidden_size
         elif not (hf.tie_word_embeddings and layout.is_first_stage):
             dense += vocabulary  # With tied embeddings, the last stage keeps a copy of them.
-    return dense, round(experts * layers)
+    return dense, round(experts)
+
+
+def stage_layers(hf: HFConfig, layout: ParallelLayout) -> list[int]:
+    """Return the layers of this rank, over all its model chunks."""
+    return [i for v in range(layout.vpp) for i in layout.layers(hf.num_layers, v)]
+
+
+def layer_parameters(hf: HFConfig, layout: ParallelLayout, layer: int) -> tuple[int, float]:
+    """Return this rank's number of dense and of expert parameters of a layer."""
+    dense, experts = 0, 0.0
+    for name, shape in layer_shapes(hf, layer).items():
+        count = math.prod(shape)
+        if ".experts." in name:
+            experts += count / layout.ep
+        elif name.startswith(("self_attn.q_", "self_attn.k_", "self_attn.v_", "self_attn.o_")):
+            dense += count // (1 if "_norm." in name else layout.tp)
+        elif name.startswith("mlp.") and not name.startswith("mlp.gate."):
+            dense += count // layout.tp
+        else:  # Each tensor-parallel rank holds all norms and the router.
+            dense += count
+    return dense, experts
 
 
 def adapter_parameters(
@@ -168,7 +181,10 @@ def adapter_parameters(
     """Return this rank's number of parameters of dense layers' adapters and of experts' adapters,
     and the number of its weights that have adapters."""
     dense, experts, adapted = 0.0, 0.0, 0.0
+    here = tuple(map(layer_prefix, stage_layers(hf, layout)))
     for name, (rows, columns) in peft.adapted(hf, lora).items():
+        if not name.startswith(here):
+            continue
         if ".experts." in name:
             experts += lora.rank * (rows + columns) / layout.ep
             adapted += rows * columns / layout.ep
@@ -179,8 +195,7 @@ def adapter_parameters(
             divided, whole = whole, divided
         dense += lora.rank * (divided / layout.tp + whole)
         adapted += rows * columns / layout.tp
-    share = layout.num_stage_layers(hf.num_layers) / hf.num_layers
-    return round(dense * share), round(experts * share), round(adapted * share)
+    return round(dense), round(experts), round(adapted)
 
 
 def trained(hf: HFConfig, layout: ParallelLayout, head: str, lora: LoraConfig) -> tuple[int, int]:
@@ -256,14 +271,23 @@ def copied_bytes(
 
 
 def layer_activations(hf: HFConfig, train: TrainConfig, tokens: int) -> tuple[int, int, int]:
-    """Estimate activations of a layer for `tokens` per rank: the number of values that it keeps for
-    backward, that it holds while it runs backward, and that it holds while it runs forward only."""
+    """Estimate activations of the largest layer for `tokens` per rank: the number of values that it
+    keeps for backward, that it holds while it runs backward, and that it holds while it runs
+    forward only."""
+    found = [_activations(hf, train, tokens, form) for form in hf.forms]
+    kept, backward, forward = map(max, zip(*found, strict=True))
+    return kept, backward, forward
+
+
+def _activations(
+    hf: HFConfig, train: TrainConfig, tokens: int, has_experts: bool
+) -> tuple[int, int, int]:
     tp = train.tp
     whole = 1 / tp if train.sp and tp > 1 else 1.0
     queries, keys = hf.num_heads * hf.head_dim / tp, max(1, hf.num_kv_heads / tp) * hf.head_dim
     # A layer keeps inputs and outputs of 2 norms, q, k, v before and after RoPE, attention output.
     kept = 4 * hf.hidden_size * whole + 2 * (queries + 2 * keys) + queries
-    if hf.num_experts:
+    if has_experts:
         # Tokens are held as sent, received, sorted by expert, and twice when sorted back. Experts
         # keep input, gate and up, product, weighted product.
         sent = hf.experts_per_token * whole

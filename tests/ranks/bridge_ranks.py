@@ -34,7 +34,13 @@ EXPERTS = {
     "pp2 ep2": {"pp": 2, "ep": 2},
     "tp4 ep2": {"tp": 4, "ep": 2},
 }
-LAYOUTS = {"qwen2": DENSE | UNEQUAL, "qwen3": DENSE | UNEQUAL, "llama": DENSE, "qwen3_moe": EXPERTS}
+LAYOUTS = {
+    "qwen2": DENSE | UNEQUAL,
+    "qwen3": DENSE | UNEQUAL,
+    "llama": DENSE,
+    "qwen3_moe": EXPERTS,
+    "qwen3_moe_mixed": EXPERTS | {"pp2 of 3 and 1 layers": {"pp": 2, "pp_layers": (3, 1)}},
+}
 CASES = tuple(LAYOUTS)
 HEADS = ("dp4", "tp4 of two key-value heads")
 """Layouts whose queries, keys and values are returned."""

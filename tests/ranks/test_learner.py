@@ -49,6 +49,10 @@ CASES["pp2 vpp2 of 1, 2, 2 and 1 layers"] = {
     "layout": {"pp": 2, "vpp": 2, "pp_layers": (1, 2, 2, 1)}
 } | SIX
 CASES["cp2 with YaRN"] = {"layout": {"cp": 2}} | SIX
+CASES["pp2 ep2 with a dense layer full recompute"] = {
+    "layout": {"pp": 2, "ep": 2, "recompute": "full"},
+    "arch": "qwen3_moe_mixed",
+}
 LORA = {"lora": {"rank": 3, "alpha": 6.0, "lr_ratio": 2.0}}
 LORA_EXPERTS = {"lora": {"rank": 3, "rs": True, "experts": True}, "arch": "qwen3_moe"}
 ADAPTED: dict[str, dict[str, Any]] = kit.cases(
@@ -75,6 +79,7 @@ APART = {"share_prefix": "false"}  # all layouts share prefixes
 ALONE = {
     "qwen3": {"layout": APART},
     "qwen3_moe": {"layout": APART, "arch": "qwen3_moe"},
+    "qwen3_moe_mixed": {"layout": APART, "arch": "qwen3_moe_mixed"},
     "qwen2": {"layout": APART} | SIX,
     "qwen3 LoRA": {"layout": APART} | LORA,
     "qwen3_moe LoRA": {"layout": APART} | LORA_EXPERTS,

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected, num_parameters
@@ -115,6 +116,7 @@ def test_the_expected_tensors_hold_the_published_number_of_parameters(
         ({"hidden_act": "gelu"}, "`hidden_act` 'gelu' is not supported"),
         ({"use_sliding_window": True}, "`use_sliding_window` True is not supported"),
         ({"quantization_config": {"bits": 4}}, "`quantization_config`"),
+        ({"mlp_only_layers": [0.5]}, "`mlp_only_layers` .0.5.: must be a list of numbers"),
         ({"hidden_size": None}, "`hidden_size` is missing"),
         ({"num_key_value_heads": 4}, "num_attention_heads 14: must be a multiple of"),
     ],
@@ -124,10 +126,23 @@ def test_what_is_not_computed_is_refused(change: dict, sentence: str) -> None:
         HFConfig.from_dict(QWEN2 | change)
 
 
-def test_dense_layers_between_experts_are_refused() -> None:
-    for change in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}):
-        with pytest.raises(ValueError, match="is not supported"):
-            HFConfig.from_dict(QWEN3_MOE | change)
+def test_layers_with_experts_are_those_of_transformers() -> None:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    few = QWEN3_MOE | {"num_hidden_layers": 5, "num_experts": 8, "vocab_size": 8}
+    for change in (
+        {"mlp_only_layers": [0, 3]},
+        {"decoder_sparse_step": 2},
+        {"decoder_sparse_step": 2, "mlp_only_layers": [1]},
+    ):
+        hf = HFConfig.from_dict(few | change)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**(few | change)))
+        theirs = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+        assert [hf.has_experts(i) for i in range(5)] == theirs
+        assert num_parameters(hf) == sum(p.numel() for p in model.parameters())
+    dense = HFConfig.from_dict(few | {"decoder_sparse_step": 8})
+    assert dense.num_experts == 0 and not dense.moe_layers
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_layer_is_read_from_its_files_once_and_its_host_copy_stays(tmp_path, m
     monkeypatch.setattr(host_room, "BLOCK", 1000)
     folder = tiny_hf_folder(tmp_path / "m", num_hidden_layers=LAYERS)
     hf, reader, read = HFConfig.from_folder(folder), WeightReader(folder), []
-    expected = [pipeline.make_buffer(hf, torch.float32, CPU) for _ in range(LAYERS)]
+    expected = [pipeline.Buffer(hf, torch.float32, CPU) for _ in range(LAYERS)]
     for number, buffer in enumerate(expected):
         pipeline.read_layer(reader, number, buffer, read.append)
     once = sum(read)
@@ -143,9 +143,9 @@ def test_a_layer_is_read_from_its_files_once_and_its_host_copy_stays(tmp_path, m
     for resident in (4, 6, 0, 2, 7, 1):
         layers.set_resident(resident)
         for _ in range(2):
-            for found, buffer in zip(layers, expected, strict=True):
+            for number, (found, buffer) in enumerate(zip(layers, expected, strict=True)):
                 for name in ("qkv", "gate_up", "down", "norm1"):
-                    assert torch.equal(getattr(found, name), getattr(buffer.layer, name))
+                    assert torch.equal(getattr(found, name), getattr(buffer.layer(number), name))
     assert not read
     assert carrier.host_bytes == -(-LAYERS * layer // 1000) * 1000
     assert carrier.host_bytes - footprint(cfg, hf).host <= host_growth(cfg, hf, "cuda", 4)
@@ -162,7 +162,7 @@ def test_a_change_that_memory_ended_in_the_middle_leaves_the_pipeline_in_order(
     rows = rows_of(6)
     before = model.probabilities(rows, range(53))
     model.shrink()
-    make, made = pipeline.make_buffer, []
+    make, made = pipeline.Buffer, []
 
     def no_more(*args):
         made.append(args)
@@ -171,7 +171,7 @@ def test_a_change_that_memory_ended_in_the_middle_leaves_the_pipeline_in_order(
         return make(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "make_buffer", no_more)
+        patch.setattr(pipeline, "Buffer", no_more)
         with pytest.raises(torch.OutOfMemoryError):
             model.layers.set_resident(3)
     model.shrink()

@@ -147,3 +147,15 @@ def test_a_model_of_one_layer_knows_the_routes_of_decoded_tokens() -> None:
         assert (
             known[len(sample.prompt) - 1 : -1].all() and not known[: len(sample.prompt) - 1].any()
         )
+
+
+def test_a_layer_without_experts_has_no_routes() -> None:
+    hf = HFConfig.from_dict(MOE | {"mlp_only_layers": [0]})
+    engine = TorchEngine(
+        hf, records_routes=True, max_model_tokens=96, dtype="float64", seed=7, device="cpu"
+    )
+    load_weights(engine, weights(hf, 0).items(), 0)
+    for sample in run(engine, asked(3)).values():
+        assert sample.routes is not None
+        routes = sample.routes[len(sample.prompt) : -1].reshape(-1, 3, K)
+        assert (routes[:, 0] == -1).all() and (routes[:, 1:] >= 0).all()

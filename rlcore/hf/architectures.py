@@ -1,0 +1,49 @@
+"""List the supported architectures: what each class of transformers does beyond config.json.
+
+`hf.names` lists the tensors of an architecture, `hf.model` computes it for the torch engine, and
+`mcore.build` and `mcore.bridge` build it for the learner.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Switch = Literal["never", "always", "key"]
+"""Whether a part exists; `key`: if config.json says so."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """One class of models in transformers."""
+
+    class_name: str
+    model_type: str
+    qkv_bias: Switch = "never"
+    """Bias of the query, key and value projections; its key is `attention_bias`."""
+    qk_norm: Switch = "never"
+    """RMSNorm of each head's query and key; its key is `use_qk_norm`."""
+    router: Literal["softmax"] | None = None
+    """Score function of the routers; None: the model has no experts."""
+    head_dim: int | None = None
+    """Head size if config.json lacks it; None: hidden size divided by the number of heads."""
+    max_positions: int = 32768
+    """Context length if config.json lacks it."""
+    partial_rotary_factor: float | None = None
+    """Share of a head's dimensions that rotate if config.json lacks it; None: the class ignores
+    this key."""
+
+
+_ALL = (
+    Architecture(class_name="Qwen2ForCausalLM", model_type="qwen2", qkv_bias="always"),
+    Architecture(class_name="Qwen3ForCausalLM", model_type="qwen3", qk_norm="always", head_dim=128),
+    Architecture(class_name="LlamaForCausalLM", model_type="llama", max_positions=2048),
+    Architecture(
+        class_name="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        qk_norm="always",
+        router="softmax",
+    ),
+)
+ARCHITECTURES = {arch.class_name: arch for arch in _ALL}
+"""Architectures by the name of the class."""
+BY_TYPE = {arch.model_type: arch for arch in _ALL}
+"""Architectures by `model_type`."""
