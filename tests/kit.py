@@ -47,6 +47,7 @@ ARCHS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
         },
     },
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
     "qwen3_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": 4,

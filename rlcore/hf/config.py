@@ -29,6 +29,7 @@ _WHOLE: Mapping[str, tuple[int, int]] = {
     "num_key_value_heads": (1, 1 << 16),
     "head_dim": (2, 1 << 16),
     "max_position_embeddings": (1, 1 << 31),
+    "sliding_window": (1, 1 << 31),
     "num_experts": (0, 1 << 14),
     "num_local_experts": (0, 1 << 14),
     "num_experts_per_tok": (1, 1 << 14),
@@ -61,6 +62,8 @@ _SWITCHES = (
     "use_sliding_window",
     "truncate",
 )
+_WINDOW = 4096
+"""Sliding window of transformers if config.json lacks the key; null stands for none."""
 _MOST_EXPERTS = 1 << 18
 """Maximum number of experts of all layers together."""
 # Keys in config.json of each HFConfig field that `with_` may change.
@@ -106,7 +109,10 @@ class HFConfig:
     qkv_bias: bool
     qk_norm: bool
     max_positions: int
-    """Length of the longest sequence, with RoPE scaling."""
+    """Length of the longest sequence, with RoPE scaling. At most `sliding_window`, because longer
+    sequences would need another attention mask."""
+    sliding_window: int | None = None
+    """Number of tokens that a token attends to at most, itself included; None: all before it."""
     num_experts: int = 0
     """Number of experts of a layer; 0 for a dense model."""
     experts_per_token: int = 0
@@ -154,6 +160,10 @@ class HFConfig:
 
         heads, hidden = need("num_attention_heads"), need("hidden_size")
         rope = read_rope(raw, where, arch.partial_rotary_factor)
+        positions = rope.max_positions(raw.get("max_position_embeddings") or arch.max_positions)
+        window = None
+        if _has(arch.sliding_window, raw, "use_sliding_window"):
+            window = raw.get("sliding_window", _WINDOW)
         num_layers = need("num_hidden_layers")
         experts = raw.get("num_experts") or raw.get("num_local_experts") or 0
         if arch.router and not experts:
@@ -175,9 +185,8 @@ class HFConfig:
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=_has(arch.qkv_bias, raw, "attention_bias"),
             qk_norm=_has(arch.qk_norm, raw, "use_qk_norm"),
-            max_positions=rope.max_positions(
-                raw.get("max_position_embeddings") or arch.max_positions
-            ),
+            max_positions=min(positions, window or positions),
+            sliding_window=window,
             num_experts=experts if moe else 0,
             experts_per_token=need("num_experts_per_tok") if moe else 0,
             moe_intermediate_size=need("moe_intermediate_size") if moe else 0,
@@ -206,7 +215,7 @@ class HFConfig:
             if kept != config.max_positions:
                 raise ConfigError(
                     f"model config: cannot change max_positions to {config.max_positions}: RoPE "
-                    f"scaling {self.rope.kind} makes it {kept}; use a model without scaling"
+                    f"scaling or the sliding window makes it {kept}; use a model without"
                 )
         return config
 
@@ -220,8 +229,8 @@ class HFConfig:
         # transformers finds the class by `model_type` and `architectures`; a file may lack one.
         raw.setdefault("model_type", self.arch)
         raw.setdefault("architectures", [BY_TYPE[self.arch].class_name])
-        if raw.get("layer_types"):
-            raw["layer_types"] = ["full_attention"] * self.num_layers
+        if types := raw.get("layer_types"):
+            raw["layer_types"] = (types * self.num_layers)[: self.num_layers]
         return raw
 
     def has_experts(self, layer: int) -> bool:
@@ -360,18 +369,19 @@ def _dense_layers(raw: Mapping[str, Any], num_layers: int) -> frozenset[int]:
 
 def _refuse_unsupported(raw: dict[str, Any], arch: Architecture, where: str) -> None:
     """Raise ConfigError for settings that learner or engine do not support."""
-    sliding = "sliding_attention" in (raw.get("layer_types") or ())
+    window = _has(arch.sliding_window, raw, "use_sliding_window")
+    kinds = {"full_attention"} | ({"sliding_attention"} if window else set())
     refused = {
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
         # In Qwen2, query, key and value always have a bias, whatever `attention_bias` says.
         "attention_bias": arch.qkv_bias == "never" and bool(raw.get("attention_bias")),
         "mlp_bias": bool(raw.get("mlp_bias")),
-        "use_sliding_window": bool(raw.get("use_sliding_window")) or sliding,
+        "layer_types": not kinds.issuperset(raw.get("layer_types") or ()),
         "quantization_config": raw.get("quantization_config") is not None,
     }
     for key, bad in refused.items():
         if bad:
             raise ConfigError(
-                f"{where}: `{key}` {raw.get(key)!r} is not supported;"
+                f"{where}: `{key}` {_shown(raw.get(key))} is not supported;"
                 " use a model without it (dense bfloat16 or float32 weights, full attention, SiLU)"
             )

@@ -1,4 +1,4 @@
-"""Decoder-only transformer in plain torch for Qwen2, Qwen3, Llama 3 and Qwen3-MoE, with a KV cache.
+"""Compute the architectures in `hf.architectures` in plain torch, with a KV cache.
 
 Weights are stored in fused buffers (query-key-value, gate-up, experts), transposed to [in, out],
 which makes matrix products of small batches faster. `views` maps every Hugging Face name to its

@@ -78,6 +78,13 @@ CONFIGS = {
         **SIZES,
     },
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES},
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "head_dim": 16,
+        "sliding_window": 60,
+        **SIZES,
+    },
     "qwen3_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -218,7 +225,7 @@ def test_a_pause_in_mid_prefill_loses_no_log_prob(lab):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["qwen2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("arch", ["qwen2", "llama", "mistral", "qwen3_moe"])
 def test_every_architecture_samples_what_the_torch_engine_does(arch):
     config = CONFIGS[arch]
     hf = HFConfig.from_dict(config)

@@ -38,6 +38,7 @@ LAYOUTS = {
     "qwen2": DENSE | UNEQUAL,
     "qwen3": DENSE | UNEQUAL,
     "llama": DENSE,
+    "mistral": {"dp4": {}},
     "qwen3_moe": EXPERTS,
     "qwen3_moe_mixed": EXPERTS | {"pp2 of 3 and 1 layers": {"pp": 2, "pp_layers": (3, 1)}},
 }

@@ -12,6 +12,9 @@ from rlcore.hf.model import CausalLM, ForwardInputs
 from rlcore.hf.rope_settings import Rope
 from tests.contracts.engine_contract import load_oracle, weights
 
+ROWS, LENGTH, PREFIX = 3, 40, 25
+STD = 0.15
+TOKENS = torch.randint(61, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
 BASE = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -48,6 +51,12 @@ CONFIGS = {
         "tie_word_embeddings": True,
     },
     "llama": {"architectures": ["LlamaForCausalLM"], "rope_parameters": SCALED},
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "rope_parameters": PLAIN,
+        "head_dim": 16,
+        "sliding_window": LENGTH,
+    },
     "qwen3_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "rope_parameters": PLAIN,
@@ -62,9 +71,6 @@ CONFIGS = {
 CONFIGS["qwen3_moe_mixed"] = CONFIGS["qwen3_moe"] | {"decoder_sparse_step": 2}
 for _name, _config in CONFIGS.items():
     CONFIGS[_name] = BASE | _config | {"model_type": _name.removesuffix("_mixed")}
-ROWS, LENGTH, PREFIX = 3, 40, 25
-STD = 0.15
-TOKENS = torch.randint(61, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
 def oracle_logits(config, dtype, **changes):

@@ -914,9 +914,14 @@ def build(config: Mapping[str, Any], **options: Any) -> SGLangEngine:
 
 
 def sglang_config(hf: HFConfig) -> dict[str, Any]:
-    """Return config.json with the settings by which SGLang computes the RoPE scaling of `hf`. It
-    reads YaRN's `attn_factor` instead of `attention_factor`, and no whole number as a factor."""
+    """Return config.json with settings by which SGLang computes the same model.
+
+    Sequences fit the sliding window, so attention is full. SGLang reads YaRN's `attn_factor`
+    instead of `attention_factor`, and fails if the factor of linear scaling is a whole number.
+    """
     raw, rope = hf.to_dict(), hf.rope
+    if hf.sliding_window:
+        raw |= {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
     if rope.kind == "default":
         return raw
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
