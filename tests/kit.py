@@ -47,6 +47,7 @@ ARCHS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
         },
     },
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
     "qwen3_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": 4,
@@ -59,7 +60,7 @@ ARCHS["qwen3_moe_mixed"] = ARCHS["qwen3_moe"] | {"mlp_only_layers": [1], "num_ex
 """One layer with a dense MLP."""
 ARCHS["glm4_moe"] = {
     "architectures": ["Glm4MoeForCausalLM"],
-    "rope_parameters": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 1.0},
+    "rope_parameters": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 0.5},
     "attention_bias": True,
     "use_qk_norm": True,
     "n_routed_experts": 8,

@@ -43,11 +43,12 @@ EXPERTS: dict[str, dict[str, Any]] = kit.cases(
 CASES = {name: {"layout": layout} for name, layout in DENSE.items()} | {
     name: {"layout": layout, "arch": "qwen3_moe"} for name, layout in EXPERTS.items()
 }
-SIX = {"sizes": {"num_hidden_layers": 6}}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+SIX = {"sizes": {"num_hidden_layers": 6, "rope_parameters": YARN}, "arch": "qwen2"}
 CASES["pp2 vpp2 of 1, 2, 2 and 1 layers"] = {
-    "layout": {"pp": 2, "vpp": 2, "pp_layers": (1, 2, 2, 1)},
-    "arch": "qwen2",
+    "layout": {"pp": 2, "vpp": 2, "pp_layers": (1, 2, 2, 1)}
 } | SIX
+CASES["cp2 with YaRN"] = {"layout": {"cp": 2}} | SIX
 CASES["pp2 ep2 with a dense layer full recompute"] = {
     "layout": {"pp": 2, "ep": 2, "recompute": "full"},
     "arch": "qwen3_moe_mixed",
@@ -86,7 +87,7 @@ ALONE = {
     "qwen3": {"layout": APART},
     "qwen3_moe": {"layout": APART, "arch": "qwen3_moe"},
     "qwen3_moe_mixed": {"layout": APART, "arch": "qwen3_moe_mixed"},
-    "qwen2": {"layout": APART, "arch": "qwen2"} | SIX,
+    "qwen2": {"layout": APART} | SIX,
     "glm4_moe": {"layout": APART} | GLM,
     "qwen3 LoRA": {"layout": APART} | LORA,
     "glm4_moe LoRA": {"layout": APART} | LORA_SHARED,
