@@ -21,6 +21,8 @@ class Architecture:
     """Bias of the query, key and value projections; its key is `attention_bias`."""
     qk_norm: Switch = "never"
     """RMSNorm of each head's query and key; its key is `use_qk_norm`."""
+    has_mla: bool = False
+    """Whether attention is multi-head latent attention (arXiv:2405.04434)."""
     router: Literal["softmax"] | None = None
     """Score function of the routers; None: the model has no experts."""
     head_dim: int | None = None
@@ -38,6 +40,12 @@ _ALL = (
         model_type="qwen3_moe",
         qk_norm="always",
         router="softmax",
+    ),
+    Architecture(
+        class_name="DeepseekV3ForCausalLM",
+        model_type="deepseek_v3",
+        has_mla=True,
+        max_positions=4096,
     ),
 )
 ARCHITECTURES = {arch.class_name: arch for arch in _ALL}

@@ -48,9 +48,25 @@ CONFIGS = {
         "decoder_sparse_step": 1,
     },
 }
+MLA = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "rope_parameters": PLAIN,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,  # not that of the latents' norms
+    "first_k_dense_replace": 2,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+}
+CONFIGS["deepseek_v3"] = MLA
+CONFIGS["deepseek_v3_without_q_lora"] = MLA | {"q_lora_rank": None, "qk_nope_head_dim": 5}
+CONFIGS["deepseek_v3_rotated_by_halves"] = MLA | {"rope_interleave": False}
 CONFIGS["qwen3_moe_mixed"] = CONFIGS["qwen3_moe"] | {"decoder_sparse_step": 2}
 for _name, _config in CONFIGS.items():
-    CONFIGS[_name] = BASE | _config | {"model_type": _name.removesuffix("_mixed")}
+    CONFIGS[_name] = BASE | {"model_type": _name.removesuffix("_mixed")} | _config
 ROWS, LENGTH, PREFIX = 3, 40, 25
 STD = 0.15
 
@@ -77,8 +93,7 @@ def make(config, dtype):
         model.load(name, tensor)
     cache = Cache(
         hf.num_layers,
-        hf.num_kv_heads,
-        hf.head_dim,
+        hf.cache_shape,
         dtype=dtype,
         device=torch.device("cpu"),
         max_slots=8,
