@@ -58,6 +58,24 @@ ARCHS: dict[str, dict[str, Any]] = {
 ARCHS["qwen3_moe_mixed"] = ARCHS["qwen3_moe"] | {"mlp_only_layers": [1], "num_experts_per_tok": 3}
 """One layer with a dense MLP."""
 
+ARCHS["deepseek_v3"] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "head_dim": 4,  # as transformers writes: the part that RoPE rotates
+    "rms_norm_eps": 1e-5,  # not that of the latents' norms
+    "first_k_dense_replace": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+ARCHS["deepseek_v3_without_q_lora"] = ARCHS["deepseek_v3"] | {
+    "q_lora_rank": None,
+    "rope_interleave": False,
+    "v_head_dim": 10,
+}
+
 
 def tiny_config(arch: str = "qwen3", **changes: Any) -> dict[str, Any]:
     """A config.json of a model that computes in milliseconds."""

@@ -189,7 +189,7 @@ class MegatronLearner:
         self._cutter = Cutter(
             self.layout,
             sequence_parallel=self._config.sequence_parallel,
-            inverse_frequencies=inverse_frequencies(hf.head_dim, hf.rope_theta, hf.rope_scaling),
+            inverse_frequencies=inverse_frequencies(hf.rope_dim, hf.rope_theta, hf.rope_scaling),
             dtype=dtype_of(model),
             device=self.device,
             budget=train.tokens_per_micro_batch,

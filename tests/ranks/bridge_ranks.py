@@ -41,6 +41,11 @@ LAYOUTS = {
     "qwen3_moe": EXPERTS,
     "qwen3_moe_mixed": EXPERTS | {"pp2 of 3 and 1 layers": {"pp": 2, "pp_layers": (3, 1)}},
 }
+MLA = DENSE | {"tp4 without sequence parallel": {"tp": 4, "sp": False}}
+LAYOUTS |= {
+    "deepseek_v3": MLA,
+    "deepseek_v3_without_q_lora": {"dp4": {}, "tp2 pp2": MLA["tp2 pp2"]},
+}
 CASES = tuple(LAYOUTS)
 HEADS = ("dp4", "tp4 of two key-value heads")
 """Layouts whose queries, keys and values are returned."""
@@ -84,7 +89,7 @@ def bridge(rank: int, folder: str) -> dict[str, Any]:
             found[f"{case} {name}"] = digest(bridge.export_hf(*models))
             if name == "dp4":
                 found[f"{case} logits"] = forward(models[0][0], hf, root / "tokens.json")
-            if name in HEADS:
+            if name in HEADS and layouts.keys() >= set(HEADS):
                 found[f"{case} {name} heads"] = heads(models[0][0], rank)
             bridge.init_random(*models, seed=7)
             found[f"{case} {name} random"] = digest(bridge.export_hf(*models))
@@ -124,7 +129,7 @@ def forward(model: torch.nn.Module, hf: HFConfig, file: Path) -> torch.Tensor:
     lengths = [len(row) for row in rows]
     plan = attention.plan(lengths)
     _, positions = attention.local_positions(lengths, 1, 0)
-    inverse = inverse_frequencies(hf.head_dim, hf.rope_theta, hf.rope_scaling)
+    inverse = inverse_frequencies(hf.rope_dim, hf.rope_theta, hf.rope_scaling)
     cos, sin = rope.tables(inverse, positions, torch.float32)
     packed = attention.Packed(qkv_format="thd", plan=plan, cos=cos, sin=sin)
     tokens = torch.tensor([sum(rows, [])])
