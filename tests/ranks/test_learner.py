@@ -52,6 +52,21 @@ CASES["pp2 ep2 with a dense layer full recompute"] = {
     "layout": {"pp": 2, "ep": 2, "recompute": "full"},
     "arch": "qwen3_moe_mixed",
 }
+MLA: dict[str, dict[str, Any]] = {
+    "tp2 distributed optimizer selective recompute": {
+        "tp": 2,
+        "distributed_optimizer": True,
+        "recompute": "selective",
+    },
+    "tp4 without sequence parallel": {"tp": 4, "sp": False},
+    "pp2 vpp2 full recompute": {"pp": 2, "vpp": 2, "recompute": "full"},
+    "cp2 tp2": {"cp": 2, "tp": 2},
+}
+CASES |= {f"MLA {n}": {"layout": layout, "arch": "deepseek_v3"} for n, layout in MLA.items()}
+CASES["MLA cp2 pp2 without a latent of queries"] = {
+    "layout": {"cp": 2, "pp": 2},
+    "arch": "deepseek_v3_without_q_lora",
+}
 LORA = {"lora": {"rank": 3, "alpha": 6.0, "lr_ratio": 2.0}}
 LORA_EXPERTS = {"lora": {"rank": 3, "rs": True, "experts": True}, "arch": "qwen3_moe"}
 ADAPTED: dict[str, dict[str, Any]] = kit.cases(
@@ -80,6 +95,8 @@ ALONE = {
     "qwen3_moe": {"layout": APART, "arch": "qwen3_moe"},
     "qwen3_moe_mixed": {"layout": APART, "arch": "qwen3_moe_mixed"},
     "qwen2": {"layout": APART, "arch": "qwen2"} | SIX,
+    "deepseek_v3": {"layout": APART, "arch": "deepseek_v3"},
+    "deepseek_v3_without_q_lora": {"layout": APART, "arch": "deepseek_v3_without_q_lora"},
     "qwen3 LoRA": {"layout": APART} | LORA,
     "qwen3_moe LoRA": {"layout": APART} | LORA_EXPERTS,
 }
