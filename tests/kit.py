@@ -57,20 +57,42 @@ ARCHS: dict[str, dict[str, Any]] = {
 }
 ARCHS["qwen3_moe_mixed"] = ARCHS["qwen3_moe"] | {"mlp_only_layers": [1], "num_experts_per_tok": 3}
 """One layer with a dense MLP."""
+ARCHS["glm4_moe"] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "rope_parameters": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 1.0},
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
 
 ARCHS["deepseek_v3"] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "num_key_value_heads": 4,
     "head_dim": 4,  # as transformers writes: the part that RoPE rotates
     "rms_norm_eps": 1e-5,  # not that of the latents' norms
-    "first_k_dense_replace": 4,
     "q_lora_rank": 20,
     "kv_lora_rank": 12,
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
 }
-ARCHS["deepseek_v3_without_q_lora"] = ARCHS["deepseek_v3"] | {
+ARCHS["deepseek_v3_dense"] = ARCHS["deepseek_v3"] | {
+    "first_k_dense_replace": 4,
     "q_lora_rank": None,
     "rope_interleave": False,
     "v_head_dim": 10,

@@ -23,8 +23,9 @@ class Architecture:
     """RMSNorm of each head's query and key; its key is `use_qk_norm`."""
     has_mla: bool = False
     """Whether attention is multi-head latent attention (arXiv:2405.04434)."""
-    router: Literal["softmax"] | None = None
-    """Score function of the routers; None: the model has no experts."""
+    router: Literal["softmax", "sigmoid"] | None = None
+    """Score function of the routers; None: the model has no experts. With sigmoids, routers choose
+    by score plus a bias, may choose groups of experts first, and experts may be shared."""
     head_dim: int | None = None
     """Head size if config.json lacks it; None: hidden size divided by the number of heads."""
     max_positions: int = 32768
@@ -45,7 +46,16 @@ _ALL = (
         class_name="DeepseekV3ForCausalLM",
         model_type="deepseek_v3",
         has_mla=True,
+        router="sigmoid",
         max_positions=4096,
+    ),
+    Architecture(
+        class_name="Glm4MoeForCausalLM",
+        model_type="glm4_moe",
+        qkv_bias="key",
+        qk_norm="key",
+        router="sigmoid",
+        max_positions=131072,
     ),
 )
 ARCHITECTURES = {arch.class_name: arch for arch in _ALL}

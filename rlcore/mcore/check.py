@@ -23,6 +23,8 @@ def check(
         ConfigError: a setting is not supported; the text names the key, its value and what to do.
     """
     check_model(hf, train)
+    if hf.has_expert_bias:
+        _check_router(hf)
     if lora.rank:
         _check_adapters(hf, train, lora)
     cuda = torch.cuda.is_available()
@@ -58,6 +60,21 @@ def check(
         raise ConfigError(
             "--train.apex True: Apex' extension fused_weight_gradient_mlp_cuda is not installed; "
             "build it with tools/setup.sh --apex or leave --train.apex off"
+        )
+
+
+def _check_router(hf: HFConfig) -> None:
+    """Check that Megatron's router with sigmoids computes what the model's does."""
+    if hf.experts_per_token == 1:
+        raise ConfigError(
+            "--model.path: num_experts_per_tok 1: Megatron does not divide the score of one expert "
+            "by itself; use a model with 2 experts per token or more"
+        )
+    if hf.expert_groups > 1 and hf.experts_per_token // hf.groups_per_token != 2:
+        raise ConfigError(
+            f"--model.path: num_experts_per_tok {hf.experts_per_token} with topk_group "
+            f"{hf.groups_per_token}: the model scores a group of experts by its best two, Megatron "
+            "by as many as are taken of each group; use a model that takes 2 of each group"
         )
 
 

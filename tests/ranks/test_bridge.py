@@ -9,7 +9,7 @@ import torch
 
 from rlcore.hf.config import HFConfig
 from tests import kit
-from tests.ranks.bridge_ranks import CASES, LAYOUTS, some_loss
+from tests.ranks.bridge_ranks import CASES, LAYOUTS
 
 pytestmark = pytest.mark.ranks(4)
 
@@ -33,39 +33,17 @@ def found(gang: tuple[Path, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_gradients_equal_those_of_transformers(
+def test_logits_equal_those_of_transformers(
     gang: tuple[Path, list[dict[str, Any]]], case: str
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(gang[0] / case, attn_implementation="eager").eval()
-    theirs = torch.cat([model(torch.tensor([row])).logits[0] for row in TOKENS])
+    with torch.no_grad():
+        theirs = torch.cat([model(torch.tensor([row])).logits[0] for row in TOKENS])
     assert theirs.shape == (sum(map(len, TOKENS)), 53) and theirs.abs().max() > 1
-    some_loss(theirs).backward()
-    want = {name: p.grad for name, p in model.named_parameters()}
     for rank in gang[1]:
         assert (rank[f"{case} logits"] - theirs).abs().max() <= 1e-5
-        ours = rank[f"{case} gradients"]
-        # A bias of all keys adds the same to all scores of a query.
-        some = [grad for name, grad in ours.items() if not name.endswith("k_proj.bias")]
-        assert min(grad.abs().max() for grad in some) > 1e-3
-        kit.assert_close_named(ours, _unstacked(want))
-
-
-def _unstacked(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of transformers, with a tensor for each expert and projection as on disk."""
-    found = {}
-    for name, tensor in tensors.items():
-        if name.endswith("mlp.experts.gate_up_proj"):
-            for i, both in enumerate(tensor):
-                for half, projection in zip(both.chunk(2), ("gate", "up"), strict=True):
-                    found[name.replace("gate_up_proj", f"{i}.{projection}_proj.weight")] = half
-        elif name.endswith("mlp.experts.down_proj"):
-            for i, down in enumerate(tensor):
-                found[name.replace("down_proj", f"{i}.down_proj.weight")] = down
-        else:
-            found[name] = tensor
-    return found
 
 
 @pytest.mark.parametrize(("case", "layout"), ALL)

@@ -52,23 +52,26 @@ CASES["pp2 ep2 with a dense layer full recompute"] = {
     "layout": {"pp": 2, "ep": 2, "recompute": "full"},
     "arch": "qwen3_moe_mixed",
 }
-MLA: dict[str, dict[str, Any]] = {
-    "tp2 distributed optimizer selective recompute": {
-        "tp": 2,
-        "distributed_optimizer": True,
-        "recompute": "selective",
-    },
-    "tp4 without sequence parallel": {"tp": 4, "sp": False},
-    "pp2 vpp2 full recompute": {"pp": 2, "vpp": 2, "recompute": "full"},
-    "cp2 tp2": {"cp": 2, "tp": 2},
-}
-CASES |= {f"MLA {n}": {"layout": layout, "arch": "deepseek_v3"} for n, layout in MLA.items()}
-CASES["MLA cp2 pp2 without a latent of queries"] = {
-    "layout": {"cp": 2, "pp": 2},
-    "arch": "deepseek_v3_without_q_lora",
-}
+MLA = {"arch": "deepseek_v3"}
+MLA_DENSE = {"arch": "deepseek_v3_dense"}
+CASES["MLA tp2 ep2 selective recompute distributed optimizer"] = {
+    "layout": {"tp": 2, "ep": 2, "recompute": "selective", "distributed_optimizer": True}
+} | MLA
+CASES["MLA pp2 of 3 and 1 layers full recompute"] = {
+    "layout": {"pp": 2, "pp_layers": (3, 1), "recompute": "full"}
+} | MLA
+CASES["MLA cp2 tp2 ep2"] = {"layout": {"cp": 2, "tp": 2, "ep": 2}} | MLA
+CASES["MLA tp4 without sequence parallel"] = {"layout": {"tp": 4, "sp": False}} | MLA_DENSE
+CASES["MLA pp2 vpp2"] = {"layout": {"pp": 2, "vpp": 2}} | MLA_DENSE
+CASES["MLA cp2 tp2"] = {"layout": {"cp": 2, "tp": 2}} | MLA_DENSE
+GLM = {"arch": "glm4_moe"}
+CASES["ep2 of shared experts and expert groups"] = {"layout": {"ep": 2}} | GLM
+CASES["tp2 ep2 of shared experts and expert groups"] = {
+    "layout": {"tp": 2, "ep": 2, "recompute": "full", "distributed_optimizer": True}
+} | GLM
 LORA = {"lora": {"rank": 3, "alpha": 6.0, "lr_ratio": 2.0}}
 LORA_EXPERTS = {"lora": {"rank": 3, "rs": True, "experts": True}, "arch": "qwen3_moe"}
+LORA_SHARED = {"lora": {"rank": 3, "targets": ("up_proj", "down_proj")}} | GLM
 ADAPTED: dict[str, dict[str, Any]] = kit.cases(
     {
         "LoRA dp4 distributed optimizer": {"layout": {"distributed_optimizer": True}} | LORA,
@@ -82,6 +85,7 @@ ADAPTED: dict[str, dict[str, Any]] = kit.cases(
         "LoRA cp2 tp2": {"layout": {"cp": 2, "tp": 2}} | LORA,
         "LoRA ep2": {"layout": {"ep": 2}} | LORA_EXPERTS,
         "LoRA tp2 ep2": {"layout": {"tp": 2, "ep": 2}} | LORA_EXPERTS,
+        "LoRA tp2 ep2 of shared experts": {"layout": {"tp": 2, "ep": 2}} | LORA_SHARED,
         "LoRA pp2 ep2 distributed optimizer": {
             "layout": {"pp": 2, "ep": 2, "distributed_optimizer": True}
         }
@@ -95,9 +99,11 @@ ALONE = {
     "qwen3_moe": {"layout": APART, "arch": "qwen3_moe"},
     "qwen3_moe_mixed": {"layout": APART, "arch": "qwen3_moe_mixed"},
     "qwen2": {"layout": APART, "arch": "qwen2"} | SIX,
-    "deepseek_v3": {"layout": APART, "arch": "deepseek_v3"},
-    "deepseek_v3_without_q_lora": {"layout": APART, "arch": "deepseek_v3_without_q_lora"},
+    "deepseek_v3": {"layout": APART} | MLA,
+    "deepseek_v3_dense": {"layout": APART} | MLA_DENSE,
+    "glm4_moe": {"layout": APART} | GLM,
     "qwen3 LoRA": {"layout": APART} | LORA,
+    "glm4_moe LoRA": {"layout": APART} | LORA_SHARED,
     "qwen3_moe LoRA": {"layout": APART} | LORA_EXPERTS,
 }
 
