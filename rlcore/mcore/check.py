@@ -33,11 +33,15 @@ def check(
             "--model.dtype float64: Megatron's distributed optimizer keeps fp32 states; "
             "use --no-train.distributed_optimizer or another dtype"
         )
-    if train.moe_aux_loss_coef:
-        raise ConfigError(
-            f"--train.moe_aux_loss_coef {train.moe_aux_loss_coef}: normalisation of the "
-            "load-balancing loss is not implemented; set it to 0"
-        )
+    for name in ("moe_aux_loss_coef", "moe_z_loss_coef", "moe_bias_update_rate"):
+        value = getattr(train, name)
+        if value and not hf.num_experts:
+            raise ConfigError(f"--train.{name} {value:g}: the model has no experts; leave it at 0")
+        if value and lora.rank:
+            raise ConfigError(
+                f"--train.{name} {value:g}: with --lora.rank the routers are not trained; leave it "
+                "at 0"
+            )
     if train.transformer_impl == "te":
         if hf.mla:
             raise ConfigError(

@@ -69,6 +69,7 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "no demonstrations": (*TAUGHT, "--data.demonstrations", "gone.jsonl"),
     "two teachers of the same": ("--algo", "opd", "--teacher.models", "model", "x"),
     "no experts": ("--algo.routing_replay", "rollout"),
+    "no experts to balance": ("--train.moe_aux_loss_coef", "1e-3"),
     "SGLang with a tied mixture of experts": (
         *("--rollout.engine", "sglang", "--model.path", "tied"),
     ),
