@@ -47,6 +47,7 @@ ARCHS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
         },
     },
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
     "qwen3_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": 4,
@@ -59,7 +60,7 @@ ARCHS["qwen3_moe_mixed"] = ARCHS["qwen3_moe"] | {"mlp_only_layers": [1], "num_ex
 """One layer with a dense MLP."""
 ARCHS["glm4_moe"] = {
     "architectures": ["Glm4MoeForCausalLM"],
-    "rope_parameters": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 1.0},
+    "rope_parameters": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 0.5},
     "attention_bias": True,
     "use_qk_norm": True,
     "n_routed_experts": 8,
@@ -77,6 +78,14 @@ ARCHS["deepseek_v3"] = {
     "num_key_value_heads": 4,
     "head_dim": 4,  # as transformers writes: the part that RoPE rotates
     "rms_norm_eps": 1e-5,  # not that of the latents' norms
+    "rope_parameters": {
+        "rope_theta": 500.0,
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    },
     "q_lora_rank": 20,
     "kv_lora_rank": 12,
     "qk_nope_head_dim": 6,

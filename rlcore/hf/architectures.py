@@ -30,17 +30,40 @@ class Architecture:
     """Head size if config.json lacks it; None: hidden size divided by the number of heads."""
     max_positions: int = 32768
     """Context length if config.json lacks it."""
+    sliding_window: Switch = "never"
+    """Whether attention reaches only `sliding_window` tokens; its key is `use_sliding_window`."""
+    partial_rotary_factor: float | None = None
+    """Share of a head's dimensions that rotate if config.json lacks it; None: the class ignores
+    this key."""
 
 
 _ALL = (
-    Architecture(class_name="Qwen2ForCausalLM", model_type="qwen2", qkv_bias="always"),
-    Architecture(class_name="Qwen3ForCausalLM", model_type="qwen3", qk_norm="always", head_dim=128),
+    Architecture(
+        class_name="Qwen2ForCausalLM",
+        model_type="qwen2",
+        qkv_bias="always",
+        sliding_window="key",
+    ),
+    Architecture(
+        class_name="Qwen3ForCausalLM",
+        model_type="qwen3",
+        qk_norm="always",
+        head_dim=128,
+        sliding_window="key",
+    ),
     Architecture(class_name="LlamaForCausalLM", model_type="llama", max_positions=2048),
+    Architecture(
+        class_name="MistralForCausalLM",
+        model_type="mistral",
+        max_positions=131072,
+        sliding_window="always",
+    ),
     Architecture(
         class_name="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
         qk_norm="always",
         router="softmax",
+        sliding_window="key",
     ),
     Architecture(
         class_name="DeepseekV3ForCausalLM",
@@ -56,6 +79,7 @@ _ALL = (
         qk_norm="key",
         router="sigmoid",
         max_positions=131072,
+        partial_rotary_factor=0.5,
     ),
 )
 ARCHITECTURES = {arch.class_name: arch for arch in _ALL}

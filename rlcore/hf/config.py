@@ -14,16 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.hf.architectures import ARCHITECTURES, BY_TYPE, Architecture, Switch
+from rlcore.hf.rope_settings import Rope, read_rope
 from rlcore.utils.bounds import Range, above, at_least
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import fault, folder_fault, read_json
 
-_LLAMA3_KEYS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
 # Allowed numbers by key. The limits are far above those of published models; beyond them, lists of
 # tensor names would fill the memory before the weights are compared.
 _WHOLE: Mapping[str, tuple[int, int]] = {
@@ -35,6 +30,7 @@ _WHOLE: Mapping[str, tuple[int, int]] = {
     "num_key_value_heads": (1, 1 << 16),
     "head_dim": (2, 1 << 16),
     "max_position_embeddings": (1, 1 << 31),
+    "sliding_window": (1, 1 << 31),
     "num_experts": (0, 1 << 14),
     "num_local_experts": (0, 1 << 14),
     "n_routed_experts": (0, 1 << 14),
@@ -58,12 +54,18 @@ _WHOLE: Mapping[str, tuple[int, int]] = {
 _REAL: Mapping[str, Range] = {
     "rms_norm_eps": above(0, at_most=1),
     "initializer_range": at_least(0, at_most=100),
-    "rope_theta": above(0, at_most=1e15),
+    "rope_theta": above(1, at_most=1e15),
     "partial_rotary_factor": above(0, at_most=1),
     "routed_scaling_factor": above(0, at_most=1e6),
-    "factor": above(0, at_most=1e6),
+    "factor": at_least(1, at_most=1e6),
     "low_freq_factor": above(0, at_most=1e6),
     "high_freq_factor": above(0, at_most=1e6),
+    "beta_fast": above(0, at_most=1e6),
+    "beta_slow": above(0, at_most=1e6),
+    "attention_factor": above(0, at_most=1e6),
+    "attn_factor": above(0, at_most=1e6),
+    "mscale": above(0, at_most=1e6),
+    "mscale_all_dim": above(0, at_most=1e6),
 }
 _SWITCHES = (
     "tie_word_embeddings",
@@ -72,6 +74,7 @@ _SWITCHES = (
     "mlp_bias",
     "use_sliding_window",
     "rope_interleave",
+    "truncate",
 )
 LATENT_EPS = 1e-6
 """Epsilon of the norms of MLA's latents in transformers, whatever `rms_norm_eps` is."""
@@ -83,6 +86,8 @@ _SIGMOID_KEYS = (
     "topk_group",
 )
 """Keys that a model with sigmoid routers must have, since the defaults of its classes differ."""
+_WINDOW = 4096
+"""Sliding window of transformers if config.json lacks the key; null stands for none."""
 _MOST_EXPERTS = 1 << 18
 """Maximum number of experts of all layers together."""
 # Keys in config.json of each HFConfig field that `with_` may change.
@@ -143,14 +148,15 @@ class HFConfig:
     head_dim: int
     """Size of a head's query and key."""
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, float] | None
-    """Llama 3's scaling (factor, low_freq_factor, high_freq_factor,
-    original_max_position_embeddings), or None for plain RoPE."""
+    rope: Rope
     tie_word_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
     max_positions: int
+    """Length of the longest sequence, with RoPE scaling. At most `sliding_window`, because longer
+    sequences would need another attention mask."""
+    sliding_window: int | None = None
+    """Number of tokens that a token attends to at most, itself included; None: all before it."""
     mla: LatentSizes | None = None
     """Sizes of multi-head latent attention; None: another attention."""
     num_experts: int = 0
@@ -210,7 +216,11 @@ class HFConfig:
             return raw[key]
 
         heads, hidden = need("num_attention_heads"), need("hidden_size")
-        theta, scaling = _rope(raw, where)
+        rope = read_rope(raw, where, arch.partial_rotary_factor)
+        positions = rope.max_positions(raw.get("max_position_embeddings") or arch.max_positions)
+        window = None
+        if _has(arch.sliding_window, raw, "use_sliding_window"):
+            window = raw.get("sliding_window", _WINDOW)
         num_layers = need("num_hidden_layers")
         experts = next((raw[key] for key in _KEYS["num_experts"] if raw.get(key)), 0)
         if arch.router and not experts:
@@ -230,12 +240,12 @@ class HFConfig:
             num_kv_heads=raw.get("num_key_value_heads") or heads,
             head_dim=mla.nope_dim + mla.rope_dim if mla else head_dim,
             rms_norm_eps=float(_or(raw, "rms_norm_eps", 1e-6)),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            rope=rope,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=_has(arch.qkv_bias, raw, "attention_bias"),
             qk_norm=_has(arch.qk_norm, raw, "use_qk_norm"),
-            max_positions=raw.get("max_position_embeddings") or arch.max_positions,
+            max_positions=min(positions, window or positions),
+            sliding_window=window,
             mla=mla,
             num_experts=experts if moe else 0,
             experts_per_token=need("num_experts_per_tok") if moe else 0,
@@ -263,6 +273,13 @@ class HFConfig:
             )
         config = replace(self, **changes)
         config._check("model config")
+        if "max_positions" in changes:
+            kept = HFConfig.from_dict(config.to_dict()).max_positions
+            if kept != config.max_positions:
+                raise ConfigError(
+                    f"model config: cannot change max_positions to {config.max_positions}: RoPE "
+                    f"scaling or the sliding window makes it {kept}; use a model without"
+                )
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -277,13 +294,13 @@ class HFConfig:
         raw.setdefault("architectures", [BY_TYPE[self.arch].class_name])
         if raw.get("num_nextn_predict_layers"):
             raw["num_nextn_predict_layers"] = 0  # `names.expected` has no tensors of these layers
-        if raw.get("layer_types"):
-            raw["layer_types"] = ["full_attention"] * self.num_layers
+        if types := raw.get("layer_types"):
+            raw["layer_types"] = (types * self.num_layers)[: self.num_layers]
         return raw
 
     @property
     def rope_dim(self) -> int:
-        """Number of dimensions of a head's query and key that RoPE rotates."""
+        """Number of dimensions of a head's query and key of which `rope` rotates a share."""
         return self.mla.rope_dim if self.mla else self.head_dim
 
     @property
@@ -294,7 +311,7 @@ class HFConfig:
     @property
     def softmax_scale(self) -> float:
         """Factor of the dot products of queries and keys."""
-        return 1 / math.sqrt(self.head_dim)
+        return (self.rope.latent_factor if self.mla else 1.0) / math.sqrt(self.head_dim)
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
@@ -329,11 +346,13 @@ class HFConfig:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{where}: {name} {getattr(self, name)}: must be at least 1")
-        if self.rope_dim % 2:
-            name = "qk_rope_head_dim" if self.mla else "head_dim"
+        rotating = self.rope.dims(self.rope_dim)
+        name = "qk_rope_head_dim" if self.mla else "head_dim"
+        fewest = 4 if self.rope.kind == "dynamic" else 2
+        if rotating < fewest or rotating % 2 or self.rope_dim % rotating:
             raise ConfigError(
-                f"{where}: {name} {self.rope_dim}: must be even, since RoPE rotates pairs; take "
-                "the model's config.json"
+                f"{where}: {name} {self.rope_dim}, of which {rotating} rotate: the latter must "
+                f"be even, at least {fewest} and divide {name}; take the model's config.json"
             )
         if self.mla:
             self._check_mla(self.mla, where)
@@ -369,11 +388,6 @@ class HFConfig:
             raise ConfigError(
                 f"{where}: num_key_value_heads {self.num_kv_heads}: must be {self.num_heads} as "
                 "num_attention_heads, since each head has its own key; take the model's config.json"
-            )
-        if self.rope_scaling:
-            raise ConfigError(
-                f"{where}: RoPE scaling is not supported with latent attention; remove "
-                "`rope_scaling` from config.json to use the model's original context length"
             )
 
 
@@ -499,7 +513,8 @@ def _router(raw: Mapping[str, Any], arch: Architecture, where: str) -> dict[str,
 
 def _refuse_unsupported(raw: dict[str, Any], arch: Architecture, where: str) -> None:
     """Raise ConfigError for settings that learner or engine do not support."""
-    sliding = "sliding_attention" in (raw.get("layer_types") or ())
+    window = _has(arch.sliding_window, raw, "use_sliding_window")
+    kinds = {"full_attention"} | ({"sliding_attention"} if window else set())
     refused = {
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
         # In Qwen2, query, key and value always have a bias, whatever `attention_bias` says.
@@ -509,38 +524,12 @@ def _refuse_unsupported(raw: dict[str, Any], arch: Architecture, where: str) -> 
         "scoring_func": _or(raw, "scoring_func", arch.router) != arch.router,
         "moe_layer_freq": _or(raw, "moe_layer_freq", 1) != 1,
         "topk_method": _or(raw, "topk_method", "noaux_tc") != "noaux_tc",
-        "use_sliding_window": bool(raw.get("use_sliding_window")) or sliding,
-        "partial_rotary_factor": (raw.get("partial_rotary_factor") or 1.0) != 1.0,
+        "layer_types": not kinds.issuperset(raw.get("layer_types") or ()),
         "quantization_config": raw.get("quantization_config") is not None,
     }
     for key, bad in refused.items():
         if bad:
             raise ConfigError(
-                f"{where}: `{key}` {raw.get(key)!r} is not supported;"
+                f"{where}: `{key}` {_shown(raw.get(key))} is not supported;"
                 " use a model without it (dense bfloat16 or float32 weights, full attention, SiLU)"
             )
-
-
-def _rope(raw: dict[str, Any], where: str) -> tuple[float, dict[str, float] | None]:
-    """Return RoPE base and Llama 3's scaling (None: plain RoPE) from transformers 4 or 5 keys."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(_or(rope, "rope_theta", _or(raw, "rope_theta", 10000.0)))
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ConfigError(f"{where}: `partial_rotary_factor` is not supported; use another model")
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ConfigError(
-            f"{where}: RoPE scaling {kind!r} is not supported, only llama3; remove `rope_scaling` "
-            "from config.json to use the model's original context length"
-        )
-    missing = [key for key in _LLAMA3_KEYS if rope.get(key) is None]
-    if missing:
-        raise ConfigError(f"{where}: RoPE scaling llama3 needs `{missing[0]}`; add it")
-    scaling = {key: float(rope[key]) for key in _LLAMA3_KEYS}
-    if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        raise _wrong(
-            where, "low_freq_factor", rope["low_freq_factor"], "must be below high_freq_factor"
-        )
-    return theta, scaling

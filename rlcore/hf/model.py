@@ -1,12 +1,13 @@
-"""Decoder-only transformer in plain torch, with a KV cache (architectures: hf/architectures.py).
+"""Compute the architectures in `hf.architectures` in plain torch, with a KV cache.
 
 Weights are stored in fused buffers (query-key-value, gate-up, experts), transposed to [in, out],
 which makes matrix products of small batches faster. `views` maps every Hugging Face name to its
 part of a buffer, so that loading copies each tensor once, to its final place.
 
-The head dimension of queries and keys is stored interleaved: RoPE rotates dimensions i and i + D/2
-together, so they are adjacent and form one complex number. Dot products of queries and keys do not
-depend on this order.
+The head dimension of queries and keys is stored interleaved: RoPE rotates dimensions i and i + R/2
+of the first R together (R = D unless rotation is partial), so they are adjacent and form one
+complex number. Their D/R - 1 neighbours of the other dimensions are multiplied by 1. Dot products
+of queries and keys do not depend on this order.
 
 All tensors of a layer may share one buffer (`make_layer` with `Flat`), and the caller may supply
 the layers (`CausalLM.allocate(layers)`). The judge uses both options to load its layers one by one
@@ -238,7 +239,8 @@ def _make_heads(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Make the projections of query, key and value, their bias and the norms of heads."""
     queries, keys = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
-    hidden, half = hf.hidden_size, hf.head_dim // 2
+    hidden, pairs = hf.hidden_size, hf.rope.dims(hf.head_dim) // 2
+    width = hf.head_dim // pairs  # a pair and its neighbours that do not rotate
     qkv = matrix(hidden, queries + 2 * keys)
     bias = new(queries + 2 * keys) if hf.qkv_bias else None
     start = 0
@@ -247,20 +249,20 @@ def _make_heads(
         start += size
         weight = qkv.T[part]
         if name != "v":
-            weight = weight.view(-1, half, 2, hidden).transpose(1, 2)
+            weight = weight.view(-1, pairs, width, hidden).transpose(1, 2)
         views[f"self_attn.{name}_proj.weight"] = weight
         if bias is not None:
             view = bias[part]
             if name != "v":
-                view = view.view(-1, half, 2).transpose(1, 2)
+                view = view.view(-1, pairs, width).transpose(1, 2)
             views[f"self_attn.{name}_proj.bias"] = view
     qk_norm = None
     if hf.qk_norm:
         # Norm weights are repeated per head, so that one multiplication scales queries and keys.
         qk_norm = new(hf.num_heads + hf.num_kv_heads, hf.head_dim)
-        pairs = qk_norm.view(-1, half, 2).transpose(1, 2)
-        views["self_attn.q_norm.weight"] = pairs[: hf.num_heads]
-        views["self_attn.k_norm.weight"] = pairs[hf.num_heads :]
+        view = qk_norm.view(-1, pairs, width).transpose(1, 2)
+        views["self_attn.q_norm.weight"] = view[: hf.num_heads]
+        views["self_attn.k_norm.weight"] = view[hf.num_heads :]
     return qkv, bias, qk_norm
 
 
@@ -314,13 +316,13 @@ class CausalLM:
         self.views: dict[str, Tensor] = {}
         self._weights: _Weights | None = None
         # RoPE angles are float32 for every dtype, as in transformers and Megatron.
-        angles = torch.outer(
-            torch.arange(max_tokens).float(),
-            inverse_frequencies(hf.rope_dim, hf.rope_theta, hf.rope_scaling),
-        )
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        cos_sin = torch.stack((angles.cos(), angles.sin()), -1).to(device, wide)
-        self._rope = torch.view_as_complex(cos_sin)  # [max_tokens, rope_dim / 2]
+        inverse = inverse_frequencies(hf.rope_dim, hf.rope)
+        angles = torch.outer(torch.arange(max_tokens).float(), inverse)
+        cos_sin = torch.stack((angles.cos(), angles.sin()), -1) * hf.rope.attention_factor
+        turned = torch.view_as_complex(cos_sin).unsqueeze(-1)
+        same = turned.new_ones(*angles.shape, hf.rope_dim // (2 * len(inverse)) - 1)
+        wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+        self._rope = torch.cat((turned, same), -1).flatten(1).to(device, wide)  # [tokens, D/2]
 
     @property
     def allocated(self) -> bool:
@@ -680,7 +682,7 @@ def best_groups(scores: Tensor, groups: int, wanted: int) -> Tensor:
 def place(view: Tensor, tensor: Tensor) -> None:
     """Copy a tensor, laid out as on disk, to its view from `make_layer`."""
     if view.dim() == 3 and tensor.dim() == 1 and tensor.numel() == view.shape[1] * view.shape[2]:
-        view.copy_(tensor.view(1, 2, -1).expand(view.shape))  # query or key norm, repeated per head
+        view.copy_(tensor.view(view.shape[1:]).expand(view.shape))  # a norm, repeated per head
     else:
         view.copy_(tensor.reshape(view.shape))
 

@@ -277,9 +277,10 @@ def build(
             share_embeddings_and_output_weights=hf.tie_word_embeddings and head == "lm",
             # The own core attention applies RoPE itself (rope.py).
             position_embedding_type="none" if rules.has_own_attention(train) else "rope",
-            rotary_base=hf.rope_theta,
-            rope_scaling=hf.rope_scaling is not None,
-            rope_scaling_factor=(hf.rope_scaling or {}).get("factor", 8.0),
+            rotary_base=hf.rope.theta,
+            rotary_percent=hf.rope.partial,
+            rope_scaling=hf.rope.kind == "llama3",
+            rope_scaling_factor=hf.rope.factor,
             parallel_output=True,
             vp_stage=vp_stage,
         )

@@ -7,9 +7,11 @@ import importlib.util
 
 import torch
 
+from rlcore.config import rules
 from rlcore.config.schema import NO_ADAPTERS, LoraConfig, ModelConfig, TrainConfig
 from rlcore.hf import lora as peft
 from rlcore.hf.config import HFConfig
+from rlcore.hf.rope_settings import Rope
 from rlcore.mcore.layout import check_model
 from rlcore.utils.errors import ConfigError
 
@@ -53,10 +55,11 @@ def check(
                 "--train.transformer_impl te: Transformer Engine is not installed here (it needs "
                 "CUDA); install it with tools/setup.sh or use --train.transformer_impl local"
             )
-        if hf.rope_scaling and not _megatron_scales(hf):
+        if not rules.has_own_attention(train) and not _megatron_scales(hf.rope):
             raise ConfigError(
-                "--train.transformer_impl te: Megatron's RoPE scaling has fixed frequency "
-                "factors, which differ from this model's; use --train.transformer_impl local"
+                f"--train.transformer_impl te: Megatron has no RoPE scaling {hf.rope.kind} with "
+                "this model's factors; use --train.transformer_impl local or --train.share_prefix "
+                "true"
             )
     if train.apex and (
         not cuda or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None
@@ -109,7 +112,7 @@ def _check_adapters(hf: HFConfig, train: TrainConfig, lora: LoraConfig) -> None:
         )
 
 
-def _megatron_scales(hf: HFConfig) -> bool:
-    scaling = hf.rope_scaling or {}
-    fixed = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-    return all(scaling.get(key) == value for key, value in fixed.items())
+def _megatron_scales(rope: Rope) -> bool:
+    """Return whether Megatron's own RoPE computes this scaling: none, or that of Llama 3.1."""
+    fixed = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings
+    return rope.kind == "default" or (rope.kind == "llama3" and fixed == (1, 4, 8192))

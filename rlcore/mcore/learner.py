@@ -36,7 +36,6 @@ from rlcore.config import rules
 from rlcore.config.schema import NO_ADAPTERS, ClusterConfig, LoraConfig, ModelConfig, TrainConfig
 from rlcore.hf import lora as peft
 from rlcore.hf.config import HFConfig
-from rlcore.hf.rope import inverse_frequencies
 from rlcore.mcore import adam, bridge, checkpoint, compat, flash, inputs, parallel
 from rlcore.mcore.balance import ExpertBalance
 from rlcore.mcore.build import Head, build, dtype_of
@@ -201,7 +200,8 @@ class MegatronLearner:
         self._cutter = Cutter(
             self.layout,
             sequence_parallel=self._config.sequence_parallel,
-            inverse_frequencies=inverse_frequencies(hf.rope_dim, hf.rope_theta, hf.rope_scaling),
+            head_dim=hf.rope_dim,
+            rope=hf.rope,
             dtype=dtype_of(model),
             device=self.device,
             budget=train.tokens_per_micro_batch,

@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.mcore import attention, prefix_tree, rope
+from rlcore.hf.rope import inverse_frequencies
+from rlcore.hf.rope_settings import Rope
+from rlcore.mcore import attention, prefix_tree
 from rlcore.mcore.attention import Packed
 from rlcore.mcore.flash import Kernel
 from rlcore.mcore.layout import ParallelLayout
 from rlcore.mcore.prefix_tree import PrefixTree, groups
+from rlcore.mcore.rope import tables
 from rlcore.tensors import Batch, cumulative
 
 
@@ -67,7 +70,8 @@ class Cutter:
         layout: ParallelLayout,
         *,
         sequence_parallel: bool,
-        inverse_frequencies: Tensor,
+        head_dim: int,
+        rope: Rope,
         dtype: torch.dtype,
         device: torch.device,
         budget: int,
@@ -83,10 +87,11 @@ class Cutter:
         self._fill = layout.tp if sequence_parallel else 1
         self._device, self._budget = device, budget
         wide = torch.float64 if dtype is torch.float64 else torch.float32
-        self._inverse = inverse_frequencies.to(wide)
+        self._inverse = inverse_frequencies(head_dim, rope).to(wide)
+        self._factor = rope.attention_factor
         # On a GPU SGLang's tables are float32, too; elsewhere those of transformers have the dtype.
         self._dtype = wide if device.type == "cuda" else dtype
-        self._cos, self._sin = rope.tables(self._inverse, torch.arange(0), self._dtype)
+        self._cos, self._sin = tables(self._inverse, torch.arange(0), self._dtype)
 
     def groups(self, batch: Batch) -> list[list[int]]:
         """Return the indices of the sequences in each micro-batch of this batch."""
@@ -210,7 +215,7 @@ class Cutter:
         longest = micro.packed.plan.max_key
         if self._cos.size(0) < longest:
             every = torch.arange(max(longest, 2 * self._cos.size(0)))
-            cos, sin = rope.tables(self._inverse, every, self._dtype)
+            cos, sin = tables(self._inverse, every, self._dtype, self._factor)
             self._cos, self._sin = cos.to(self._device), sin.to(self._device)
         where = micro.positions.squeeze(0)
         cos, sin = (table.index_select(0, where) for table in (self._cos, self._sin))

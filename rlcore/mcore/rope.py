@@ -11,18 +11,27 @@ from torch import Tensor
 from rlcore.mcore.compat import kernels_of
 
 
-def tables(inverse: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the RoPE angles at `positions` [T], each [T, 1, head_dim / 2]."""
-    angles = positions.to(inverse.dtype).unsqueeze(-1) * inverse
-    return angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
+def tables(
+    inverse: Tensor, positions: Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the RoPE angles at `positions` [T], each [T, 1, rotating dimensions /
+    2], times `factor`."""
+    angles = (positions.to(inverse.dtype).unsqueeze(-1) * inverse).unsqueeze(1)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to x [T, heads, head_dim]; dimensions i and i + head_dim / 2 form a pair."""
+    """Apply RoPE to the first dimensions of x [T, heads, head_dim], twice as many as the tables
+    have; i and i + half of them form a pair. The other dimensions stay."""
     return _Rotate.apply(x, cos, sin)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    """Multiply pairs by `cos` and `sin`, which need not be a rotation: with `back`, by the
+    transposed matrix."""
+    rotating = 2 * cos.size(-1)
+    if rotating < x.size(-1):
+        return torch.cat((_turn(x[..., :rotating], cos, sin, back), x[..., rotating:]), -1)
     if (kernels := kernels_of(x)) is not None:
         return kernels.turn(x, cos, sin, back)
     half = x.size(-1) // 2

@@ -69,9 +69,22 @@ SIZES = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 CONFIGS = {
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **SIZES},
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "rope_scaling": YARN | {"attention_factor": 1.4},
+        **SIZES,
+    },
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES},
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "head_dim": 16,
+        "sliding_window": 60,
+        **SIZES,
+    },
     "qwen3_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -87,7 +100,7 @@ CONFIGS = {
         "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",
         "head_dim": 16,
-        "partial_rotary_factor": 1.0,
+        "partial_rotary_factor": 0.5,
         "attention_bias": True,
         "use_qk_norm": True,
         "n_routed_experts": 8,
@@ -460,15 +473,51 @@ with envs.SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE.override("env://"):
 """
 
 
-def test_sglang_takes_our_arguments_as_they_are_meant():
-    """Also for Blackwell, where its own choice for experts would make weight updates wrong."""
+def run_python(program: str) -> None:
+    """Run a program that imports SGLang for the CPU."""
     folder = Path(server.__file__).parent / "cpu"
     env = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(folder), kit.python_path()])
-    done = subprocess.run(
-        [sys.executable, "-c", RELIED_ON], env=env, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_sglang_takes_our_arguments_as_they_are_meant():
+    """Also for Blackwell, where its own choice for experts would make weight updates wrong."""
+    run_python(RELIED_ON)
+
+
+TABLES = """
+import torch
+from sglang.srt.layers.rotary_embedding import get_rope
+from sglang.srt.utils.hf_transformers_utils import get_rope_config
+from transformers import AutoConfig
+from rlcore.hf.config import HFConfig
+from rlcore.hf.rope import inverse_frequencies
+from rlcore.mcore.rope import tables
+from rlcore.rollout.sglang_engine.engine import sglang_config
+from tests import kit
+from tests.unit.test_hf_rope import SETTINGS
+
+more = {"linear by 3": {"rope_type": "linear", "factor": 3}, "default": {"rope_type": "default"}}
+for name, settings in (SETTINGS | more).items():
+    settings = settings | {"rope_theta": 5000.0}
+    hf = HFConfig.from_dict(kit.tiny_config(head_dim=32, rope_parameters=settings))
+    made = AutoConfig.for_model(**sglang_config(hf))
+    theta, scaling = get_rope_config(made)
+    sizes = 32, 32, made.max_position_embeddings
+    found = get_rope(*sizes, theta, rope_scaling=scaling, dtype=torch.float32).cos_sin_cache
+    assert found.size(0) >= hf.max_positions, (name, len(found))
+    positions, inverse = torch.arange(hf.max_positions), inverse_frequencies(32, hf.rope)
+    ours = torch.cat(tables(inverse, positions, torch.float32, hf.rope.attention_factor), -1)
+    apart = (found[: hf.max_positions] - ours[:, 0]).abs().max()
+    assert apart < 2e-4, (name, apart)
+"""
+
+
+def test_sglang_rotates_by_the_learners_angles():
+    """For every RoPE scaling, up to the longest sequence."""
+    run_python(TABLES)
 
 
 # ---- memory

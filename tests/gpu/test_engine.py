@@ -29,7 +29,7 @@ from tests.gpu import side
 pytestmark = pytest.mark.gpu
 
 CPU = torch.device("cpu")
-ARCHS = ["qwen2", "qwen3", "llama", "qwen3_moe"]
+ARCHS = ["qwen2", "qwen3", "llama", "mistral", "qwen3_moe"]
 ROWS, LENGTH, PREFIX = 3, 40, 25
 
 

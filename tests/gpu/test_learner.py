@@ -82,7 +82,7 @@ def test_in_float32_a_learner_is_the_same_on_cpu_and_gpu(cpu: dict[str, Any], ca
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama", "mistral", "qwen3_moe"])
 def test_in_bfloat16_an_update_is_close_to_that_in_float32(arch: str, distributed: bool) -> None:
     layout, found, logps = {"distributed_optimizer": distributed}, {}, {}
     for dtype in ("float32", "bfloat16"):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlcore.hf.rope import inverse_frequencies
+from rlcore.hf.rope_settings import Rope
 from rlcore.mcore import rope
 from rlcore.mcore.activation import SwiGLU
 from rlcore.mcore.norm import rms_norm
@@ -42,7 +43,7 @@ def compare(function: Callable[..., Tensor], *tensors: Tensor, limit: float = 1e
 def test_norm_activation_and_rotation() -> None:
     compare(lambda x, w: rms_norm(x, w, 1e-6), randn(40, 3, 64), randn(64, seed=1))
     compare(SwiGLU(), randn(40, 128))
-    table = rope.tables(inverse_frequencies(64, 1e4), torch.arange(40), torch.float32)
+    table = rope.tables(inverse_frequencies(64, Rope(theta=1e4)), torch.arange(40), torch.float32)
     compare(lambda x: rope.rotate(x, *[t.to(x.device) for t in table]), randn(40, 3, 64))
 
 
@@ -60,7 +61,9 @@ def test_norms_of_any_shape_and_stride(shape: tuple[int, ...], dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(0, 2, 8), (300, 5, 96), (70, 32, 128)], ids=str)
 def test_rotations_of_any_shape_and_stride(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    table = rope.tables(inverse_frequencies(shape[-1], 1e4), torch.arange(shape[0]), dtype)
+    table = rope.tables(
+        inverse_frequencies(shape[-1], Rope(theta=1e4)), torch.arange(shape[0]), dtype
+    )
     x = randn(*shape[:-1], 2 * shape[-1]).to(dtype)
     limit = 1e-5 if dtype is torch.float32 else 1e-2
     compare(

@@ -302,7 +302,7 @@ def test_micro_batches_come_from_pinned_memory_without_a_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from rlcore.config.schema import TrainConfig
-    from rlcore.hf.rope import inverse_frequencies
+    from rlcore.hf.rope_settings import Rope
     from rlcore.mcore import microbatch
     from rlcore.mcore.layout import layout_of
     from rlcore.tensors import Batch, cumulative
@@ -319,7 +319,8 @@ def test_micro_batches_come_from_pinned_memory_without_a_wait(
     cutter = microbatch.Cutter(
         layout_of(TrainConfig(), 1, 0),
         sequence_parallel=False,
-        inverse_frequencies=inverse_frequencies(8, 1e4),
+        head_dim=8,
+        rope=Rope(theta=1e4),
         dtype=torch.bfloat16,
         device=device,
         budget=8,

@@ -38,6 +38,7 @@ LAYOUTS = {
     "qwen2": DENSE | UNEQUAL,
     "qwen3": DENSE | UNEQUAL,
     "llama": DENSE,
+    "mistral": {"dp4": {}},
     "qwen3_moe": EXPERTS,
     "glm4_moe": EXPERTS | {"tp2 ep2 pp2": {"tp": 2, "ep": 2, "pp": 2}},
     "qwen3_moe_mixed": EXPERTS | {"pp2 of 3 and 1 layers": {"pp": 2, "pp_layers": (3, 1)}},
@@ -129,7 +130,7 @@ def forward(model: torch.nn.Module, hf: HFConfig, file: Path) -> torch.Tensor:
     lengths = [len(row) for row in rows]
     plan = attention.plan(lengths)
     _, positions = attention.local_positions(lengths, 1, 0)
-    inverse = inverse_frequencies(hf.rope_dim, hf.rope_theta, hf.rope_scaling)
+    inverse = inverse_frequencies(hf.rope_dim, hf.rope)
     cos, sin = rope.tables(inverse, positions, torch.float32)
     packed = attention.Packed(qkv_format="thd", plan=plan, cos=cos, sin=sin)
     tokens = torch.tensor([sum(rows, [])])

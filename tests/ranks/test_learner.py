@@ -43,11 +43,12 @@ EXPERTS: dict[str, dict[str, Any]] = kit.cases(
 CASES = {name: {"layout": layout} for name, layout in DENSE.items()} | {
     name: {"layout": layout, "arch": "qwen3_moe"} for name, layout in EXPERTS.items()
 }
-SIX = {"sizes": {"num_hidden_layers": 6}}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+SIX = {"sizes": {"num_hidden_layers": 6, "rope_parameters": YARN}, "arch": "qwen2"}
 CASES["pp2 vpp2 of 1, 2, 2 and 1 layers"] = {
-    "layout": {"pp": 2, "vpp": 2, "pp_layers": (1, 2, 2, 1)},
-    "arch": "qwen2",
+    "layout": {"pp": 2, "vpp": 2, "pp_layers": (1, 2, 2, 1)}
 } | SIX
+CASES["cp2 with YaRN"] = {"layout": {"cp": 2}} | SIX
 CASES["pp2 ep2 with a dense layer full recompute"] = {
     "layout": {"pp": 2, "ep": 2, "recompute": "full"},
     "arch": "qwen3_moe_mixed",
@@ -98,7 +99,7 @@ ALONE = {
     "qwen3": {"layout": APART},
     "qwen3_moe": {"layout": APART, "arch": "qwen3_moe"},
     "qwen3_moe_mixed": {"layout": APART, "arch": "qwen3_moe_mixed"},
-    "qwen2": {"layout": APART, "arch": "qwen2"} | SIX,
+    "qwen2": {"layout": APART} | SIX,
     "deepseek_v3": {"layout": APART} | MLA,
     "deepseek_v3_dense": {"layout": APART} | MLA_DENSE,
     "glm4_moe": {"layout": APART} | GLM,

@@ -90,8 +90,11 @@ def test_prompts_that_leave_no_room_for_an_answer_are_too_long(tmp_path: Path) -
     short = replace(cfg, data=DataConfig(max_prompt_tokens=156))
     assert model.with_room(short, hf) is short
     cfg = replace(cfg, rollout=RolloutConfig(max_tokens=256))
-    with pytest.raises(ValueError, match="--rollout.max_tokens 256: .* 256 positions"):
+    with pytest.raises(ValueError, match="--rollout.max_tokens 256: .* 256 positions; lower it"):
         model.with_room(cfg, hf)
+    windowed = replace(hf, sliding_window=256)
+    with pytest.raises(ValueError, match=r"256 positions \(its sliding window\); lower it"):
+        model.with_room(cfg, windowed)
 
 
 def test_a_value_that_is_refused_in_the_middle_of_a_run_is_one_sentence(

@@ -8,6 +8,7 @@ import torch
 
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected, num_parameters
+from rlcore.hf.rope_settings import Rope
 
 # As transformers 4 wrote it for Qwen2.5-0.5B-Instruct.
 QWEN2 = {
@@ -79,7 +80,7 @@ QWEN3_MOE = {
 def test_the_spelling_of_transformers_4_is_read() -> None:
     hf = HFConfig.from_dict(QWEN2)
     assert (hf.arch, hf.head_dim, hf.qkv_bias, hf.qk_norm) == ("qwen2", 64, True, False)
-    assert (hf.rope_theta, hf.rope_scaling, hf.dtype) == (1e6, None, "bfloat16")
+    assert (hf.rope, hf.dtype) == (Rope(theta=1e6), "bfloat16")
     assert (hf.eos_ids, hf.pad_id, hf.tie_word_embeddings) == ((151645,), None, True)
 
 
@@ -92,16 +93,63 @@ def test_the_spelling_of_transformers_5_says_the_same() -> None:
     assert vars(HFConfig.from_dict(new)) | {"raw": 0} == vars(old) | {"raw": 0}
 
 
-def test_llama_3_scaling_is_kept_and_other_scalings_are_refused() -> None:
-    assert HFConfig.from_dict(LLAMA).rope_scaling == LLAMA3_SCALING
-    yarn = {"type": "yarn", "factor": 4.0}
-    with pytest.raises(ValueError, match="'yarn' is not supported, only llama3"):
-        HFConfig.from_dict({**QWEN2, "rope_scaling": yarn})
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 32000,
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "want"),
+    [
+        (MISTRAL, 4096),  # v0.1
+        (MISTRAL | {"sliding_window": None}, 32768),  # v0.2, v0.3
+        (MISTRAL | {"sliding_window": 65536}, 32768),
+        ({k: v for k, v in MISTRAL.items() if k != "sliding_window"}, 4096),
+        (QWEN2, 32768),
+        (QWEN2 | {"sliding_window": 1024}, 32768),
+        (QWEN2 | {"sliding_window": 1024, "use_sliding_window": True}, 1024),
+        (QWEN2 | {"sliding_window": None, "use_sliding_window": True}, 32768),
+        (LLAMA | {"sliding_window": 1024}, 131072),
+    ],
+)
+def test_sequences_fit_the_sliding_window(raw: dict, want: int) -> None:
+    hf = HFConfig.from_dict(raw)
+    assert hf.max_positions == want and hf.to_dict().items() >= raw.items()
+    if want == hf.sliding_window:
+        with pytest.raises(ValueError, match=f"or the sliding window makes it {want}; use"):
+            hf.with_(max_positions=want + 1)
+
+
+def test_layers_keep_their_kinds() -> None:
+    kinds = ["full_attention"] * 21 + ["sliding_attention"] * 3
+    hf = HFConfig.from_dict(QWEN2 | {"use_sliding_window": True, "layer_types": kinds})
+    assert hf.to_dict()["layer_types"] == kinds
+    assert hf.with_(num_layers=22).to_dict()["layer_types"] == kinds[:22]
+
+
+def test_llama_3_scaling_is_read() -> None:
+    want = Rope(theta=5e5, kind="llama3", factor=8.0, original_max_position_embeddings=8192)
+    assert HFConfig.from_dict(LLAMA).rope == want
 
 
 @pytest.mark.parametrize(
     ("raw", "parameters"),
-    [(QWEN2, 494_032_768), (LLAMA, 8_030_261_248), (QWEN3_MOE, 30_532_122_624)],
+    [
+        (QWEN2, 494_032_768),
+        (LLAMA, 8_030_261_248),
+        (MISTRAL, 7_241_732_096),
+        (QWEN3_MOE, 30_532_122_624),
+    ],
 )
 def test_the_expected_tensors_hold_the_published_number_of_parameters(
     raw: dict, parameters: int
@@ -115,7 +163,9 @@ def test_the_expected_tensors_hold_the_published_number_of_parameters(
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; use a model"),
         ({"architectures": None, "model_type": "mamba"}, "'mamba' is not supported"),
         ({"hidden_act": "gelu"}, "`hidden_act` 'gelu' is not supported"),
-        ({"use_sliding_window": True}, "`use_sliding_window` True is not supported"),
+        ({"layer_types": ["sliding_attention"]}, "`layer_types` .* is not supported"),
+        ({"layer_types": ["linear_attention"]}, "`layer_types` .* is not supported"),
+        ({"sliding_window": 0}, "`sliding_window` 0: must be a whole number from 1"),
         ({"quantization_config": {"bits": 4}}, "`quantization_config`"),
         ({"mlp_only_layers": [0.5]}, "`mlp_only_layers` .0.5.: must be a list of numbers"),
         ({"hidden_size": None}, "`hidden_size` is missing"),

@@ -60,7 +60,7 @@ class Plain:
 
     def log_probs(self, tokens: Tensor) -> Tensor:
         hf, x = self.hf, self.weights["model.embed_tokens.weight"][tokens]
-        frequencies = inverse_frequencies(hf.head_dim, hf.rope_theta, hf.rope_scaling)
+        frequencies = inverse_frequencies(hf.head_dim, hf.rope)
         angles = torch.arange(len(tokens))[:, None] * frequencies.float()
         turn = torch.cat([angles, angles], 1)[:, None]
         for i in range(hf.num_layers):

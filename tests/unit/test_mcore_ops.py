@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlcore.hf.rope import inverse_frequencies
+from rlcore.hf.rope_settings import Rope
 from rlcore.mcore import attention, rope
 from rlcore.mcore.activation import SwiGLU
 from rlcore.mcore.norm import RMSNorm, rms_norm
@@ -50,18 +51,13 @@ def test_swiglu_is_silu_of_gate_times_up() -> None:
 # ---- RoPE
 
 
-SCALING = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64.0,
-}
+SCALED = Rope(theta=500.0, kind="llama3", factor=8.0, original_max_position_embeddings=64)
 
 
 def test_llama3_slows_slow_frequencies_and_leaves_fast_ones() -> None:
     # Whether it is transformers' own is seen in tests/ranks/test_bridge.py, on logits.
-    plain = inverse_frequencies(64, 500.0)
-    scaled = inverse_frequencies(64, 500.0, SCALING)
+    plain = inverse_frequencies(64, Rope(theta=500.0))
+    scaled = inverse_frequencies(64, SCALED)
     wavelength = 2 * torch.pi / plain
     fast, slow = wavelength < 64 / 4, wavelength > 64 / 1
     assert torch.equal(scaled[fast], plain[fast])
@@ -74,7 +70,7 @@ def test_llama3_slows_slow_frequencies_and_leaves_fast_ones() -> None:
 def test_rotation_equals_megatrons_packed_rope() -> None:
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
 
-    inverse = inverse_frequencies(16, 1e4)
+    inverse = inverse_frequencies(16, Rope(theta=1e4))
     angles = torch.arange(64.0)[:, None] * inverse
     table = torch.cat([angles, angles], -1)[:, None, None]
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -88,7 +84,9 @@ def test_rotation_equals_megatrons_packed_rope() -> None:
 
 
 def test_rotations_gradient_is_right() -> None:
-    tables = rope.tables(inverse_frequencies(8, 1e4).double(), torch.arange(5), torch.float64)
+    tables = rope.tables(
+        inverse_frequencies(8, Rope(theta=1e4)).double(), torch.arange(5), torch.float64
+    )
     assert torch.autograd.gradcheck(lambda x: rope.rotate(x, *tables), (randn(5, 2, 8),))
 
 

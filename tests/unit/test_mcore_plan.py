@@ -8,7 +8,7 @@ import torch
 
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
-from rlcore.hf.rope import inverse_frequencies
+from rlcore.hf.rope_settings import Rope
 from rlcore.mcore import build, microbatch
 from rlcore.mcore.check import check
 from rlcore.mcore.layout import check_model, layout_of, model_parallel_groups
@@ -154,6 +154,24 @@ def test_settings_that_cannot_work_here_are_refused(model: dict, train: dict, me
         check(HF, ModelConfig(**model), TrainConfig(**train))
 
 
+def test_megatrons_own_rope_takes_no_scaling_but_llamas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    own, te = (TrainConfig(transformer_impl="te", share_prefix=x) for x in ("true", "false"))
+    llama = Rope(theta=1e4, kind="llama3", factor=8.0, original_max_position_embeddings=8192)
+    for rope in (Rope(theta=1e4, partial=0.5), llama):
+        check(replace(HF, rope=rope), ModelConfig(), te)
+    for rope in (
+        Rope(theta=1e4, kind="yarn", factor=4.0, original_max_position_embeddings=8192),
+        replace(llama, original_max_position_embeddings=4096),
+        replace(llama, high_freq_factor=8.0),
+    ):
+        check(replace(HF, rope=rope), ModelConfig(), own)
+        message = f"--train.transformer_impl te: Megatron has no RoPE scaling {rope.kind} with"
+        with pytest.raises(ValueError, match=message):
+            check(replace(HF, rope=rope), ModelConfig(), te)
+
+
 def test_the_vocabulary_is_padded_to_the_tensor_parallel_size() -> None:
     assert [build.padded_vocab(53, tp) for tp in (1, 2, 4)] == [53, 54, 56]
 
@@ -182,7 +200,8 @@ def cutter(train: TrainConfig, rank: int = 0, budget: int = 64) -> microbatch.Cu
     return microbatch.Cutter(
         layout_of(train, train.tp * train.cp, rank),
         sequence_parallel=train.tp > 1,
-        inverse_frequencies=inverse_frequencies(8, 1e4),
+        head_dim=8,
+        rope=Rope(theta=1e4),
         dtype=torch.float32,
         device=torch.device("cpu"),
         budget=budget,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlcore.algos.base import AlgoConfig
 from rlcore.config.schema import TrainConfig
-from rlcore.hf.rope import inverse_frequencies
+from rlcore.hf.rope_settings import Rope
 from rlcore.mcore.layout import layout_of
 from rlcore.mcore.microbatch import Cutter, MicroBatch
 from rlcore.mcore.prefix_tree import LEAST
@@ -169,7 +169,8 @@ def micro_batches(part: Sequence[TrainRow], budget: int) -> list[MicroBatch]:
     cutter = Cutter(
         layout_of(TrainConfig(), 1, 0),
         sequence_parallel=False,
-        inverse_frequencies=inverse_frequencies(8, 1e4, None),
+        head_dim=8,
+        rope=Rope(theta=1e4),
         dtype=torch.float32,
         device=torch.device("cpu"),
         budget=budget,

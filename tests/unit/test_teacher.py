@@ -61,7 +61,7 @@ def scored(folder: Path, **settings: Any) -> list[TeacherScores]:
 # ---- from a folder
 
 
-@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama", "mistral", "qwen3_moe"])
 def test_a_folder_gives_the_log_probs_of_transformers(arch: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

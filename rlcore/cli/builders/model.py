@@ -88,10 +88,11 @@ def with_room(cfg: Config, hf: HFConfig) -> Config:
         ConfigError: a response of maximum length alone fills all positions.
     """
     room = hf.max_positions - cfg.rollout.max_tokens
+    window = " (its sliding window)" if hf.max_positions == hf.sliding_window else ""
     if room < 1:
         raise ConfigError(
             f"--rollout.max_tokens {cfg.rollout.max_tokens}: leaves no room for a prompt in the "
-            f"model's {hf.max_positions} positions; lower it"
+            f"model's {hf.max_positions} positions{window}; lower it"
         )
     if cfg.data.max_prompt_tokens <= room:
         return cfg

@@ -336,7 +336,7 @@ class SGLangEngine(InProcess):
                 "disable_overlap_schedule": draft_matcher == "host" or kind == "cpu",
             }
         arguments |= dict(sglang or {})
-        self._server = Server(arguments, hf.to_dict(), deadline_s, shares)
+        self._server = Server(arguments, sglang_config(hf), deadline_s, shares)
         self._leads = self._server.manager is not None
         self._page: Counters | None = None
         if self._leads and self._drafts:
@@ -911,6 +911,26 @@ def build(config: Mapping[str, Any], **options: Any) -> SGLangEngine:
     """Build an engine for `ChildEngine` from the contents of config.json and the keywords of
     `SGLangEngine`. Progress events contain the new tokens, which then survive a failed child."""
     return SGLangEngine(HFConfig.from_dict(dict(config)), **(options | {"tell_tokens": True}))
+
+
+def sglang_config(hf: HFConfig) -> dict[str, Any]:
+    """Return config.json with settings by which SGLang computes the same model.
+
+    Sequences fit the sliding window, so attention is full. SGLang reads YaRN's `attn_factor`
+    instead of `attention_factor`, and fails if the factor of linear scaling is a whole number.
+    """
+    raw, rope = hf.to_dict(), hf.rope
+    if hf.sliding_window:
+        raw |= {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
+    if rope.kind == "default":
+        return raw
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    raw[key] = raw[key] | {"factor": float(rope.factor)}
+    if rope.kind == "yarn":
+        factor = rope.attention_factor
+        raw[key] |= {"attention_factor": factor, "attn_factor": factor}
+        raw[key] |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # their ratio multiplies attn_factor
+    return raw
 
 
 def _draft_settings(width: int, settings: Mapping[str, Any] | None) -> dict[str, Any]:

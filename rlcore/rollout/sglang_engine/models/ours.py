@@ -2,6 +2,7 @@
 
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.models.mistral import MistralForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
@@ -9,6 +10,7 @@ from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 EntryClass = [
     Glm4MoeForCausalLM,
     LlamaForCausalLM,
+    MistralForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
