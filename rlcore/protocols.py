@@ -184,6 +184,10 @@ class Learner(Protocol):
         """Return the critic's value before each token is sampled: [T] float32 on the CPU, valid on
         every rank."""
 
+    def begin_update(self, num_tokens: int, normaliser: float) -> None:
+        """Announce the number of tokens that this data-parallel rank will accumulate, and the
+        `normaliser` of `apply`. Only losses of MoE routers need the call."""
+
     def accumulate(self, batch: Batch, loss: Loss | ValueLoss) -> None:
         """Add the gradient of sum(loss per token * mask * weight) over this batch, within one
         model-parallel group: no data-parallel communication. A critic needs a `ValueLoss`."""

@@ -58,6 +58,20 @@ ARCHS: dict[str, dict[str, Any]] = {
 }
 ARCHS["qwen3_moe_mixed"] = ARCHS["qwen3_moe"] | {"mlp_only_layers": [1], "num_experts_per_tok": 3}
 """One layer with a dense MLP."""
+ARCHS["glm4_moe"] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "rope_parameters": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
 
 
 def tiny_config(arch: str = "qwen3", **changes: Any) -> dict[str, Any]:

@@ -49,6 +49,7 @@ def broken(cfg: Config) -> list[str]:
         *_lora(cfg),
         *_teacher(cfg),
         *_routing(cfg),
+        *_balance(cfg),
         *_roles(cfg),
         *_async(cfg),
         *_mux(cfg),
@@ -308,6 +309,26 @@ def _routing(cfg: Config) -> list[str]:
     return []
 
 
+def _router_losses(cfg: Config) -> list[str]:
+    """Return the keys of the losses of routers that are set, with their values."""
+    keys = ("moe_aux_loss_coef", "moe_z_loss_coef")
+    return [f"--train.{key} {getattr(cfg.train, key):g}" for key in keys if getattr(cfg.train, key)]
+
+
+def _balance(cfg: Config) -> list[str]:
+    """Check that losses of routers know the divisor of the policy loss before the gradients."""
+    if not (cfg.algo.rollout_rs or cfg.algo.drops_tokens):
+        return []
+    reason = f"--algo {cfg.select.algo}"
+    if cfg.algo.rollout_rs:
+        reason = f"--algo.rollout_rs {' '.join(cfg.algo.rollout_rs)}"
+    return [
+        f"{key}: {reason} rejects tokens, so that the divisor of the policy loss is known only "
+        "after the gradients; leave the coefficient at 0, or reject no tokens"
+        for key in _router_losses(cfg)
+    ]
+
+
 def quotas(cfg: Config) -> dict[str, int]:
     """Parse `--tail.dataset_quotas` into the number of prompts by dataset.
 
@@ -420,6 +441,7 @@ def _stream(cfg: Config) -> list[str]:
         "--algo.whiten_advantages": a.whiten_advantages,
         "--algo.rollout_is_batch_normalize": a.rollout_is_batch_normalize,
         f"--algo.kl_reward_coef {a.kl_reward_coef:g}": a.kl_reward_coef > 0,
+        **dict.fromkeys(_router_losses(cfg), True),
         "--debug.shuffle_rewards": cfg.debug.shuffle_rewards,
     }
     out += [

@@ -329,9 +329,15 @@ class TrainConfig:
     max_skipped_updates: Annotated[int, at_least(0)] = 10
     """Number of consecutive updates with a non-finite loss or gradient after which the run ends; 0:
     never. Each such update is skipped and counted (actor/skipped)."""
-    moe_aux_loss_coef: float = 0.0
-    """Coefficient of the load-balancing loss of MoE models; must be 0, since other values are not
-    supported yet."""
+    moe_aux_loss_coef: Annotated[float, at_least(0)] = 0.0
+    """Coefficient of the actor's load-balancing loss in each layer of an MoE model, with the
+    expert shares of the update before; 0: no such loss."""
+    moe_z_loss_coef: Annotated[float, at_least(0)] = 0.0
+    """Coefficient of the mean squared logsumexp of the router's logits in each layer of an MoE
+    model, which keeps logits small; 0: no such loss."""
+    moe_bias_update_rate: Annotated[float, at_least(0)] = 0.0
+    """Step of the experts' biases after each update, up for experts with fewer tokens than the mean
+    and down for those with more; only for routers with such biases. 0: biases stay."""
     offload: bool = False
     """Whether engine and learner take turns on the device: the learner moves to host memory during
     rollout, and the engine sleeps during training. On the CPU only the gradients are released."""

@@ -21,8 +21,9 @@ class Architecture:
     """Bias of the query, key and value projections; its key is `attention_bias`."""
     qk_norm: Switch = "never"
     """RMSNorm of each head's query and key; its key is `use_qk_norm`."""
-    router: Literal["softmax"] | None = None
-    """Score function of the routers; None: the model has no experts."""
+    router: Literal["softmax", "sigmoid"] | None = None
+    """Score function of the routers; None: the model has no experts. With sigmoids, routers choose
+    by score plus a bias, may choose groups of experts first, and experts may be shared."""
     head_dim: int | None = None
     """Head size if config.json lacks it; None: hidden size divided by the number of heads."""
     max_positions: int = 32768
@@ -61,6 +62,15 @@ _ALL = (
         qk_norm="always",
         router="softmax",
         sliding_window="key",
+    ),
+    Architecture(
+        class_name="Glm4MoeForCausalLM",
+        model_type="glm4_moe",
+        qkv_bias="key",
+        qk_norm="key",
+        router="sigmoid",
+        max_positions=131072,
+        partial_rotary_factor=0.5,
     ),
 )
 ARCHITECTURES = {arch.class_name: arch for arch in _ALL}

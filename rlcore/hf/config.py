@@ -32,6 +32,11 @@ _WHOLE: Mapping[str, tuple[int, int]] = {
     "sliding_window": (1, 1 << 31),
     "num_experts": (0, 1 << 14),
     "num_local_experts": (0, 1 << 14),
+    "n_routed_experts": (0, 1 << 14),
+    "n_shared_experts": (0, 1 << 14),
+    "n_group": (1, 1 << 14),
+    "topk_group": (1, 1 << 14),
+    "first_k_dense_replace": (0, 1024),
     "num_experts_per_tok": (1, 1 << 14),
     "moe_intermediate_size": (1, 1 << 24),
     "decoder_sparse_step": (1, 1024),
@@ -44,6 +49,7 @@ _REAL: Mapping[str, Range] = {
     "initializer_range": at_least(0, at_most=100),
     "rope_theta": above(1, at_most=1e15),
     "partial_rotary_factor": above(0, at_most=1),
+    "routed_scaling_factor": above(0, at_most=1e6),
     "factor": at_least(1, at_most=1e6),
     "low_freq_factor": above(0, at_most=1e6),
     "high_freq_factor": above(0, at_most=1e6),
@@ -62,6 +68,14 @@ _SWITCHES = (
     "use_sliding_window",
     "truncate",
 )
+_SIGMOID_KEYS = (
+    "first_k_dense_replace",
+    "n_group",
+    "n_shared_experts",
+    "routed_scaling_factor",
+    "topk_group",
+)
+"""Keys that a model with sigmoid routers must have, since the defaults of its classes differ."""
 _WINDOW = 4096
 """Sliding window of transformers if config.json lacks the key; null stands for none."""
 _MOST_EXPERTS = 1 << 18
@@ -78,7 +92,7 @@ _KEYS = {
     "rms_norm_eps": ("rms_norm_eps",),
     "tie_word_embeddings": ("tie_word_embeddings",),
     "max_positions": ("max_position_embeddings",),
-    "num_experts": ("num_experts", "num_local_experts"),
+    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
     "experts_per_token": ("num_experts_per_tok",),
     "moe_intermediate_size": ("moe_intermediate_size",),
     "norm_topk_prob": ("norm_topk_prob",),
@@ -120,6 +134,17 @@ class HFConfig:
     norm_topk_prob: bool = False
     dense_layers: frozenset[int] = frozenset()
     """Layers of an MoE model that have a dense MLP instead of experts."""
+    has_expert_bias: bool = False
+    """Whether routers score experts by sigmoids and choose by score plus a bias; else by softmax.
+    The scores of the chosen experts are then divided by their sum."""
+    routing_scale: float = 1.0
+    """Factor of the scores of the chosen experts."""
+    expert_groups: int = 1
+    """Number of equal groups of a layer's experts. A token chooses among the experts of its
+    `groups_per_token` best groups, by the sum of their two best experts."""
+    groups_per_token: int = 1
+    shared_intermediate_size: int = 0
+    """Width of the MLP that all tokens use beside a layer's experts; 0: none."""
     initializer_range: float = 0.02
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -165,7 +190,7 @@ class HFConfig:
         if _has(arch.sliding_window, raw, "use_sliding_window"):
             window = raw.get("sliding_window", _WINDOW)
         num_layers = need("num_hidden_layers")
-        experts = raw.get("num_experts") or raw.get("num_local_experts") or 0
+        experts = next((raw[key] for key in _KEYS["num_experts"] if raw.get(key)), 0)
         if arch.router and not experts:
             raise ConfigError(f"{where}: `num_experts` is missing; take the model's config.json")
         dense_layers = _dense_layers(raw, num_layers) if arch.router else frozenset()
@@ -190,8 +215,8 @@ class HFConfig:
             num_experts=experts if moe else 0,
             experts_per_token=need("num_experts_per_tok") if moe else 0,
             moe_intermediate_size=need("moe_intermediate_size") if moe else 0,
-            norm_topk_prob=moe and bool(raw.get("norm_topk_prob", False)),
             dense_layers=dense_layers if moe else frozenset(),
+            **(_router(raw, arch, where) if moe else {}),
             initializer_range=float(_or(raw, "initializer_range", 0.02)),
             bos_id=raw.get("bos_token_id"),
             eos_ids=as_ids(raw.get("eos_token_id"), where),
@@ -264,6 +289,12 @@ class HFConfig:
             raise ConfigError(
                 f"{where}: num_experts_per_tok {self.experts_per_token}: must be from 1 to the "
                 f"{self.num_experts} experts; take the model's config.json"
+            )
+        if self.num_experts % self.expert_groups or self.groups_per_token > self.expert_groups:
+            raise ConfigError(
+                f"{where}: n_group {self.expert_groups} with topk_group {self.groups_per_token}: "
+                f"n_group must divide the {self.num_experts} experts, and topk_group be at most "
+                "n_group; take the model's config.json"
             )
         if self.num_experts * self.num_layers > _MOST_EXPERTS:
             raise ConfigError(
@@ -364,7 +395,26 @@ def _has(switch: Switch, raw: Mapping[str, Any], key: str) -> bool:
 def _dense_layers(raw: Mapping[str, Any], num_layers: int) -> frozenset[int]:
     """Return the layers of an MoE model that have no experts."""
     step, named = _or(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
-    return frozenset(i for i in range(num_layers) if i in named or (i + 1) % step)
+    first = _or(raw, "first_k_dense_replace", 0)
+    return frozenset(i for i in range(num_layers) if i < first or i in named or (i + 1) % step)
+
+
+def _router(raw: Mapping[str, Any], arch: Architecture, where: str) -> dict[str, Any]:
+    """Return the fields of `HFConfig` for routers and shared experts."""
+    if arch.router == "softmax":
+        return {"norm_topk_prob": bool(raw.get("norm_topk_prob", False))}
+    for key in _SIGMOID_KEYS:
+        if key not in raw:
+            raise ConfigError(f"{where}: `{key}` is missing; take the model's config.json")
+    groups = _or(raw, "n_group", 1)
+    return {
+        "has_expert_bias": True,
+        "norm_topk_prob": True,
+        "routing_scale": float(_or(raw, "routed_scaling_factor", 1.0)),
+        "expert_groups": groups,
+        "groups_per_token": _or(raw, "topk_group", 1) if groups > 1 else 1,
+        "shared_intermediate_size": _or(raw, "n_shared_experts", 0) * raw["moe_intermediate_size"],
+    }
 
 
 def _refuse_unsupported(raw: dict[str, Any], arch: Architecture, where: str) -> None:
@@ -376,6 +426,9 @@ def _refuse_unsupported(raw: dict[str, Any], arch: Architecture, where: str) -> 
         # In Qwen2, query, key and value always have a bias, whatever `attention_bias` says.
         "attention_bias": arch.qkv_bias == "never" and bool(raw.get("attention_bias")),
         "mlp_bias": bool(raw.get("mlp_bias")),
+        "norm_topk_prob": arch.router == "sigmoid" and raw.get("norm_topk_prob") is False,
+        "scoring_func": _or(raw, "scoring_func", arch.router) != arch.router,
+        "topk_method": _or(raw, "topk_method", "noaux_tc") != "noaux_tc",
         "layer_types": not kinds.issuperset(raw.get("layer_types") or ()),
         "quantization_config": raw.get("quantization_config") is not None,
     }

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
-from rlcore.hf.names import EMBED, HEAD, NORM, expected, layer_prefix
+from rlcore.hf.names import EMBED, EXPERT_BIAS, HEAD, NORM, expected, layer_prefix
 from rlcore.hf.quantize import (
     Quantize,
     format_of,
@@ -111,6 +111,8 @@ class Layer:
     gate_up: Tensor  # [hidden, 2 inner], or [E, 2 inner, hidden]
     down: Tensor  # [inner, hidden], or [E, hidden, inner]
     router: Tensor | None = None  # [hidden, E]
+    expert_bias: Tensor | None = None  # [E]
+    shared: tuple[Tensor, Tensor] | None = None  # gate and up, and down, of the shared experts
 
 
 @dataclass(slots=True)
@@ -202,7 +204,7 @@ def make_layer(
     views["input_layernorm.weight"] = norm1
     views["post_attention_layernorm.weight"] = norm2
     views["self_attn.o_proj.weight"] = out.T
-    router = None
+    router, expert_bias, shared = None, None, None
     if hf.has_experts(number):
         inner = hf.moe_intermediate_size
         router = matrix(hidden, hf.num_experts)
@@ -214,13 +216,26 @@ def make_layer(
             views[f"{name}gate_proj.weight"] = gate_up[expert, :inner]
             views[f"{name}up_proj.weight"] = gate_up[expert, inner:]
             views[f"{name}down_proj.weight"] = down[expert]
+        if hf.has_expert_bias:
+            views[EXPERT_BIAS] = expert_bias = float32(new, hf.num_experts)
+        if inner := hf.shared_intermediate_size:
+            shared = matrix(hidden, 2 * inner), matrix(inner, hidden)
+            views["mlp.shared_experts.gate_proj.weight"] = shared[0].T[:inner]
+            views["mlp.shared_experts.up_proj.weight"] = shared[0].T[inner:]
+            views["mlp.shared_experts.down_proj.weight"] = shared[1].T
     else:
         inner = hf.intermediate_size
         gate_up, down = matrix(hidden, 2 * inner), matrix(inner, hidden)
         views["mlp.gate_proj.weight"] = gate_up.T[:inner]
         views["mlp.up_proj.weight"] = gate_up.T[inner:]
         views["mlp.down_proj.weight"] = down.T
-    return Layer(norm1, qkv, bias, qk_norm, out, norm2, gate_up, down, router), views
+    made = Layer(norm1, qkv, bias, qk_norm, out, norm2, gate_up, down, router, expert_bias, shared)
+    return made, views
+
+
+def float32(new: _New, count: int) -> Tensor:
+    """Make a float32 tensor [count] in memory from `new`, whose dtype has at least 16 bits."""
+    return new(2 * count).view(torch.float32)[:count]
 
 
 class CausalLM:
@@ -403,9 +418,10 @@ class CausalLM:
             h = rms_norm(x, layer.norm2, hf.rms_norm_eps)
             if layer.router is not None:
                 x = x + self._experts(h, layer, number)
+                if layer.shared is not None:
+                    x = self._mlp(x, h, *layer.shared)
                 continue
-            gate, up = (self._input(h) @ layer.gate_up).chunk(2, -1)
-            x = torch.addmm(x, self._input(F.silu(gate).mul_(up)), layer.down)
+            x = self._mlp(x, h, layer.gate_up, layer.down)
         return x if place is not None else x.view(rows, new, hf.hidden_size)
 
     @property
@@ -500,16 +516,34 @@ class CausalLM:
         )
         return mixed.permute(0, 3, 1, 2, 4).reshape(rows * new, heads * dim)
 
+    def _route(self, h: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+        """Return scores and indices of the chosen experts, [N, k] each."""
+        hf = self.hf
+        assert layer.router is not None
+        wide = torch.promote_types(h.dtype, torch.float32)
+        if layer.expert_bias is None:
+            return (h @ layer.router).to(wide).softmax(-1).topk(hf.experts_per_token, -1)
+        scores = (h.to(wide) @ layer.router.to(wide)).sigmoid()
+        choice = scores + layer.expert_bias
+        if hf.expert_groups > 1:
+            choice = best_groups(choice, hf.expert_groups, hf.groups_per_token)
+        chosen = choice.topk(hf.experts_per_token, -1).indices
+        return scores.gather(-1, chosen), chosen
+
+    def _mlp(self, x: Tensor, h: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Return x [T, hidden] plus the MLP of h."""
+        gate, up = (self._input(h) @ gate_up).chunk(2, -1)
+        return torch.addmm(x, self._input(F.silu(gate).mul_(up)), down)
+
     def _experts(self, h: Tensor, layer: Layer, number: int) -> Tensor:
         """Sort the tokens by expert and compute the mixture with one matrix product per expert."""
         hf = self.hf
-        assert layer.router is not None
-        scores = (h @ layer.router).to(torch.promote_types(h.dtype, torch.float32)).softmax(-1)
-        weight, chosen = scores.topk(hf.experts_per_token, -1)  # [N, k]
+        weight, chosen = self._route(h, layer)
         if self._records_routes:
             self._routes[:, number] = chosen
         if hf.norm_topk_prob:
             weight = weight / weight.sum(-1, keepdim=True)
+        weight = weight * hf.routing_scale
         order = chosen.flatten().argsort(stable=True)
         token = order // hf.experts_per_token
         ends = torch.bincount(chosen.flatten(), minlength=hf.num_experts).cumsum(0)
@@ -519,6 +553,16 @@ class CausalLM:
         # Restore the token order before the sum: adding by index has no fixed order on a GPU.
         mixed = torch.empty_like(out).index_copy_(0, order, out)
         return mixed.view(len(h), hf.experts_per_token, -1).sum(1)
+
+
+def best_groups(scores: Tensor, groups: int, wanted: int) -> Tensor:
+    """Return scores [N, E] with -inf for experts outside of each token's `wanted` best groups, by
+    the sum of their two best experts (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
+    grouped = scores.unflatten(-1, (groups, -1))
+    best = grouped.topk(2, -1).values.sum(-1).topk(wanted, -1).indices
+    out = torch.full_like(grouped, -math.inf)
+    index = best.unsqueeze(-1).expand(-1, -1, grouped.shape[-1])
+    return out.scatter_(1, index, grouped.gather(1, index)).flatten(1)
 
 
 def place(view: Tensor, tensor: Tensor) -> None:

@@ -1,7 +1,7 @@
 """List names and shapes of all tensors of a model on disk, in one fixed order.
 
 Order: embedding, layers by number, final norm, lm_head (absent if tied); inside a layer, the order
-of `layer_shapes`. Qwen3-MoE has one tensor per expert and projection, as in transformers.
+of `layer_shapes`. Experts have one tensor per projection each, as in transformers.
 """
 
 import math
@@ -13,6 +13,8 @@ Shape = tuple[int, ...]
 EMBED = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+EXPERT_BIAS = "mlp.gate.e_score_correction_bias"
+"""Bias of a router's choice: float32 in a model of any dtype."""
 
 
 def layer_prefix(layer: int) -> str:
@@ -38,8 +40,12 @@ def layer_shapes(hf: HFConfig, layer: int) -> dict[str, Shape]:
     if not hf.has_experts(layer):
         return shapes | _mlp("mlp.", hidden, hf.intermediate_size)
     shapes["mlp.gate.weight"] = (hf.num_experts, hidden)
+    if hf.has_expert_bias:
+        shapes[EXPERT_BIAS] = (hf.num_experts,)
     for expert in range(hf.num_experts):
         shapes |= _mlp(f"mlp.experts.{expert}.", hidden, hf.moe_intermediate_size)
+    if hf.shared_intermediate_size:
+        shapes |= _mlp("mlp.shared_experts.", hidden, hf.shared_intermediate_size)
     return shapes
 
 

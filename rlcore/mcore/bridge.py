@@ -29,12 +29,12 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from rlcore.config.schema import LoraConfig
 from rlcore.hf import lora as peft
 from rlcore.hf.config import HFConfig
-from rlcore.hf.names import EMBED, HEAD, NORM, Shape, expected, layer_prefix
+from rlcore.hf.names import EMBED, EXPERT_BIAS, HEAD, NORM, Shape, expected, layer_prefix
 from rlcore.hf.weights import Index, WeightReader
 from rlcore.mcore import compat
 from rlcore.mcore.layout import ParallelLayout
@@ -44,6 +44,9 @@ from rlcore.utils.seed import derive
 
 BUNDLE_BYTES = 256 << 20
 """Maximum bytes of a bundle (weights exported at once); a larger parameter is its own bundle."""
+
+BIAS_BUFFER = "mlp.router.expert_bias"
+"""Megatron's name of a router's bias, without the layer."""
 
 Kind = Literal["copy", "vocab", "columns", "rows", "qkv", "gate_up"]
 
@@ -59,6 +62,11 @@ class ParamPiece:
     layer: int
     """Index of the parameter's layer; -1: before the first layer; `num_layers`: after the last."""
     expert: int = -1
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is no parameter but a float32 buffer: a router's bias."""
+        return self.name.endswith(BIAS_BUFFER)
 
 
 class TensorSource(Protocol):
@@ -219,12 +227,19 @@ def _layer_pieces(hf: HFConfig, layer: int) -> list[ParamPiece]:
         found.append(piece("mlp.linear_fc2.weight", ["mlp.down_proj.weight"], "columns"))
         return found
     found.append(piece("mlp.router.weight", ["mlp.gate.weight"], "copy"))
+    if hf.has_expert_bias:
+        found.append(piece(BIAS_BUFFER, [EXPERT_BIAS], "copy"))
     for e in range(hf.num_experts):
         name = f"mlp.experts.{e}."
         gate_up = [f"{name}gate_proj.weight", f"{name}up_proj.weight"]
         down = [f"{name}down_proj.weight"]
         found.append(piece(f"{name}linear_fc1.weight", gate_up, "gate_up", e))
         found.append(piece(f"{name}linear_fc2.weight", down, "copy", e))
+    if hf.shared_intermediate_size:
+        name = "mlp.shared_experts."
+        gate_up = [f"{name}gate_proj.weight", f"{name}up_proj.weight"]
+        found.append(piece(f"{name}linear_fc1.weight", gate_up, "gate_up"))
+        found.append(piece(f"{name}linear_fc2.weight", [f"{name}down_proj.weight"], "columns"))
     return found
 
 
@@ -247,15 +262,18 @@ def adapter_pieces(hf: HFConfig, lora: LoraConfig) -> list[ParamPiece]:
 
 def _parameters(
     models: Sequence[Module], hf: HFConfig, layout: ParallelLayout, *, adapters: bool = False
-) -> dict[str, Parameter]:
-    """Return this rank's parameters by the name in `ParamPiece`: those of adapters, or all
-    others."""
-    return {
-        name: param
-        for model, whole_name in _chunks(models, hf, layout)
-        for name, param in ((whole_name(n), p) for n, p in model.named_parameters())
-        if (f"{SUFFIX}." in name) == adapters
-    }
+) -> dict[str, Tensor]:
+    """Return this rank's parameters by the name in `ParamPiece`: those of adapters, or all others
+    and the biases of routers."""
+    found: dict[str, Tensor] = {}
+    for model, whole_name in _chunks(models, hf, layout):
+        for name, param in model.named_parameters():
+            if (f"{SUFFIX}." in name) == adapters:
+                found[whole_name(name)] = param
+        for name, buffer in model.named_buffers():
+            if name.endswith(BIAS_BUFFER) and not adapters:
+                found[whole_name(name)] = buffer
+    return found
 
 
 class _MergedWeights(Mapping[str, Tensor]):
@@ -273,7 +291,10 @@ class _MergedWeights(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = self._params[name].detach().to(self._dtype)
+        weight = self._params[name].detach()
+        if name.endswith(BIAS_BUFFER):
+            return weight
+        weight = weight.to(self._dtype)
         adapter = self._adapters.get(name)
         return weight if adapter is None else adapter.merged(weight)
 
@@ -325,7 +346,7 @@ def _fill_weights(
 
 
 def _fill(
-    params: Mapping[str, Parameter],
+    params: Mapping[str, Tensor],
     todo: Sequence[ParamPiece],
     hf: HFConfig,
     layout: ParallelLayout,
@@ -410,7 +431,7 @@ class RandomWeights:
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
             return torch.ones(shape)[index]
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             return torch.zeros(shape)[index]
         generator = torch.Generator().manual_seed(derive(self._seed, name))
         return torch.empty(shape).normal_(0.0, self._std, generator=generator)[index]
@@ -486,7 +507,10 @@ def _bundles(
     size = 0
     for piece in todo:
         more = sum(math.prod(shapes[name]) for name in piece.tensors) * element_size
-        same = bundle and _owner(bundle[0], hf, layout) == _owner(piece, hf, layout)
+        same = bundle and (
+            _owner(bundle[0], hf, layout) == _owner(piece, hf, layout)
+            and bundle[0].is_buffer == piece.is_buffer  # of one dtype
+        )
         if bundle and not (same and size + more <= BUNDLE_BYTES):
             yield bundle
             bundle, size = [], 0
@@ -515,7 +539,8 @@ def _export(
     shapes: Sequence[Shape],
     like: Tensor,
 ) -> list[Tensor]:
-    """Return a bundle's tensors in full on every rank, with dtype and device of `like`."""
+    """Return a bundle's tensors in full on every rank, with dtype and device of `like`; biases of
+    routers are float32."""
     stage, expert_rank = _owner(bundle[0], hf, layout)
     here = layout.pp_rank == stage
     owner = here and expert_rank in (-1, layout.ep_rank)
@@ -524,7 +549,8 @@ def _export(
     if layout.pp == 1 and not over_ep:
         return full
     sizes = [math.prod(shape) for shape in shapes]
-    flat = _flat(full) if owner else like.new_empty(sum(sizes))
+    dtype = torch.float32 if bundle[0].is_buffer else like.dtype
+    flat = _flat(full) if owner else like.new_empty(sum(sizes), dtype=dtype)
     if over_ep and here:
         dist.broadcast(flat, group=_group("expert_model"), group_src=expert_rank)
     if layout.pp > 1:

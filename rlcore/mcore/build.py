@@ -126,11 +126,24 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
             "moe_router_topk": hf.experts_per_token,
             "moe_ffn_hidden_size": hf.moe_intermediate_size,
             "moe_router_pre_softmax": not hf.norm_topk_prob,
+            "moe_shared_expert_intermediate_size": hf.shared_intermediate_size or None,
             "moe_router_dtype": "fp32" if dtype is not torch.float64 else "fp64",
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
+            "moe_router_bias_update_rate": 0.0,  # balance.py updates biases
             "moe_grouped_gemm": not local,
             "moe_permute_fusion": False,
+        }
+    if hf.has_expert_bias:
+        settings |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": hf.routing_scale,
+        }
+    if hf.expert_groups > 1:
+        settings |= {
+            "moe_router_num_groups": hf.expert_groups,
+            "moe_router_group_topk": hf.groups_per_token,
         }
     return TransformerConfig(**settings)
 
@@ -208,6 +221,8 @@ def _local_spec(
             mlp.experts.submodules.activation_func = SwiGLU
         else:
             mlp.activation_func = SwiGLU
+        if has_experts and config.moe_shared_expert_intermediate_size:
+            mlp.shared_experts.submodules.activation_func = SwiGLU
     return layer
 
 

@@ -25,6 +25,8 @@ def check(
         ConfigError: a setting is not supported; the text names the key, its value and what to do.
     """
     check_model(hf, train)
+    if hf.has_expert_bias:
+        _check_router(hf)
     if lora.rank:
         _check_adapters(hf, train, lora)
     cuda = torch.cuda.is_available()
@@ -33,11 +35,15 @@ def check(
             "--model.dtype float64: Megatron's distributed optimizer keeps fp32 states; "
             "use --no-train.distributed_optimizer or another dtype"
         )
-    if train.moe_aux_loss_coef:
-        raise ConfigError(
-            f"--train.moe_aux_loss_coef {train.moe_aux_loss_coef}: normalisation of the "
-            "load-balancing loss is not implemented; set it to 0"
-        )
+    for name in ("moe_aux_loss_coef", "moe_z_loss_coef", "moe_bias_update_rate"):
+        value = getattr(train, name)
+        if value and not hf.num_experts:
+            raise ConfigError(f"--train.{name} {value:g}: the model has no experts; leave it at 0")
+        if value and lora.rank:
+            raise ConfigError(
+                f"--train.{name} {value:g}: with --lora.rank the routers are not trained; leave it "
+                "at 0"
+            )
     if train.transformer_impl == "te":
         if not cuda or importlib.util.find_spec("transformer_engine") is None:
             raise ConfigError(
@@ -56,6 +62,21 @@ def check(
         raise ConfigError(
             "--train.apex True: Apex' extension fused_weight_gradient_mlp_cuda is not installed; "
             "build it with tools/setup.sh --apex or leave --train.apex off"
+        )
+
+
+def _check_router(hf: HFConfig) -> None:
+    """Check that Megatron's router with sigmoids computes what the model's does."""
+    if hf.experts_per_token == 1:
+        raise ConfigError(
+            "--model.path: num_experts_per_tok 1: Megatron does not divide the score of one expert "
+            "by itself; use a model with 2 experts per token or more"
+        )
+    if hf.expert_groups > 1 and hf.experts_per_token // hf.groups_per_token != 2:
+        raise ConfigError(
+            f"--model.path: num_experts_per_tok {hf.experts_per_token} with topk_group "
+            f"{hf.groups_per_token}: the model scores a group of experts by its best two, Megatron "
+            "by as many as are taken of each group; use a model that takes 2 of each group"
         )
 
 

@@ -6,9 +6,10 @@
 Each rank writes the part of the optimizer that it owns, so nothing is gathered and no tensor is
 written twice. A file entry is a rectangle of a whole tensor. Its name has the kind of value
 (`param`, `exp_avg` or `exp_avg_sq`), the parameter and the rectangle's offset, as in
-`exp_avg/decoder.layers.mlp.linear_fc2.weight@3,0,512`. Under any layout, a rank loads the entries
-that overlap its rectangles. Weights are not stored, because they are the rounded main parameters;
-neither are weights that are not trained, as beside adapters.
+`exp_avg/decoder.layers.mlp.linear_fc2.weight@3,0,512`. Buffers, such as a router's expert bias,
+have the kind `buffer`. Under any layout, a rank loads the entries that overlap its rectangles.
+Weights are not stored, because they are the rounded main parameters; neither are weights that are
+not trained, as beside adapters.
 
 Own code instead of Megatron's `dist_checkpointing`: the one format of 0.16 that loads correctly
 gathers a whole tensor-parallel partition in float32 on the GPU, and its index is a pickle.
@@ -69,10 +70,11 @@ class _Index(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Rectangle of a main parameter or moment that this rank holds as consecutive values."""
+    """Rectangle of a main parameter, a moment or a buffer: consecutive values on this rank."""
 
     name: str
-    """Kind of value (`param`, `exp_avg` or `exp_avg_sq`), a slash, and the parameter's name."""
+    """Kind of value (`param`, `exp_avg`, `exp_avg_sq` or `buffer`), a slash, and the tensor's
+    name."""
     box: Box
     values: Tensor
     """The rectangle's values, as a 1-D view of the rank's own tensor."""
@@ -294,7 +296,7 @@ def read_index(path: Path, head: str = "lm", adapters: str = "") -> tuple[dict[s
 
 
 def _pieces(models: Sequence[Any], optimizer: Any) -> list[Piece]:
-    """Return this rank's main parameters and moments as rectangles of whole tensors."""
+    """Return this rank's main parameters, moments and buffers as rectangles of whole tensors."""
     fill_empty_states(optimizer)
     sharded = _sharded(models)
     found = []
@@ -303,9 +305,9 @@ def _pieces(models: Sequence[Any], optimizer: Any) -> list[Piece]:
             # A leaf is a part of the parameter; `start` is the index of the leaf's first value.
             start = leaf.data.storage_offset() - param.data.storage_offset()
             low, high = max(start, first), min(start + leaf.data.numel(), first + _size(tensors))
-            replica = leaf.replica_id if isinstance(leaf.replica_id, tuple) else (leaf.replica_id,)
+            replica = _replica(leaf)
             is_saved = not any(replica[:-1] if is_shared else replica)
-            around = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
+            around = _shape(leaf)
             for box, at in boxes(around, low - start, high - start):
                 offset = tuple(map(sum, zip(leaf.global_offset, box.offset, strict=True)))
                 place = slice(start + at - first, start + at - first + box.numel)
@@ -319,11 +321,34 @@ def _pieces(models: Sequence[Any], optimizer: Any) -> list[Piece]:
                     )
                     for kind, tensor in tensors.items()
                 ]
+    for key, leaves in sharded.items():
+        if not isinstance(key, torch.nn.Parameter):
+            found += [_buffer(leaf) for leaf in leaves]
     return found
 
 
+def _buffer(leaf: ShardedTensor) -> Piece:
+    return Piece(
+        name=f"buffer/{leaf.key}",
+        box=Box(tuple(leaf.global_offset), _shape(leaf)),
+        values=leaf.data.detach().view(-1),
+        is_saved=not any(_replica(leaf)),
+        may_lack=False,
+    )
+
+
+def _shape(leaf: ShardedTensor) -> tuple[int, ...]:
+    """Return the shape of a leaf in the whole tensor, with leading axes such as the layer's."""
+    return (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
+
+
+def _replica(leaf: ShardedTensor) -> tuple[int, ...]:
+    """Return the numbers of this rank's copy of a leaf; the first copy has zeros."""
+    return leaf.replica_id if isinstance(leaf.replica_id, tuple) else (leaf.replica_id,)
+
+
 def _sharded(models: Sequence[Any]) -> dict[Tensor, list[ShardedTensor]]:
-    """Return the parts of each parameter with their positions in the whole model."""
+    """Return the parts of each parameter and buffer with their positions in the whole model."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     found: dict[Tensor, list[ShardedTensor]] = {}
     for model in models:
@@ -333,8 +358,6 @@ def _sharded(models: Sequence[Any]) -> dict[Tensor, list[ShardedTensor]]:
                 found[entry.data] = list(nested_values(entry.build()))
             elif isinstance(entry, ShardedTensor):  # others: extra states, empty without FP8
                 found[entry.data] = [entry]
-    if buffers := [key for key in found if not isinstance(key, torch.nn.Parameter)]:
-        raise NotImplementedError(f"checkpoint: {len(buffers)} saved tensors are no parameters")
     return found
 
 

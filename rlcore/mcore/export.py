@@ -16,7 +16,7 @@ from rlcore.hf import lora as peft
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected
 from rlcore.mcore.boxes import Box
-from rlcore.mcore.bridge import TensorSource, adapter_pieces, pieces, split
+from rlcore.mcore.bridge import BIAS_BUFFER, TensorSource, adapter_pieces, pieces, split
 from rlcore.mcore.checkpoint import Piece, Shards, read_index
 from rlcore.utils.errors import ConfigError
 
@@ -63,7 +63,9 @@ def read(
                     strict=True,
                 )
                 continue
-            whole = _read(shards, piece.name, (sum(s[0] for s in some), *some[0][1:])).to(dtype)
+            whole = _read(shards, piece.name, (sum(s[0] for s in some), *some[0][1:]))
+            if not piece.is_buffer:
+                whole = whole.to(dtype)
             yield from zip(piece.tensors, split(piece, [whole], hf), strict=True)
 
 
@@ -116,7 +118,8 @@ def _read(shards: Shards, name: str, shape: tuple[int, ...]) -> Tensor:
     key, index = place_of(name)
     box = Box(index + (0,) * len(shape), (1,) * len(index) + shape)
     values = torch.empty(box.numel)
-    shards.read(Piece(name=f"param/{key}", box=box, values=values, is_saved=False, may_lack=False))
+    kind = "buffer" if name.endswith(BIAS_BUFFER) else "param"
+    shards.read(Piece(name=f"{kind}/{key}", box=box, values=values, is_saved=False, may_lack=False))
     return values.view(shape)
 
 

@@ -199,6 +199,11 @@ def check_model(hf: HFConfig, train: TrainConfig) -> None:
             f"--train.tp {train.tp}: must divide the model's MLP width {hf.intermediate_size}; "
             f"take a divisor of {hf.intermediate_size}"
         )
+    if hf.shared_intermediate_size % train.tp:
+        raise ConfigError(
+            f"--train.tp {train.tp}: must divide the width {hf.shared_intermediate_size} of the "
+            f"model's shared experts; take a divisor of {hf.shared_intermediate_size}"
+        )
     stages = train.pp * train.vpp
     if train.pp_layers and sum(train.pp_layers) != hf.num_layers:
         raise ConfigError(

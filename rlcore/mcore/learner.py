@@ -37,6 +37,7 @@ from rlcore.config.schema import NO_ADAPTERS, ClusterConfig, LoraConfig, ModelCo
 from rlcore.hf import lora as peft
 from rlcore.hf.config import HFConfig
 from rlcore.mcore import adam, bridge, checkpoint, compat, flash, inputs, parallel
+from rlcore.mcore.balance import ExpertBalance
 from rlcore.mcore.build import Head, build, dtype_of
 from rlcore.mcore.check import check, check_replay
 from rlcore.mcore.head import LateHead
@@ -143,6 +144,11 @@ class MegatronLearner:
         )
         chunks = build(hf, model, train, self.layout, self.device, self.head, self.lora)
         self._config = chunks[0].config
+        if train.moe_bias_update_rate and not self._config.moe_router_enable_expert_bias:
+            raise ConfigError(
+                f"--train.moe_bias_update_rate {train.moe_bias_update_rate:g}: the model's routers "
+                "have no expert bias; leave it at 0, or use --train.moe_aux_loss_coef"
+            )
         self._routing: RoutingReplay | None = None
         if replays_routing:
             self._routing = RoutingReplay(
@@ -154,6 +160,9 @@ class MegatronLearner:
                 sequence_parallel=self._config.sequence_parallel,
             )
         whole = self.head == "lm"
+        self._balance: ExpertBalance | None = None
+        if hf.num_experts and whole:
+            self._balance = ExpertBalance(chunks, hf, train, self.layout, self.device)
         if model.random_init:
             bridge.init_random(chunks, hf, self.layout, seed, head=whole)
         else:
@@ -174,8 +183,11 @@ class MegatronLearner:
         self._optimizer = self._make_optimizer(dtype_of(model))
         self._reference: BaseModel | ReferenceModel | None = None
         if keep_reference:
+            biases = self._balance.biases() if self._balance is not None else ()
             self._reference = (
-                BaseModel(chunks) if self.lora.rank else ReferenceModel(self._parameters())
+                BaseModel(chunks)
+                if self.lora.rank
+                else ReferenceModel([*self._parameters(), *biases])
             )
         kernel = None
         if own_attention:
@@ -196,6 +208,7 @@ class MegatronLearner:
             flash=kernel,
             padded=own_attention,
             share_prefix=self._shares_prefix,
+            counts_tokens=self._balance is not None,
         )
         self._sums: dict[str, Tensor] = {}
         self._kept = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -328,6 +341,17 @@ class MegatronLearner:
         self._must_be_here("values", "weights")
         return self._per_token(batch, self._value)
 
+    def begin_update(self, num_tokens: int, normaliser: float) -> None:
+        """Announce the number of tokens that this data-parallel rank will accumulate, and the
+        normaliser of `apply`. Losses of routers need both before `accumulate`; without such losses
+        the call does nothing. Collective over the train ranks."""
+        if self._balance is None or not self._balance.has_losses:
+            return
+        total = torch.tensor(num_tokens if self.layout.is_leader else 0, device=self.device)
+        if self.layout.world_size > 1:
+            dist.all_reduce(total)
+        self._balance.begin_update(int(total), normaliser)
+
     def accumulate(self, batch: Batch, loss: Loss | ValueLoss) -> None:
         """Add the gradient of sum(loss per token * mask * weight). Collective over the
         model-parallel group; with expert parallelism, over all model-parallel groups that share
@@ -388,6 +412,8 @@ class MegatronLearner:
         self.updates += 1
         if finite:
             self.version += 1
+            if self._balance is not None:
+                self._balance.update()
         else:
             log.warning(
                 "%s: update %d is skipped; its loss is %g, its gradient norm %g",
@@ -514,10 +540,13 @@ class MegatronLearner:
             Path(path), self._models, self._optimizer, head=self.head, adapters=adapters
         )
         self.version, self.updates = state["version"], state["updates"]
+        if self._balance is not None:
+            self._balance.load(state.get("expert_tokens"))
 
     def _state(self) -> dict[str, Any]:
         counters = {"version": self.version, "updates": self.updates, "head": self.head}
-        return counters | {"lora": peft.summary(self.lora)}
+        tokens = None if self._balance is None else self._balance.state()
+        return counters | {"lora": peft.summary(self.lora), "expert_tokens": tokens}
 
     def close(self) -> None:
         """Leave the process groups; the last learner of the process releases them. Idempotent."""
@@ -574,14 +603,18 @@ class MegatronLearner:
     ) -> None:
         """Run Megatron's pipeline schedule over the micro-batches; `function(micro, logits)`
         returns a micro-batch's loss. `records`: keep what the routers choose."""
-        routing = self._routing
+        routing, balance = self._routing, self._balance
         if routing is not None:
             routing.start(forward_only=forward_only, records=records)
+        if balance is not None:
+            balance.start()
 
         def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable]:
             micro = next(iterator)
             if routing is not None:
                 routing.begin(micro, is_first=model is self._models[0])
+            if balance is not None and not forward_only:
+                balance.begin(micro)
             logits = model(micro.tokens, micro.positions, None, packed_seq_params=micro.packed)
             return logits, partial(function, micro)
 
@@ -850,11 +883,17 @@ class MegatronLearner:
         more = [self._kept.new_full((), n, dtype=torch.float64) for n in numbers]
         if self._routing is not None:
             more += self._routing.rerouted().to(self.device)
+        figures = len(names) + len(more)
         sums = torch.stack([*(self._sums[name] for name in names), *more])
+        if self._balance is not None:
+            sums = torch.cat([sums, self._balance.sums()])
         if self.layout.world_size > 1:
             dist.all_reduce(sums)
+        balance = {}
+        if self._balance is not None:
+            balance = self._balance.measure(sums[figures:], normaliser)
         self._forget_sums()
-        values = sums.tolist()
+        values = sums[:figures].tolist()
         tokens, computed, *routes = values[len(names) :]
         total = dict(zip(names, values[: len(names)], strict=True))
         loss, count = total.pop("loss"), total.pop("count")
@@ -864,7 +903,7 @@ class MegatronLearner:
             found[f"{self._role}/shared_tokens"] = 1 - computed / max(tokens, 1)
         if routes and routes[1]:
             found[f"{self._role}/rerouted"] = routes[0] / routes[1]
-        return found
+        return found | balance
 
     def _forget_sums(self) -> None:
         """Drop what `accumulate` has counted for the metrics."""
@@ -872,6 +911,8 @@ class MegatronLearner:
         self._tokens = self._computed = 0
         if self._routing is not None:
             self._routing.rerouted()
+        if self._balance is not None:
+            self._balance.forget()
 
     # ---- tensors that can be offloaded
 

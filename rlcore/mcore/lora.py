@@ -172,6 +172,8 @@ def attach(chunk: Any, hf: HFConfig, lora: LoraConfig, *, recompute: bool) -> No
         mlps = [layer.mlp]
         if isinstance(layer.mlp, MoELayer):
             mlps = [*layer.mlp.experts.local_experts] if lora.experts else []
+            if hf.shared_intermediate_size:
+                mlps.append(layer.mlp.shared_experts)
         for parent in (layer.self_attention, *mlps):
             for name, projections in FUSED.items():
                 if hasattr(parent, name) and not set(projections).isdisjoint(lora.targets):

@@ -41,6 +41,7 @@ class MicroBatch:
     predicted: Tensor  # [T] bool: False for the first token of each sequence
     sequence: Tensor  # [T] int64 index of the token's sequence
     routes: Tensor | None = None  # [L, layers * K] int16 experts of each row; -1: not known
+    shared_by: Tensor | None = None  # [L] int32 sequences with the token of each row; padding: 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +78,12 @@ class Cutter:
         flash: Kernel | None = None,
         padded: bool = True,
         share_prefix: bool = False,
+        counts_tokens: bool = False,
     ) -> None:
         """`flash` and `padded`: see `attention.plan`. `share_prefix`: whether common prefixes of
-        sequences are computed once."""
+        sequences are computed once. `counts_tokens`: whether micro-batches have `shared_by`."""
         self._layout, self._flash, self._padded = layout, flash, padded
-        self._share_prefix = share_prefix
+        self._share_prefix, self._counts_tokens = share_prefix, counts_tokens
         self._fill = layout.tp if sequence_parallel else 1
         self._device, self._budget = device, budget
         wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -169,10 +171,14 @@ class Cutter:
             known = batch.routes[:, 0] >= 0
             routes = batch.routes.new_full((total, batch.routes.size(1)), -1)
             routes[place[known]] = batch.routes[known]
+        shared_by = None
+        if self._counts_tokens:
+            shared_by = torch.bincount(place, minlength=total).int()
         index, positions = attention.local_positions(full, layout.cp, layout.cp_rank, tree)
         if layout.cp > 1:
             inputs, targets = inputs[index], targets[index]
             routes = None if routes is None else routes[index]
+            shared_by = None if shared_by is None else shared_by[index]
         cu = cumulative(full)
         packed = Packed(
             qkv_format="thd",
@@ -200,6 +206,7 @@ class Cutter:
             predicted=predicted,
             sequence=sequence,
             routes=routes,
+            shared_by=shared_by,
         )
 
     def _with_rope(self, micro: MicroBatch) -> MicroBatch:

@@ -107,7 +107,10 @@ METRICS = [
     Metric("actor/shared_tokens", "", "share of an update's tokens that are not computed again"),
     Metric("actor/skipped", "updates", "actor updates skipped: loss or gradient not finite"),
     Metric("actor/updates", "updates", "optimizer steps of the actor in this step"),
-    Metric("actor/moe_aux_loss", "", "load-balancing loss of MoE models"),
+    Metric("actor/expert_load_max", "", "tokens of the busiest expert / its layer's mean, largest"),
+    Metric("actor/moe_aux_loss", "", "load-balancing loss, mean over layers; 1: equal loads"),
+    Metric("actor/moe_z_loss", "", "mean squared logsumexp of router logits, mean over layers"),
+    Metric("actor/unused_experts", "", "share of experts, over all layers, without any token"),
     Metric("algo/<name>", "", "algorithm-specific metric, mean over trained tokens"),
     # sampler compared with learner
     Metric("rollout_corr/kl", "nats", "k1 estimate of KL(sampler || learner)"),

@@ -55,6 +55,11 @@ PANELS = (
         log=True,
     ),
     Panel(
+        title="Load of experts",
+        unit="tokens of the busiest expert / mean",
+        lines={"": "actor/expert_load_max"},
+    ),
+    Panel(
         title="Age of trained tokens",
         unit="policy versions",
         lines={

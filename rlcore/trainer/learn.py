@@ -57,12 +57,25 @@ def update_actor(
             objective.stop_watching()
         for u, batch in enumerate(batches):
             if lengths := todo.lengths(u):
+                parts = further[u : u + 1]
+                begin_update(run, lengths, batch, parts)  # collective over the train ranks
                 run.learner.accumulate(batch, objective)
-                if further:
-                    lengths += accumulate_demonstrations(run, further[u])
+                for part in parts:
+                    lengths += accumulate_demonstrations(run, part)
                 step_actor(run, lengths, objective)  # collective over the train ranks
                 run.spans.alive()
     conclude(run, todo, objective, kl_scale)  # collective over the train ranks
+
+
+def begin_update(
+    run: Run, lengths: Sequence[int], batch: Batch, parts: Sequence[DemonstrationBatch]
+) -> None:
+    """Announce an update to the learner: its tokens on this rank, and its normaliser if the loss
+    rejects no tokens. `lengths`: as in `step_actor`, without the demonstrations `parts`."""
+    every = [*lengths, *(n for part in parts for n in part.lengths)]
+    n = reduce.normaliser(run.cfg.algo.loss_agg_mode, sum(every), len(every))
+    num_tokens = batch.num_tokens + sum(part.batch.num_tokens for part in parts)
+    run.learner.begin_update(num_tokens, n)
 
 
 def make_objective(run: Run, correction_mean: float, kl_scale: float) -> Objective:

@@ -293,6 +293,7 @@ def _activations(
         sent = hf.experts_per_token * whole
         forward = kept + 5 * sent * hf.hidden_size
         kept += sent * (hf.hidden_size + 4 * hf.moe_intermediate_size)
+        kept += 3 * hf.shared_intermediate_size / tp
         backward = kept + 5 * sent * hf.hidden_size
     else:
         kept += 3 * hf.intermediate_size / tp
@@ -388,6 +389,7 @@ def engine_work_bytes(cfg: Config, hf: HFConfig) -> int:
     """Estimate an engine's temporary bytes: a prefill, and a decode step's logits and sampling."""
     r, size = cfg.rollout, ITEMSIZE[rules.engine_dtype(cfg)]
     inner = hf.experts_per_token * hf.moe_intermediate_size or hf.intermediate_size
+    inner += hf.shared_intermediate_size
     per_token = 4 * hf.hidden_size + 3 * inner // r.tp + 2 * hf.num_heads * hf.head_dim // r.tp
     rows = min(PREFILL_TOKENS[r.engine], r.max_running_requests * longest(cfg, hf))
     logits = r.max_running_requests * hf.vocab_size

@@ -115,7 +115,9 @@ def _one_step(run: Tuning) -> None:
     num_learned = sum(int(row.learn.sum()) for row in whole)
     with run.spans.phase("update_actor"):
         started = time.perf_counter()
-        run.learner.accumulate(batch_of(mine), nll)
+        batch = batch_of(mine)
+        run.learner.begin_update(batch.num_tokens, float(num_learned))
+        run.learner.accumulate(batch, nll)
         report.add_update(run, run.learner.apply(float(num_learned)), "actor")
         seconds = time.perf_counter() - started
     run.progress.add(

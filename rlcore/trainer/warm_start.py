@@ -38,9 +38,9 @@ def train(
         with run.spans.phase("step"), run.spans.phase("update_actor"):
             rows = [demonstrations((step - 1) * rows_per_step + i) for i in range(rows_per_step)]
             num_tokens = sum(int(row.learn.sum()) for row in rows)
-            run.learner.accumulate(
-                batch_of(rows[run.ranks.dp_rank :: len(run.ranks.model_parallel_groups)]), nll
-            )
+            batch = batch_of(rows[run.ranks.dp_rank :: len(run.ranks.model_parallel_groups)])
+            run.learner.begin_update(batch.num_tokens, float(num_tokens))
+            run.learner.accumulate(batch, nll)
             run.progress.add(run.learner.apply(float(num_tokens)))
         done = step == run.cfg.run.steps
         if step >= probe_from and (step % probe_every == 0 or done):

@@ -96,6 +96,23 @@ CONFIGS = {
         "decoder_sparse_step": 1,
         **SIZES,
     },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        **SIZES,
+    },
 }
 FACTORY = "rlcore.rollout.sglang_engine.engine:build"
 OPTIONS = {
@@ -225,7 +242,7 @@ def test_a_pause_in_mid_prefill_loses_no_log_prob(lab):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["qwen2", "llama", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("arch", CONFIGS)
 def test_every_architecture_samples_what_the_torch_engine_does(arch):
     config = CONFIGS[arch]
     hf = HFConfig.from_dict(config)

@@ -40,6 +40,7 @@ LAYOUTS = {
     "llama": DENSE,
     "mistral": {"dp4": {}},
     "qwen3_moe": EXPERTS,
+    "glm4_moe": EXPERTS | {"tp2 ep2 pp2": {"tp": 2, "ep": 2, "pp": 2}},
     "qwen3_moe_mixed": EXPERTS | {"pp2 of 3 and 1 layers": {"pp": 2, "pp_layers": (3, 1)}},
 }
 CASES = tuple(LAYOUTS)

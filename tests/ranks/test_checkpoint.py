@@ -27,6 +27,7 @@ DIST = {"distributed_optimizer": True}
 ONE_HEAD = {"arch": "qwen2", "sizes": {"num_key_value_heads": 1}}
 LORA = {"lora": {"rank": 3}}
 LORA_EXPERTS = {"lora": {"rank": 3, "experts": True}, "arch": "qwen3_moe"}
+BIASED = {"arch": "glm4_moe"}
 SAVED: dict[str, dict[str, Any]] = {
     "tp2": {"layout": {"tp": 2} | DIST},
     "dp2": {"layout": DIST},
@@ -35,6 +36,7 @@ SAVED: dict[str, dict[str, Any]] = {
     "plain": {"layout": {"tp": 2}},
     "ep2": {"layout": {"ep": 2} | DIST, "arch": "qwen3_moe"},
     "pp2 with a dense layer": {"layout": {"pp": 2} | DIST, "arch": "qwen3_moe_mixed"},
+    "tp2 ep2 of routers with biases": {"layout": {"tp": 2, "ep": 2} | DIST} | BIASED,
     "cp2": {"layout": {"cp": 2} | DIST},
     "offloaded": {"layout": {"offload_optimizer": True} | DIST},
     "pp2 untied": {"layout": {"pp": 2} | DIST, "arch": "qwen2"},
@@ -52,6 +54,11 @@ RESHARDED: dict[str, dict[str, Any]] = {
         "layout": DIST,
         "arch": "qwen3_moe_mixed",
     },
+    "tp2 ep2 of routers with biases to pp2": {
+        "of": "tp2 ep2 of routers with biases",
+        "layout": {"pp": 2} | DIST,
+    }
+    | BIASED,
     "cp2 to pp2": {"of": "cp2", "layout": {"pp": 2} | DIST},
     "offloaded to tp2": {"of": "offloaded", "layout": {"tp": 2} | DIST},
     "tp2 to offloaded": {"of": "tp2", "layout": {"offload_optimizer": True} | DIST},

@@ -53,8 +53,14 @@ CASES["pp2 ep2 with a dense layer full recompute"] = {
     "layout": {"pp": 2, "ep": 2, "recompute": "full"},
     "arch": "qwen3_moe_mixed",
 }
+GLM = {"arch": "glm4_moe"}
+CASES["ep2 of shared experts and expert groups"] = {"layout": {"ep": 2}} | GLM
+CASES["tp2 ep2 of shared experts and expert groups"] = {
+    "layout": {"tp": 2, "ep": 2, "recompute": "full", "distributed_optimizer": True}
+} | GLM
 LORA = {"lora": {"rank": 3, "alpha": 6.0, "lr_ratio": 2.0}}
 LORA_EXPERTS = {"lora": {"rank": 3, "rs": True, "experts": True}, "arch": "qwen3_moe"}
+LORA_SHARED = {"lora": {"rank": 3, "targets": ("up_proj", "down_proj")}} | GLM
 ADAPTED: dict[str, dict[str, Any]] = kit.cases(
     {
         "LoRA dp4 distributed optimizer": {"layout": {"distributed_optimizer": True}} | LORA,
@@ -68,6 +74,7 @@ ADAPTED: dict[str, dict[str, Any]] = kit.cases(
         "LoRA cp2 tp2": {"layout": {"cp": 2, "tp": 2}} | LORA,
         "LoRA ep2": {"layout": {"ep": 2}} | LORA_EXPERTS,
         "LoRA tp2 ep2": {"layout": {"tp": 2, "ep": 2}} | LORA_EXPERTS,
+        "LoRA tp2 ep2 of shared experts": {"layout": {"tp": 2, "ep": 2}} | LORA_SHARED,
         "LoRA pp2 ep2 distributed optimizer": {
             "layout": {"pp": 2, "ep": 2, "distributed_optimizer": True}
         }
@@ -81,7 +88,9 @@ ALONE = {
     "qwen3_moe": {"layout": APART, "arch": "qwen3_moe"},
     "qwen3_moe_mixed": {"layout": APART, "arch": "qwen3_moe_mixed"},
     "qwen2": {"layout": APART} | SIX,
+    "glm4_moe": {"layout": APART} | GLM,
     "qwen3 LoRA": {"layout": APART} | LORA,
+    "glm4_moe LoRA": {"layout": APART} | LORA_SHARED,
     "qwen3_moe LoRA": {"layout": APART} | LORA_EXPERTS,
 }
 

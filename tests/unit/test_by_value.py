@@ -13,6 +13,7 @@ OTHERS = {
     "cli/sim.py": {"p": "argparse"},
     "hf/tokenizer.py": {"backend": "tokenizers"},
     "mcore/adam.py": {"part": "Megatron"},
+    "mcore/balance.py": {"module.router": "Megatron"},
     "mcore/build.py": {
         "attention": "Megatron",
         "chunk": "Megatron",

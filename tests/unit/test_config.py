@@ -472,6 +472,34 @@ def test_environments_have_rules(words, said):
     ],
 )
 def test_replay_has_rules(words, said):
+    assert_broken(words, said)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--train.moe_aux_loss_coef 0.1 --train.moe_z_loss_coef 0.1", ""),
+        ("--train.moe_bias_update_rate 0.1 --algo.rollout_rs token_k1", ""),
+        (
+            "--train.moe_aux_loss_coef 0.1 --algo.rollout_rs token_k1",
+            "--train.moe_aux_loss_coef 0.1: --algo.rollout_rs token_k1 rejects tokens",
+        ),
+        (
+            "--train.moe_z_loss_coef 0.1 --mode stream",
+            "--train.moe_z_loss_coef 0.1: needs all samples of a step before the first gradient",
+        ),
+        (
+            "--train.moe_bias_update_rate -1",
+            "--train.moe_bias_update_rate -1: must be 0 or more",
+        ),
+    ],
+)
+def test_balancing_has_rules(words, said):
+    assert_broken(words, said)
+
+
+def assert_broken(words, said):
+    """Check that these keys break a rule, whose text begins with `said`; "": none."""
     argv = ["--model.path", "m", "--data.train", "label", "--data.val", "label", *words.split()]
     found = rules.broken(parse(argv))
     assert [line[: len(said)] for line in found] == ([said] if said else [])

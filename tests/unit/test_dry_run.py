@@ -69,8 +69,12 @@ BROKEN: dict[str, tuple[str, ...]] = {
     "no demonstrations": (*TAUGHT, "--data.demonstrations", "gone.jsonl"),
     "two teachers of the same": ("--algo", "opd", "--teacher.models", "model", "x"),
     "no experts": ("--algo.routing_replay", "rollout"),
+    "no experts to balance": ("--train.moe_aux_loss_coef", "1e-3"),
     "SGLang with a tied mixture of experts": (
         *("--rollout.engine", "sglang", "--model.path", "tied"),
+    ),
+    "SGLang with a dense layer among experts": (
+        *("--rollout.engine", "sglang", "--model.path", "mixed"),
     ),
     "no ranks": ("--train.tp", "0"),
     "one rank": ("--mode", "stream"),
@@ -87,6 +91,8 @@ WIDE = {"no cores": "2"}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dry")
     runs.tiny_model(folder / "model")
+    mixed = {"mlp_only_layers": [0], "tie_word_embeddings": False, "model_type": "qwen3_moe"}
+    runs.tiny_model(folder / "mixed", **kit.ARCHS["qwen3_moe"], **mixed)
     runs.tiny_model(folder / "tied", **kit.ARCHS["qwen3_moe"], model_type="qwen3_moe")
     (folder / "bare").mkdir()
     (runs.tiny_model(folder / "torn") / "config.json").write_text("{")

@@ -1,9 +1,8 @@
-"""Log-probs and every gradient of the learner beside transformers, for what changes attention: RoPE
-scaling, partial rotation, a sliding window."""
+"""Log-probs and every gradient of the learner beside transformers, for every architecture, RoPE
+scaling, partial rotation and a sliding window; and the round trip of a folder."""
 
 import copy
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +12,32 @@ from torch import Tensor
 
 from rlcore.config.schema import ModelConfig, TrainConfig
 from rlcore.hf.config import HFConfig
-from rlcore.hf.weights import read_folder
+from rlcore.hf.weights import read_folder, save_folder
 from rlcore.mcore import bridge
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.tensors import Batch, LossInputs, LossOutput
 from tests import kit
+from tests.contracts.engine_contract import load_oracle
 from tests.ranks import learner_ranks as ranks
 from tests.ranks.sizes import LENGTHS
 
 SCALED = {"rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 YARN = SCALED | {"rope_type": "yarn"}
-# Architecture, changes of its config.json, and further changes for transformers.
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "yarn": ("qwen2", {"rope_parameters": YARN}, {}),
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{arch: (arch, {}) for arch in kit.ARCHS},
+    "yarn": ("qwen2", {"rope_parameters": YARN}),
     "yarn with its own factor": (
         "qwen3",
         {"rope_parameters": YARN | {"attention_factor": 1.4, "beta_fast": 3, "truncate": False}},
-        {},
     ),
-    "linear": ("llama", {"rope_parameters": SCALED | {"rope_type": "linear"}}, {}),
+    "linear": ("llama", {"rope_parameters": SCALED | {"rope_type": "linear"}}),
     # In transformers the frequencies are those of SGLang for sequences of full length only.
     "dynamic": (
         "llama",
         {"rope_parameters": SCALED | {"rope_type": "dynamic"}, "max_position_embeddings": 8},
-        {},
     ),
-    # GLM-4.5 without experts is Qwen3 with partial rotation.
-    "partial": (
-        "qwen3",
-        {"rope_parameters": YARN},
-        {
-            "model_type": "glm4_moe",
-            "partial_rotary_factor": 0.5,
-            "use_qk_norm": True,
-            "first_k_dense_replace": 2,
-        },
-    ),
-    "sliding window": ("mistral", {"sliding_window": max(LENGTHS)}, {}),
+    "partial": ("glm4_moe", {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}}),
+    "sliding window": ("mistral", {"sliding_window": max(LENGTHS)}),
 }
 
 
@@ -59,7 +47,8 @@ def reference(config: dict[str, Any], weights: dict[str, Tensor]) -> torch.nn.Mo
 
     made = AutoConfig.for_model(**copy.deepcopy(config))
     model = AutoModelForCausalLM.from_config(made, attn_implementation="eager").double().eval()
-    model.load_state_dict(weights)
+    model.set_experts_implementation("eager")  # the others lack float64
+    load_oracle(model, weights)
     return model
 
 
@@ -85,30 +74,59 @@ def gradients(learner: MegatronLearner) -> dict[str, Tensor]:
     return kit.state(bridge.export_hf(learner._models, learner.hf, learner.layout))
 
 
+def unstacked(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients of transformers by the names on disk; in memory, experts are stacked."""
+    found: dict[str, torch.Tensor] = {}
+    for name, param in model.named_parameters():
+        assert param.grad is not None, name
+        prefix, stacked, kind = name.partition(".experts.")
+        if not stacked:
+            found[name] = param.grad
+            continue
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for e, grad in enumerate(param.grad):
+            for part, half in zip(parts, grad.chunk(len(parts)), strict=True):
+                found[f"{prefix}.experts.{e}.{part}.weight"] = half
+    return found
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_log_probs_and_every_gradient_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """In float64, with common prefixes computed once. Float32 angles and norms limit it."""
-    arch, changes, more = CASES[case]
-    changes = {"num_hidden_layers": 2, "tie_word_embeddings": False} | changes
+    arch, changes = CASES[case]
     folder = kit.tiny_hf_folder(tmp_path / "model", arch, **changes)
     hf = HFConfig.from_folder(folder)
-    hf = replace(hf, rope=replace(hf.rope, partial=more.get("partial_rotary_factor", 1.0)))
     lengths = LENGTHS if case != "dynamic" else [hf.max_positions] * 2
     assert hf.max_positions >= max(lengths)
     batch = ranks.rows(0, lengths).with_(weight=None)
     weights = {name: tensor.double() for name, tensor in read_folder(folder, hf)}
-    model = reference(hf.to_dict() | more, weights)
+    model = reference(hf.to_dict(), weights)
     wanted = log_probs(model, batch)
     count = batch.mask.sum()
     (-wanted[batch.mask].sum() / count).backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    assert min(grad.abs().max() for grad in grads.values()) > 1e-3
+    grads = unstacked(model)
+    assert min(grad.abs().max() for grad in grads.values()) > 2e-4
 
     train = TrainConfig(**ranks.TRAIN | {"distributed_optimizer": False})
     options = ModelConfig(path=str(folder), dtype="float64")
     with closing(MegatronLearner(hf, options, train, temperature=1.0, seed=3)) as learner:
         assert (learner.logprobs(batch) - wanted).abs().max() < 1e-5
-        kit.assert_bitwise(kit.state(learner.export()), weights)
         learner.accumulate(batch, nll)
-        found = {name: grad / count for name, grad in gradients(learner).items()}
+        found = {n: grad / count for n, grad in gradients(learner).items() if n in grads}
     kit.assert_close_named(found, grads, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("arch", kit.ARCHS)
+def test_an_exported_folder_is_the_loaded_one(tmp_path: Path, arch: str) -> None:
+    folder = kit.tiny_hf_folder(tmp_path / "m", arch)
+    for dtype in ("float32", "bfloat16"):
+        learner = ranks.make({}, str(folder), dtype=dtype)
+        out = tmp_path / dtype
+        save_folder(learner.export(), learner.hf, None, out)
+        learner.close()
+        hf = HFConfig.from_folder(out)
+        before = dict(read_folder(folder, HFConfig.from_folder(folder)))
+        for name, tensor in read_folder(out, hf):
+            bias = name.endswith("e_score_correction_bias")
+            assert tensor.dtype == (torch.float32 if bias else getattr(torch, dtype)), name
+            assert torch.equal(tensor, before[name].to(tensor.dtype)), name

@@ -109,6 +109,11 @@ def check_engine(cfg: Config, hf: HFConfig | None) -> None:
             "--rollout.engine sglang: SGLang does not support tie_word_embeddings for mixtures of "
             "experts, and would sample with an untrained output layer; use --rollout.engine torch"
         )
+    if hf is not None and hf.arch == "qwen3_moe" and hf.dense_layers:
+        raise ConfigError(
+            "--rollout.engine sglang: SGLang gives every layer of a Qwen3-MoE model experts, but "
+            "this model has dense layers; use --rollout.engine torch"
+        )
     if importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "--rollout.engine sglang: SGLang is not installed; run bash tools/setup.sh --sglang, "

@@ -57,6 +57,9 @@ def make_critic(cfg: Config, hf: HFConfig, world: World) -> "MegatronLearner":
         min_lr=0.0,
         weight_decay=c.weight_decay,
         clip_grad=c.clip_grad,
+        moe_aux_loss_coef=0.0,
+        moe_z_loss_coef=0.0,
+        moe_bias_update_rate=0.0,
     )
     return MegatronLearner(
         hf,

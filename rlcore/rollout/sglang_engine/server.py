@@ -264,6 +264,7 @@ def set_environment(
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     if device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
+        env["TORCH_COMPILE_DISABLE"] = "1"  # needs Triton, for routers with sigmoids
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)  # ignored on CPUs without AMX
         folder = str(_HERE / "cpu")
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, env.get("PYTHONPATH", ""))))

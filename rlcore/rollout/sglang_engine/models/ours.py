@@ -1,5 +1,6 @@
 """SGLang's classes for the architectures in `hf.config`."""
 
+from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.mistral import MistralForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
@@ -7,6 +8,7 @@ from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
 EntryClass = [
+    Glm4MoeForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     Qwen2ForCausalLM,
