@@ -221,7 +221,7 @@ def _local_spec(
             mlp.experts.submodules.activation_func = SwiGLU
         else:
             mlp.activation_func = SwiGLU
-        if has_experts and config.moe_shared_expert_intermediate_size:
+        if has_experts and mlp.shared_experts is not None:
             mlp.shared_experts.submodules.activation_func = SwiGLU
     return layer
 

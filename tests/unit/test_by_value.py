@@ -20,6 +20,7 @@ OTHERS = {
         "dispatcher": "Megatron",
         "mlp": "Megatron",
         "mlp.experts.submodules": "Megatron",
+        "mlp.shared_experts.submodules": "Megatron",
         "parts.mlp.submodules.experts": "Megatron",
         "spec": "Megatron",
         "parts": "Megatron",
