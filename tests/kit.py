@@ -73,6 +73,40 @@ ARCHS["glm4_moe"] = {
     "first_k_dense_replace": 1,
 }
 
+ARCHS["deepseek_v3"] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "head_dim": 4,  # as transformers writes: the part that RoPE rotates
+    "rms_norm_eps": 1e-5,  # not that of the latents' norms
+    "rope_parameters": {
+        "rope_theta": 500.0,
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    },
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+}
+ARCHS["deepseek_v3_dense"] = ARCHS["deepseek_v3"] | {
+    "first_k_dense_replace": 4,
+    "q_lora_rank": None,
+    "rope_interleave": False,
+    "v_head_dim": 10,
+}
+
 
 def tiny_config(arch: str = "qwen3", **changes: Any) -> dict[str, Any]:
     """A config.json of a model that computes in milliseconds."""

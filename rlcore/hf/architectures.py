@@ -21,6 +21,8 @@ class Architecture:
     """Bias of the query, key and value projections; its key is `attention_bias`."""
     qk_norm: Switch = "never"
     """RMSNorm of each head's query and key; its key is `use_qk_norm`."""
+    has_mla: bool = False
+    """Whether attention is multi-head latent attention (arXiv:2405.04434)."""
     router: Literal["softmax", "sigmoid"] | None = None
     """Score function of the routers; None: the model has no experts. With sigmoids, routers choose
     by score plus a bias, may choose groups of experts first, and experts may be shared."""
@@ -62,6 +64,13 @@ _ALL = (
         qk_norm="always",
         router="softmax",
         sliding_window="key",
+    ),
+    Architecture(
+        class_name="DeepseekV3ForCausalLM",
+        model_type="deepseek_v3",
+        has_mla=True,
+        router="sigmoid",
+        max_positions=4096,
     ),
     Architecture(
         class_name="Glm4MoeForCausalLM",

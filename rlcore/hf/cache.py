@@ -4,7 +4,8 @@ All slots have the capacity of the longest sequence. A slab grows by copying; sl
 exceeds the budget in tokens. Column t of a slot is position t of its sequence. Columns past a
 sequence's length hold stale but finite numbers, which the attention mask hides.
 
-Dimensions: S slots, K key-value heads, C capacity (columns), D head dimension.
+Dimensions: P parts of an entry (key and value, or one with MLA), S slots, K key-value heads, C
+capacity (columns), D head dimension.
 """
 
 from collections.abc import Sequence
@@ -28,8 +29,7 @@ class Cache:
     def __init__(
         self,
         layers: int,
-        kv_heads: int,
-        head_dim: int,
+        shape: tuple[int, int, int],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -38,12 +38,12 @@ class Cache:
         budget: int,
         shared: bool = False,
     ):
-        """Create an empty cache. With `shared`, all layers use the same slab in turn, so that the
+        """Create an empty cache. `shape`: parts, heads and head dimension of an entry, as in
+        `HFConfig.cache_shape`. With `shared`, all layers use the same slab in turn, so that the
         keys and values of only one layer are kept."""
         self.num_layers = layers
         self.shared = shared
-        self.kv_heads = kv_heads
-        self.head_dim = head_dim
+        self.parts, self.kv_heads, self.head_dim = shape
         self.dtype = dtype
         self.device = device
         self.max_slots = max_slots
@@ -51,7 +51,7 @@ class Cache:
         self.budget = budget
         self.slots = 0
         self.capacity = 0
-        self.layers: list[Tensor] = []  # each [2, S, K, C, D]
+        self.layers: list[Tensor] = []  # each [P, S, K, C, D]
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +90,7 @@ class Cache:
         old = self.layers[:num_slabs]
         self.layers = []
         for _ in range(num_slabs):
-            shape = (2, slots, self.kv_heads, capacity, self.head_dim)
+            shape = (self.parts, slots, self.kv_heads, capacity, self.head_dim)
             slab = torch.zeros(shape, dtype=self.dtype, device=self.device)
             if used:
                 slab[:, :used, :, :keep] = old[0][:, :used, :, :keep]
@@ -107,7 +107,8 @@ class Cache:
             return
         to = torch.as_tensor(target, device=self.device)
         come = torch.as_tensor(source, device=self.device)
-        ops = native.torch_ops("move_slots") if self.device.type == "cpu" else None
+        is_native = self.device.type == "cpu" and self.parts == 2
+        ops = native.torch_ops("move_slots") if is_native else None
         for slab in self.layers:
             if ops is not None:
                 ops.move_slots(slab, to, come, min(length, self.capacity))

@@ -7,7 +7,8 @@ error.
 Own code instead of AutoConfig: importing transformers takes seconds (`hf/tokenizer.py`).
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,12 @@ _WHOLE: Mapping[str, tuple[int, int]] = {
     "num_experts_per_tok": (1, 1 << 14),
     "moe_intermediate_size": (1, 1 << 24),
     "decoder_sparse_step": (1, 1024),
+    "q_lora_rank": (1, 1 << 20),
+    "kv_lora_rank": (1, 1 << 20),
+    "qk_nope_head_dim": (1, 1 << 16),
+    "qk_rope_head_dim": (2, 1 << 16),
+    "v_head_dim": (1, 1 << 16),
+    "num_nextn_predict_layers": (0, 1024),
     "bos_token_id": (-1, 1 << 31),
     "pad_token_id": (-1, 1 << 31),
     "original_max_position_embeddings": (1, 1 << 31),
@@ -66,8 +73,11 @@ _SWITCHES = (
     "attention_bias",
     "mlp_bias",
     "use_sliding_window",
+    "rope_interleave",
     "truncate",
 )
+LATENT_EPS = 1e-6
+"""Epsilon of the norms of MLA's latents in transformers, whatever `rms_norm_eps` is."""
 _SIGMOID_KEYS = (
     "first_k_dense_replace",
     "n_group",
@@ -101,6 +111,25 @@ _KEYS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentSizes:
+    """Sizes of multi-head latent attention (MLA, arXiv:2405.04434): keys and values of all heads
+    are projections of one latent per token, and RoPE rotates a part that all keys share."""
+
+    q_rank: int | None
+    """Size of the queries' latent; None: queries are projected from the hidden state."""
+    kv_rank: int
+    """Size of the latent of keys and values."""
+    nope_dim: int
+    """Number of dimensions of a query and key that RoPE does not rotate; they come first."""
+    rope_dim: int
+    """Number of dimensions of a query and key that RoPE rotates."""
+    value_dim: int
+    """Size of a head's value."""
+    is_interleaved: bool
+    """Whether RoPE rotates dimensions 2i and 2i + 1 together, not i and i + rope_dim / 2."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HFConfig:
     """Sizes and switches of one decoder-only model."""
@@ -117,6 +146,7 @@ class HFConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Size of a head's query and key."""
     rms_norm_eps: float
     rope: Rope
     tie_word_embeddings: bool
@@ -127,6 +157,8 @@ class HFConfig:
     sequences would need another attention mask."""
     sliding_window: int | None = None
     """Number of tokens that a token attends to at most, itself included; None: all before it."""
+    mla: LatentSizes | None = None
+    """Sizes of multi-head latent attention; None: another attention."""
     num_experts: int = 0
     """Number of experts of a layer; 0 for a dense model."""
     experts_per_token: int = 0
@@ -195,6 +227,8 @@ class HFConfig:
             raise ConfigError(f"{where}: `num_experts` is missing; take the model's config.json")
         dense_layers = _dense_layers(raw, num_layers) if arch.router else frozenset()
         moe = arch.router is not None and len(dense_layers) < num_layers
+        mla = _mla(need, raw) if arch.has_mla else None
+        head_dim = raw.get("head_dim") or arch.head_dim or hidden // heads
         config = cls(
             path=path,
             arch=arch.model_type,
@@ -204,7 +238,7 @@ class HFConfig:
             num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or arch.head_dim or hidden // heads,
+            head_dim=mla.nope_dim + mla.rope_dim if mla else head_dim,
             rms_norm_eps=float(_or(raw, "rms_norm_eps", 1e-6)),
             rope=rope,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -212,6 +246,7 @@ class HFConfig:
             qk_norm=_has(arch.qk_norm, raw, "use_qk_norm"),
             max_positions=min(positions, window or positions),
             sliding_window=window,
+            mla=mla,
             num_experts=experts if moe else 0,
             experts_per_token=need("num_experts_per_tok") if moe else 0,
             moe_intermediate_size=need("moe_intermediate_size") if moe else 0,
@@ -230,9 +265,12 @@ class HFConfig:
     def with_(self, **changes: Any) -> "HFConfig":
         """Return a copy with some sizes replaced, such as `num_layers`; `to_dict` returns the new
         sizes. Raise ConfigError for a field that `to_dict` cannot express."""
-        unknown = sorted(set(changes) - set(_KEYS))
+        allowed = [name for name in _KEYS if not (self.mla and name == "head_dim")]
+        unknown = sorted(set(changes) - set(allowed))
         if unknown:
-            raise ConfigError(f"model config: cannot change {unknown[0]}, only {', '.join(_KEYS)}")
+            raise ConfigError(
+                f"model config: cannot change {unknown[0]}, only {', '.join(allowed)}"
+            )
         config = replace(self, **changes)
         config._check("model config")
         if "max_positions" in changes:
@@ -254,9 +292,39 @@ class HFConfig:
         # transformers finds the class by `model_type` and `architectures`; a file may lack one.
         raw.setdefault("model_type", self.arch)
         raw.setdefault("architectures", [BY_TYPE[self.arch].class_name])
+        if raw.get("num_nextn_predict_layers"):
+            raw["num_nextn_predict_layers"] = 0  # `names.expected` has no tensors of these layers
         if types := raw.get("layer_types"):
             raw["layer_types"] = (types * self.num_layers)[: self.num_layers]
         return raw
+
+    @property
+    def rope_dim(self) -> int:
+        """Number of dimensions of a head's query and key of which `rope` rotates a share."""
+        return self.mla.rope_dim if self.mla else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a head's value."""
+        return self.mla.value_dim if self.mla else self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of the dot products of queries and keys."""
+        return (self.rope.latent_factor if self.mla else 1.0) / math.sqrt(self.head_dim)
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Shape of a token's entry in a layer of a KV cache: key and value (2), or with MLA one
+        vector that has both (1), heads, and size of a head."""
+        if self.mla:
+            return 1, 1, self.mla.kv_rank + self.mla.rope_dim
+        return 2, self.num_kv_heads, self.head_dim
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Number of layers for multi-token prediction, which are neither loaded nor exported."""
+        return self.raw.get("num_nextn_predict_layers") or 0
 
     def has_experts(self, layer: int) -> bool:
         """Return whether the MLP of this layer is a mixture of experts."""
@@ -278,13 +346,16 @@ class HFConfig:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{where}: {name} {getattr(self, name)}: must be at least 1")
-        rotating = self.rope.dims(self.head_dim)
+        rotating = self.rope.dims(self.rope_dim)
+        name = "qk_rope_head_dim" if self.mla else "head_dim"
         fewest = 4 if self.rope.kind == "dynamic" else 2
-        if rotating < fewest or rotating % 2 or self.head_dim % rotating:
+        if rotating < fewest or rotating % 2 or self.rope_dim % rotating:
             raise ConfigError(
-                f"{where}: head_dim {self.head_dim}, of which {rotating} rotate: the latter must "
-                f"be even, at least {fewest} and divide head_dim; take the model's config.json"
+                f"{where}: {name} {self.rope_dim}, of which {rotating} rotate: the latter must "
+                f"be even, at least {fewest} and divide {name}; take the model's config.json"
             )
+        if self.mla:
+            self._check_mla(self.mla, where)
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"{where}: num_experts_per_tok {self.experts_per_token}: must be from 1 to the "
@@ -305,6 +376,18 @@ class HFConfig:
             raise ConfigError(
                 f"{where}: num_attention_heads {self.num_heads}: must be a multiple of"
                 f" num_key_value_heads {self.num_kv_heads}"
+            )
+
+    def _check_mla(self, mla: LatentSizes, where: str) -> None:
+        if mla.value_dim > self.head_dim:
+            raise ConfigError(
+                f"{where}: v_head_dim {mla.value_dim}: must be at most {self.head_dim}, the sum of"
+                " qk_nope_head_dim and qk_rope_head_dim; use another model"
+            )
+        if self.num_kv_heads != self.num_heads:
+            raise ConfigError(
+                f"{where}: num_key_value_heads {self.num_kv_heads}: must be {self.num_heads} as "
+                "num_attention_heads, since each head has its own key; take the model's config.json"
             )
 
 
@@ -392,6 +475,17 @@ def _has(switch: Switch, raw: Mapping[str, Any], key: str) -> bool:
     return switch == "always" or (switch == "key" and bool(raw.get(key)))
 
 
+def _mla(need: Callable[[str], Any], raw: Mapping[str, Any]) -> LatentSizes:
+    return LatentSizes(
+        q_rank=raw.get("q_lora_rank"),
+        kv_rank=need("kv_lora_rank"),
+        nope_dim=need("qk_nope_head_dim"),
+        rope_dim=need("qk_rope_head_dim"),
+        value_dim=need("v_head_dim"),
+        is_interleaved=bool(_or(raw, "rope_interleave", True)),
+    )
+
+
 def _dense_layers(raw: Mapping[str, Any], num_layers: int) -> frozenset[int]:
     """Return the layers of an MoE model that have no experts."""
     step, named = _or(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
@@ -428,6 +522,7 @@ def _refuse_unsupported(raw: dict[str, Any], arch: Architecture, where: str) -> 
         "mlp_bias": bool(raw.get("mlp_bias")),
         "norm_topk_prob": arch.router == "sigmoid" and raw.get("norm_topk_prob") is False,
         "scoring_func": _or(raw, "scoring_func", arch.router) != arch.router,
+        "moe_layer_freq": _or(raw, "moe_layer_freq", 1) != 1,
         "topk_method": _or(raw, "topk_method", "noaux_tc") != "noaux_tc",
         "layer_types": not kinds.issuperset(raw.get("layer_types") or ()),
         "quantization_config": raw.get("quantization_config") is not None,

@@ -13,6 +13,11 @@ All tensors of a layer may share one buffer (`make_layer` with `Flat`), and the 
 the layers (`CausalLM.allocate(layers)`). The judge uses both options to load its layers one by one
 from a larger memory; the results equal those of a fully loaded model.
 
+With multi-head latent attention, the cache has one entry for all heads: the latent, and the part of
+the keys that RoPE rotates. Decoding projects queries to the latent space, in which they attend to
+the entries; whole sequences expand the entries to keys and values of all heads, which needs fewer
+FLOPs (arXiv:2405.04434).
+
 With `quantize`, projection weights are rounded to a coarse grid on loading, always from unrounded
 values. With `fp32_head`, final norm and lm_head are stored and computed in float32; an embedding
 tied to the head is rounded to the model's dtype on look-up.
@@ -25,7 +30,7 @@ step takes .12 s with the engine, 1.13 s with TRL on transformers (`tools/result
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlcore.hf.cache import Cache
-from rlcore.hf.config import HFConfig
+from rlcore.hf.config import LATENT_EPS, HFConfig, LatentSizes
 from rlcore.hf.names import EMBED, EXPERT_BIAS, HEAD, NORM, expected, layer_prefix
 from rlcore.hf.quantize import (
     Quantize,
@@ -99,11 +104,21 @@ class ForwardInputs:
 
 
 @dataclass(slots=True)
+class LatentWeights:
+    """Weights of multi-head latent attention besides `Layer.qkv`, which computes the latents."""
+
+    q_norm: Tensor | None  # [q_rank]; None: `Layer.qkv` computes the queries of all heads
+    q_up: Tensor | None  # [q_rank, H D]
+    kv_norm: Tensor  # [kv_rank]
+    kv_up: Tensor  # [H, nope_dim + value_dim, kv_rank]
+
+
+@dataclass(slots=True)
 class Layer:
     """Weights of one transformer layer."""
 
     norm1: Tensor
-    qkv: Tensor  # [hidden, (H + 2K) D]
+    qkv: Tensor  # [hidden, (H + 2K) D], or [hidden, (q_rank or H D) + kv_rank + rope_dim]
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [H + K, D]
     out: Tensor  # [H D, hidden]
@@ -113,6 +128,7 @@ class Layer:
     router: Tensor | None = None  # [hidden, E]
     expert_bias: Tensor | None = None  # [E]
     shared: tuple[Tensor, Tensor] | None = None  # gate and up, and down, of the shared experts
+    latent: LatentWeights | None = None
 
 
 @dataclass(slots=True)
@@ -129,6 +145,10 @@ class _New(Protocol):
     """Function that returns a new tensor of a given shape."""
 
     def __call__(self, *shape: int) -> Tensor: ...
+
+
+_Matrix = Callable[[int, int], Tensor]
+"""Function that returns a new matrix with the given numbers of rows and columns."""
 
 
 class Flat:
@@ -175,32 +195,13 @@ def make_layer(
     def matrix(rows: int, columns: int) -> Tensor:
         return new(columns, rows).T if rows_first else new(rows, columns)
 
-    queries, keys = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
-    hidden, pairs = hf.hidden_size, hf.rope.dims(hf.head_dim) // 2
-    width = hf.head_dim // pairs  # a pair and its neighbours that do not rotate
-    qkv = matrix(hidden, queries + 2 * keys)
-    bias = new(queries + 2 * keys) if hf.qkv_bias else None
-    start = 0
-    for name, size in (("q", queries), ("k", keys), ("v", keys)):
-        part = slice(start, start + size)
-        start += size
-        weight = qkv.T[part]
-        if name != "v":
-            weight = weight.view(-1, pairs, width, hidden).transpose(1, 2)
-        views[f"self_attn.{name}_proj.weight"] = weight
-        if bias is not None:
-            view = bias[part]
-            if name != "v":
-                view = view.view(-1, pairs, width).transpose(1, 2)
-            views[f"self_attn.{name}_proj.bias"] = view
-    qk_norm = None
-    if hf.qk_norm:
-        # Norm weights are repeated per head, so that one multiplication scales queries and keys.
-        qk_norm = new(hf.num_heads + hf.num_kv_heads, hf.head_dim)
-        view = qk_norm.view(-1, pairs, width).transpose(1, 2)
-        views["self_attn.q_norm.weight"] = view[: hf.num_heads]
-        views["self_attn.k_norm.weight"] = view[hf.num_heads :]
-    norm1, out, norm2 = new(hidden), matrix(queries, hidden), new(hidden)
+    hidden = hf.hidden_size
+    bias = qk_norm = latent = None
+    if hf.mla is not None:
+        qkv, latent = _make_latent(hf, hf.mla, new, matrix, views)
+    else:
+        qkv, bias, qk_norm = _make_heads(hf, new, matrix, views)
+    norm1, out, norm2 = new(hidden), matrix(hf.num_heads * hf.value_dim, hidden), new(hidden)
     views["input_layernorm.weight"] = norm1
     views["post_attention_layernorm.weight"] = norm2
     views["self_attn.o_proj.weight"] = out.T
@@ -229,8 +230,60 @@ def make_layer(
         views["mlp.gate_proj.weight"] = gate_up.T[:inner]
         views["mlp.up_proj.weight"] = gate_up.T[inner:]
         views["mlp.down_proj.weight"] = down.T
-    made = Layer(norm1, qkv, bias, qk_norm, out, norm2, gate_up, down, router, expert_bias, shared)
-    return made, views
+    mlp = gate_up, down, router, expert_bias, shared
+    return Layer(norm1, qkv, bias, qk_norm, out, norm2, *mlp, latent), views
+
+
+def _make_heads(
+    hf: HFConfig, new: _New, matrix: _Matrix, views: dict[str, Tensor]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Make the projections of query, key and value, their bias and the norms of heads."""
+    queries, keys = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
+    hidden, pairs = hf.hidden_size, hf.rope.dims(hf.head_dim) // 2
+    width = hf.head_dim // pairs  # a pair and its neighbours that do not rotate
+    qkv = matrix(hidden, queries + 2 * keys)
+    bias = new(queries + 2 * keys) if hf.qkv_bias else None
+    start = 0
+    for name, size in (("q", queries), ("k", keys), ("v", keys)):
+        part = slice(start, start + size)
+        start += size
+        weight = qkv.T[part]
+        if name != "v":
+            weight = weight.view(-1, pairs, width, hidden).transpose(1, 2)
+        views[f"self_attn.{name}_proj.weight"] = weight
+        if bias is not None:
+            view = bias[part]
+            if name != "v":
+                view = view.view(-1, pairs, width).transpose(1, 2)
+            views[f"self_attn.{name}_proj.bias"] = view
+    qk_norm = None
+    if hf.qk_norm:
+        # Norm weights are repeated per head, so that one multiplication scales queries and keys.
+        qk_norm = new(hf.num_heads + hf.num_kv_heads, hf.head_dim)
+        view = qk_norm.view(-1, pairs, width).transpose(1, 2)
+        views["self_attn.q_norm.weight"] = view[: hf.num_heads]
+        views["self_attn.k_norm.weight"] = view[hf.num_heads :]
+    return qkv, bias, qk_norm
+
+
+def _make_latent(
+    hf: HFConfig, mla: LatentSizes, new: _New, matrix: _Matrix, views: dict[str, Tensor]
+) -> tuple[Tensor, LatentWeights]:
+    """Make the projections and norms of multi-head latent attention."""
+    queries, entry = hf.num_heads * hf.head_dim, mla.kv_rank + mla.rope_dim
+    down = matrix(hf.hidden_size, (mla.q_rank or queries) + entry)
+    q_norm = q_up = None
+    if mla.q_rank:
+        q_norm, q_up = new(mla.q_rank), matrix(mla.q_rank, queries)
+        views["self_attn.q_a_layernorm.weight"] = q_norm
+        views["self_attn.q_b_proj.weight"] = q_up.T
+    views[f"self_attn.{'q_a_proj' if mla.q_rank else 'q_proj'}.weight"] = down.T[:-entry]
+    views["self_attn.kv_a_proj_with_mqa.weight"] = down.T[-entry:]
+    kv_norm = new(mla.kv_rank)
+    kv_up = new(hf.num_heads, mla.nope_dim + mla.value_dim, mla.kv_rank)
+    views["self_attn.kv_a_layernorm.weight"] = kv_norm
+    views["self_attn.kv_b_proj.weight"] = kv_up.flatten(0, 1)
+    return down, LatentWeights(q_norm, q_up, kv_norm, kv_up)
 
 
 def float32(new: _New, count: int) -> Tensor:
@@ -263,11 +316,11 @@ class CausalLM:
         self.views: dict[str, Tensor] = {}
         self._weights: _Weights | None = None
         # RoPE angles are float32 for every dtype, as in transformers and Megatron.
-        inverse = inverse_frequencies(hf.head_dim, hf.rope)
+        inverse = inverse_frequencies(hf.rope_dim, hf.rope)
         angles = torch.outer(torch.arange(max_tokens).float(), inverse)
         cos_sin = torch.stack((angles.cos(), angles.sin()), -1) * hf.rope.attention_factor
         turned = torch.view_as_complex(cos_sin).unsqueeze(-1)
-        same = turned.new_ones(*angles.shape, hf.head_dim // (2 * len(inverse)) - 1)
+        same = turned.new_ones(*angles.shape, hf.rope_dim // (2 * len(inverse)) - 1)
         wide = torch.complex128 if dtype == torch.float64 else torch.complex64
         self._rope = torch.cat((turned, same), -1).flatten(1).to(device, wide)  # [tokens, D/2]
 
@@ -348,8 +401,7 @@ class CausalLM:
         hf = self.hf
         cache = Cache(
             hf.num_layers,
-            hf.num_kv_heads,
-            hf.head_dim,
+            hf.cache_shape,
             dtype=self.dtype,
             device=self.device,
             max_slots=rows,
@@ -397,21 +449,30 @@ class CausalLM:
                 qkv = h @ layer.qkv
             else:
                 qkv = torch.addmm(layer.qkv_bias, h, layer.qkv)
-            qkv = qkv.view(len(x), heads + 2 * kv, dim)
-            qk, value = qkv[:, : heads + kv], qkv[:, heads + kv :]
-            if layer.qk_norm is not None:
-                qk = rms_norm(qk, layer.qk_norm, hf.rms_norm_eps)
-            qk = self._rotate(qk, rope)
             slab = cache.layers[number]
-            flat = slab.view(-1, dim)
-            flat[key_index] = qk[:, heads:]
-            flat[value_index] = value
+            flat = slab.view(-1, cache.head_dim)
+            if layer.latent is not None:
+                query, entry = self._latent_heads(qkv, layer.latent, rope)
+                flat[key_index] = entry
+            else:
+                qkv = qkv.view(len(x), heads + 2 * kv, dim)
+                qk, value = qkv[:, : heads + kv], qkv[:, heads + kv :]
+                if layer.qk_norm is not None:
+                    qk = rms_norm(qk, layer.qk_norm, hf.rms_norm_eps)
+                qk = self._rotate(qk, rope)
+                query = qk[:, :heads]
+                flat[key_index] = qk[:, heads:]
+                flat[value_index] = value
             if fill and number + 1 == hf.num_layers:
                 return None
-            query = qk[:, :heads]
             if place is not None:
                 query = query.new_zeros(rows * new, heads, dim).index_copy_(0, place, query)
-            mixed = self._attend(query.view(rows, new, heads, dim), slab, step, masks)
+            query = query.view(rows, new, heads, dim)
+            cached = slab[:, step.slot : step.slot + rows]
+            if layer.latent is not None:
+                mixed = self._attend_latent(query, cached[0], layer.latent.kv_up, step, masks)
+            else:
+                mixed = self._attend(query, cached[0], cached[1], step, masks)
             if place is not None:
                 mixed = mixed[place]
             x = torch.addmm(x, self._input(mixed), layer.out)
@@ -432,7 +493,7 @@ class CausalLM:
     def _native(self) -> Any | None:
         """Return the native ops if they can run a decode step; they are for float32 on the CPU."""
         rounds = self._format is not None and self._format.activations
-        if rounds or self.hf.num_experts:
+        if rounds or self.hf.num_experts or self.hf.mla:
             return None
         if self.dtype != torch.float32 or self.device.type != "cpu":
             return None
@@ -470,7 +531,7 @@ class CausalLM:
         """Return a mask per row range: [rows, 1, H/K * S, columns], 0 if attended, else -inf."""
         if step.causal:
             return []
-        repeats = self.hf.num_heads // self.hf.num_kv_heads
+        repeats = self.hf.num_heads // self.hf.cache_shape[1]
         longest = max(length for _, _, length in step.spans)
         column = torch.arange(longest, device=self.device)
         hidden = column > step.positions.unsqueeze(-1)  # [B, S, columns]
@@ -482,39 +543,92 @@ class CausalLM:
             mask = mask.repeat(1, repeats, 1).unsqueeze(1)
         return [mask[a:b, :, :, :length] for a, b, length in step.spans]
 
-    def _attend(
-        self, query: Tensor, slab: Tensor, step: ForwardInputs, masks: list[Tensor]
+    def _latent_heads(
+        self, down: Tensor, latent: LatentWeights, rope: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the queries [T, H, D] and cache entries [T, 1, kv_rank + rope_dim] of new tokens,
+        whose latents are `down`."""
+        mla = self.hf.mla
+        assert mla is not None
+        query, kv, shared = down.tensor_split((-mla.kv_rank - mla.rope_dim, -mla.rope_dim), -1)
+        if latent.q_norm is not None and latent.q_up is not None:
+            query = self._input(rms_norm(query, latent.q_norm, LATENT_EPS)) @ latent.q_up
+        query = query.view(len(down), self.hf.num_heads, self.hf.head_dim)
+        nope, turned = query.tensor_split((mla.nope_dim,), -1)
+        turned = torch.cat((turned, shared.unsqueeze(1)), 1)  # [T, H + 1, rope_dim]
+        if not mla.is_interleaved:
+            turned = turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        turned = self._rotate(turned, rope)
+        kv = self._input(rms_norm(kv, latent.kv_norm, LATENT_EPS)).unsqueeze(1)
+        return torch.cat((nope, turned[:, :-1]), -1), torch.cat((kv, turned[:, -1:]), -1)
+
+    def _attend_latent(
+        self,
+        query: Tensor,
+        entries: Tensor,
+        kv_up: Tensor,
+        step: ForwardInputs,
+        masks: list[Tensor],
     ) -> Tensor:
-        """Return the attention over the cached columns, [B * S, H D]. Queries that share a
-        key-value head are concatenated along the query axis, so that keys are never repeated."""
+        """Return the attention over the cached entries [B, 1, columns, kv_rank + rope_dim], [B * S,
+        H value_dim]."""
+        mla = self.hf.mla
+        assert mla is not None
         rows, new, heads, dim = query.shape
-        kv = slab.shape[2]
-        keys, values = slab[:, step.slot : step.slot + rows]
+        rank, nope = mla.kv_rank, mla.nope_dim
+        if step.causal:
+            latents, shared = entries[:, :, :new].tensor_split((rank,), -1)
+            expanded = latents @ kv_up.transpose(1, 2)  # [B, H, S, nope_dim + value_dim]
+            keys = torch.cat((expanded[..., :nope], shared.expand(-1, heads, -1, -1)), -1)
+            # Fused kernels need values as large as keys.
+            values = F.pad(expanded[..., nope:], (0, dim - mla.value_dim))
+            mixed = self._attend(query, keys, values, step, masks)
+            return mixed.view(-1, heads, dim)[..., : mla.value_dim].flatten(1)
+        # q (K_up k) = (q K_up) k, and the sum of V_up v is V_up times the sum of v.
+        absorbed = torch.einsum("bshn,hnr->bshr", query[..., :nope], kv_up[:, :nope])
+        query = torch.cat((absorbed, query[..., nope:]), -1)
+        mixed = self._attend(query, entries, entries[..., :rank], step, masks)
+        mixed = mixed.view(-1, heads, rank).transpose(0, 1) @ kv_up[:, nope:].transpose(1, 2)
+        return mixed.transpose(0, 1).flatten(1)
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, step: ForwardInputs, masks: list[Tensor]
+    ) -> Tensor:
+        """Return the attention over the cached columns of keys and values [B, K, columns, D], [B *
+        S, H D]. Queries that share a key-value head are concatenated along the query axis, so that
+        keys are never repeated."""
+        rows, new, heads, dim = query.shape
+        kv, scale = keys.shape[1], self.hf.softmax_scale
         if step.causal:
             mixed = F.scaled_dot_product_attention(
                 query.transpose(1, 2),
                 keys[:, :, :new],
                 values[:, :, :new],
                 is_causal=True,
+                scale=scale,
                 enable_gqa=heads != kv,
             )
-            return mixed.transpose(1, 2).reshape(rows * new, heads * dim)
+            return mixed.transpose(1, 2).reshape(rows * new, -1)
         # [B, S, K, r, D] -> [B, K, r, S, D]
         query = query.view(rows, new, kv, heads // kv, dim).permute(0, 2, 3, 1, 4)
         query = query.reshape(rows, kv, heads // kv * new, dim)
         parts = [
             F.scaled_dot_product_attention(
-                query[a:b], keys[a:b, :, :length], values[a:b, :, :length], attn_mask=mask
+                query[a:b],
+                keys[a:b, :, :length],
+                values[a:b, :, :length],
+                attn_mask=mask,
+                scale=scale,
             )
             for (a, b, length), mask in zip(step.spans, masks, strict=True)
         ]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         mixed = (
-            mixed.view(rows, kv, heads // kv, new, dim)
+            mixed.view(rows, kv, heads // kv, new, -1)
             if new == 1
             else mixed.unflatten(2, (heads // kv, new))
         )
-        return mixed.permute(0, 3, 1, 2, 4).reshape(rows * new, heads * dim)
+        return mixed.permute(0, 3, 1, 2, 4).reshape(rows * new, -1)
 
     def _route(self, h: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
         """Return scores and indices of the chosen experts, [N, k] each."""

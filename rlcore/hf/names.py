@@ -6,7 +6,7 @@ of `layer_shapes`. Experts have one tensor per projection each, as in transforme
 
 import math
 
-from rlcore.hf.config import HFConfig
+from rlcore.hf.config import HFConfig, LatentSizes
 
 Shape = tuple[int, ...]
 
@@ -26,16 +26,9 @@ def layer_shapes(hf: HFConfig, layer: int) -> dict[str, Shape]:
     """Return the shapes of a layer's tensors by name, without the layer's prefix. Matrices are
     [out, in]."""
     hidden = hf.hidden_size
-    queries, keys = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
     shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
-    projections = (("q", queries), ("k", keys), ("v", keys))
-    shapes |= {f"self_attn.{name}_proj.weight": (out, hidden) for name, out in projections}
-    if hf.qkv_bias:
-        shapes |= {f"self_attn.{name}_proj.bias": (out,) for name, out in projections}
-    if hf.qk_norm:
-        shapes["self_attn.q_norm.weight"] = (hf.head_dim,)
-        shapes["self_attn.k_norm.weight"] = (hf.head_dim,)
-    shapes["self_attn.o_proj.weight"] = (hidden, queries)
+    shapes |= _latent(hf, hf.mla) if hf.mla else _heads(hf)
+    shapes["self_attn.o_proj.weight"] = (hidden, hf.num_heads * hf.value_dim)
     shapes["post_attention_layernorm.weight"] = (hidden,)
     if not hf.has_experts(layer):
         return shapes | _mlp("mlp.", hidden, hf.intermediate_size)
@@ -47,6 +40,38 @@ def layer_shapes(hf: HFConfig, layer: int) -> dict[str, Shape]:
     if hf.shared_intermediate_size:
         shapes |= _mlp("mlp.shared_experts.", hidden, hf.shared_intermediate_size)
     return shapes
+
+
+def _heads(hf: HFConfig) -> dict[str, Shape]:
+    hidden = hf.hidden_size
+    queries, keys = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
+    projections = (("q", queries), ("k", keys), ("v", keys))
+    shapes: dict[str, Shape] = {
+        f"self_attn.{name}_proj.weight": (out, hidden) for name, out in projections
+    }
+    if hf.qkv_bias:
+        shapes |= {f"self_attn.{name}_proj.bias": (out,) for name, out in projections}
+    if hf.qk_norm:
+        shapes["self_attn.q_norm.weight"] = (hf.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (hf.head_dim,)
+    return shapes
+
+
+def _latent(hf: HFConfig, mla: LatentSizes) -> dict[str, Shape]:
+    hidden, queries = hf.hidden_size, hf.num_heads * hf.head_dim
+    shapes: dict[str, Shape] = {"self_attn.q_proj.weight": (queries, hidden)}
+    if mla.q_rank:
+        shapes = {
+            "self_attn.q_a_proj.weight": (mla.q_rank, hidden),
+            "self_attn.q_a_layernorm.weight": (mla.q_rank,),
+            "self_attn.q_b_proj.weight": (queries, mla.q_rank),
+        }
+    keys_and_values = hf.num_heads * (mla.nope_dim + mla.value_dim)
+    return shapes | {
+        "self_attn.kv_a_proj_with_mqa.weight": (mla.kv_rank + mla.rope_dim, hidden),
+        "self_attn.kv_a_layernorm.weight": (mla.kv_rank,),
+        "self_attn.kv_b_proj.weight": (keys_and_values, mla.kv_rank),
+    }
 
 
 def _mlp(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:

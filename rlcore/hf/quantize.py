@@ -66,7 +66,7 @@ def format_of(name: str) -> Format | None:
 
 def is_quantized(name: str) -> bool:
     """Return whether the tensor called `name` is quantised."""
-    return name.endswith("_proj.weight")
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
 
 
 def quantize_weight(weight: Tensor, form: Format) -> Tensor:

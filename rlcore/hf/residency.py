@@ -67,7 +67,7 @@ def work_bytes(
     heads = (hf.num_heads + 2 * hf.num_kv_heads) * hf.head_dim
     # activations: hidden states (in, out, norm), q k v before and after RoPE, gate, up and product
     per_token = 4 * hf.hidden_size + 3 * heads + 3 * inner
-    kept = 2 * hf.num_kv_heads * hf.head_dim * (hf.num_layers if new_tokens else 1)
+    kept = math.prod(hf.cache_shape) * (hf.num_layers if new_tokens else 1)
     cache = rows * (longest + new_tokens + 16) * kept
     return dtype.itemsize * (tokens * per_token + cache) + 2 * 4 * rows * hf.vocab_size
 

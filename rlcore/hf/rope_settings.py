@@ -58,6 +58,8 @@ class Rope:
     """Whether these two limits are rounded to whole dimensions (yarn)."""
     attention_factor: float = 1.0
     """Factor of cos and sin, so of queries and keys (yarn)."""
+    latent_factor: float = 1.0
+    """Factor of the dot products in multi-head latent attention (yarn with `mscale_all_dim`)."""
 
     def dims(self, head_dim: int) -> int:
         """Return the number of dimensions of a head that rotate."""
@@ -132,6 +134,8 @@ def read_rope(raw: Mapping[str, Any], where: str, partial: float | None = None) 
     if kind == "yarn":
         made |= {key: rope[key] for key in _OPTIONAL if rope.get(key) is not None}
         made["attention_factor"] = _attention_factor(rope)
+        if under := rope.get("mscale_all_dim"):
+            made["latent_factor"] = _mscale(rope, under) ** 2
     return Rope(**made)
 
 
@@ -140,10 +144,12 @@ def _attention_factor(rope: Mapping[str, Any]) -> float:
     `attn_factor` (SGLang, vLLM) multiplies the default, which `mscale` and `mscale_all_dim` set."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(rope["factor"]) + 1.0
-
     over, under = rope.get("mscale"), rope.get("mscale_all_dim")
-    default = scale(over) / scale(under) if over and under else scale(1.0)
+    default = _mscale(rope, 1.0)
+    if over and under:
+        default = _mscale(rope, over) / _mscale(rope, under)
     return default * (rope.get("attn_factor") or 1.0)
+
+
+def _mscale(rope: Mapping[str, Any], weight: float) -> float:
+    return 0.1 * weight * math.log(rope["factor"]) + 1.0

@@ -1,5 +1,6 @@
 """Size of a model: its parameters, KV cache and FLOPs, from its config.json."""
 
+import math
 from dataclasses import dataclass
 
 from rlcore.hf.config import HFConfig
@@ -17,8 +18,12 @@ class ModelSize:
     layers: int
     hidden: int
     attention: int
-    """Width of the attention: heads times size of a head."""
+    """Width of the attention: heads times size of a head, the mean of keys and values."""
     kv_heads: int
+    layer_kv_bytes: float
+    """Bytes of a layer's keys and values of one token in training."""
+    cache_heads: int
+    """Number of heads over which an engine's tensor parallelism divides its KV cache."""
     kv_bytes: float
     """Bytes of KV cache per token, over all layers."""
     embeddings: float
@@ -67,9 +72,11 @@ def size_of(hf: HFConfig, name: str = "", lora: LoraSettings | None = None) -> M
         parameters=float(num_parameters(hf)),
         layers=hf.num_layers,
         hidden=hf.hidden_size,
-        attention=hf.num_heads * hf.head_dim,
+        attention=hf.num_heads * (hf.head_dim + hf.value_dim) // 2,
         kv_heads=hf.num_kv_heads,
-        kv_bytes=4.0 * hf.num_layers * hf.num_kv_heads * hf.head_dim,
+        layer_kv_bytes=2.0 * hf.num_kv_heads * (hf.head_dim + hf.value_dim),
+        cache_heads=hf.cache_shape[1],
+        kv_bytes=2.0 * hf.num_layers * math.prod(hf.cache_shape),
         embeddings=0.0 if hf.tie_word_embeddings else float(hf.vocab_size * hf.hidden_size),
         head=float(hf.vocab_size * hf.hidden_size),
         experts=experts,

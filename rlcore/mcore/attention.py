@@ -279,7 +279,8 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Packed | None = None,
     ) -> Tensor:
-        """Map query [T, heads, dim] and key, value [T, groups, dim] to output [T, heads * dim]."""
+        """Map query [T, heads, dim], key [T, groups, dim] and value [T, groups, value_dim] to the
+        output [T, heads * value_dim]."""
         packed = packed_seq_params
         assert packed is not None and packed.plan is not None, "packed input with a plan is needed"
         if packed.cos is not None and packed.sin is not None:
@@ -294,7 +295,10 @@ class CoreAttention(MegatronModule):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, made: AttentionPlan, scale: float | None = None
 ) -> Tensor:
-    """Return the attention output [T, heads, dim] of q over packed k, v [cp*T, groups, dim]."""
+    """Return the attention output [T, heads, value_dim] of q [T, heads, dim] over packed k [cp*T,
+    groups, dim] and v [cp*T, groups, value_dim]."""
+    if (missing := k.size(-1) - v.size(-1)) > 0:  # kernels need values as large as keys
+        return attend(q, k, F.pad(v, (0, missing)), made, scale)[..., :-missing]
     if q.is_cuda and torch.is_grad_enabled() and torch.are_deterministic_algorithms_enabled():
         return _Reproducible.apply(q, k, v, made, scale)
     return _attend(q, k, v, made, scale)

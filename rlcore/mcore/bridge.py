@@ -33,13 +33,14 @@ from torch.nn import Module
 
 from rlcore.config.schema import LoraConfig
 from rlcore.hf import lora as peft
-from rlcore.hf.config import HFConfig
+from rlcore.hf.config import HFConfig, LatentSizes
 from rlcore.hf.names import EMBED, EXPERT_BIAS, HEAD, NORM, Shape, expected, layer_prefix
 from rlcore.hf.weights import Index, WeightReader
 from rlcore.mcore import compat
 from rlcore.mcore.layout import ParallelLayout
 from rlcore.mcore.lora import SUFFIX, Adapter, fuse
 from rlcore.records import Shard
+from rlcore.utils.log import announce
 from rlcore.utils.seed import derive
 
 BUNDLE_BYTES = 256 << 20
@@ -92,6 +93,8 @@ def load_hf(
     """
     reader = WeightReader(folder)
     reader.check({n: shape for n, shape in expected(hf).items() if head or n != HEAD})
+    if hf.num_mtp_layers:
+        announce("multi-token prediction", f"{hf.num_mtp_layers} layers are neither read nor saved")
     _fill_weights(models, hf, layout, reader, head)
 
 
@@ -212,13 +215,19 @@ def _layer_pieces(hf: HFConfig, layer: int) -> list[ParamPiece]:
         names = [f"self_attn.{x}_proj.{what}" for x in "qkv"]
         return piece(f"self_attention.linear_qkv.{what}", names, "qkv")
 
-    found = [piece("input_layernorm.weight", ["input_layernorm.weight"], "copy"), qkv("weight")]
-    if hf.qkv_bias:
-        found.append(qkv("bias"))
-    if hf.qk_norm:
-        for x in "qk":
-            name = f"self_attention.{x}_layernorm.weight"
-            found.append(piece(name, [f"self_attn.{x}_norm.weight"], "copy"))
+    found = [piece("input_layernorm.weight", ["input_layernorm.weight"], "copy")]
+    if hf.mla:
+        for name, tensor, kind in _latent(hf.mla):
+            own = f"self_attention.{name}.weight"
+            found.append(piece(own, [f"self_attn.{tensor}.weight"], kind))
+    else:
+        found.append(qkv("weight"))
+        if hf.qkv_bias:
+            found.append(qkv("bias"))
+        if hf.qk_norm:
+            for x in "qk":
+                name = f"self_attention.{x}_layernorm.weight"
+                found.append(piece(name, [f"self_attn.{x}_norm.weight"], "copy"))
     found.append(piece("self_attention.linear_proj.weight", ["self_attn.o_proj.weight"], "columns"))
     found.append(piece("pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"], "copy"))
     if not hf.has_experts(layer):
@@ -241,6 +250,23 @@ def _layer_pieces(hf: HFConfig, layer: int) -> list[ParamPiece]:
         found.append(piece(f"{name}linear_fc1.weight", gate_up, "gate_up"))
         found.append(piece(f"{name}linear_fc2.weight", [f"{name}down_proj.weight"], "columns"))
     return found
+
+
+def _latent(mla: LatentSizes) -> list[tuple[str, str, Kind]]:
+    """Return the modules of latent attention but the output, here and on disk."""
+    query: list[tuple[str, str, Kind]] = [("linear_q_proj", "q_proj", "rows")]
+    if mla.q_rank:
+        query = [
+            ("linear_q_down_proj", "q_a_proj", "copy"),
+            ("q_layernorm", "q_a_layernorm", "copy"),
+            ("linear_q_up_proj", "q_b_proj", "rows"),
+        ]
+    return [
+        *query,
+        ("linear_kv_down_proj", "kv_a_proj_with_mqa", "copy"),
+        ("kv_layernorm", "kv_a_layernorm", "copy"),
+        ("linear_kv_up_proj", "kv_b_proj", "rows"),
+    ]
 
 
 def adapter_pieces(hf: HFConfig, lora: LoraConfig) -> list[ParamPiece]:

@@ -30,6 +30,7 @@ from rlcore.mcore.check import check
 from rlcore.mcore.experts import experts_of
 from rlcore.mcore.layout import ParallelLayout
 from rlcore.mcore.lora import attach
+from rlcore.mcore.mla import LatentAttention
 from rlcore.mcore.norm import RMSNorm
 from rlcore.mcore.shared_heads import SharedHeadsAttention
 from rlcore.mcore.shim import patch_moe_utils
@@ -171,12 +172,13 @@ def _block_spec(
     final norm, which belongs to the block."""
     te = train.transformer_impl == "te"
     make, norm = (_te_spec, LayerNormImpl) if te else (_local_spec, RMSNorm)
-    forms = {form: make(config, train, form, experts) for form in hf.forms}
+    forms = {form: make(hf, config, train, form, experts) for form in hf.forms}
     specs = [forms[hf.has_experts(layer)] for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
 def _te_spec(
+    hf: HFConfig,
     config: TransformerConfig,
     train: TrainConfig,
     has_experts: bool,
@@ -195,6 +197,7 @@ def _te_spec(
 
 
 def _local_spec(
+    hf: HFConfig,
     config: TransformerConfig,
     train: TrainConfig,
     has_experts: bool,
@@ -208,11 +211,14 @@ def _local_spec(
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    _share_heads(config, parts.self_attention)
-    attention = parts.self_attention.submodules
-    attention.core_attention = CoreAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if hf.mla:
+        parts.self_attention = ModuleSpec(module=LatentAttention, params={"hf": hf})
+    else:
+        _share_heads(config, parts.self_attention)
+        attention = parts.self_attention.submodules
+        attention.core_attention = CoreAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
     if has_experts and experts is not None:
         parts.mlp.submodules.experts.module = experts
     if config.use_te_activation_func:

@@ -45,6 +45,11 @@ def check(
                 "at 0"
             )
     if train.transformer_impl == "te":
+        if hf.mla:
+            raise ConfigError(
+                "--train.transformer_impl te: does not support latent attention; use "
+                "--train.transformer_impl local"
+            )
         if not cuda or importlib.util.find_spec("transformer_engine") is None:
             raise ConfigError(
                 "--train.transformer_impl te: Transformer Engine is not installed here (it needs "
@@ -89,6 +94,10 @@ def check_replay(hf: HFConfig) -> None:
 
 
 def _check_adapters(hf: HFConfig, train: TrainConfig, lora: LoraConfig) -> None:
+    if hf.mla:
+        raise ConfigError(
+            f"--lora.rank {lora.rank}: adapters do not support latent attention; set it to 0"
+        )
     if train.tp > hf.num_kv_heads:
         raise ConfigError(
             f"--train.tp {train.tp}: with --lora.rank it must be at most the model's "

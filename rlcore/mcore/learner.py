@@ -200,7 +200,7 @@ class MegatronLearner:
         self._cutter = Cutter(
             self.layout,
             sequence_parallel=self._config.sequence_parallel,
-            head_dim=hf.head_dim,
+            head_dim=hf.rope_dim,
             rope=hf.rope,
             dtype=dtype_of(model),
             device=self.device,

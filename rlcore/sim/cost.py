@@ -186,7 +186,7 @@ def engine_cost(
     bandwidth = c.bandwidth * gpu.bandwidth_gbs * 1e9
     arithmetic = c.arithmetic * gpu.tflops * 1e12
     launches = c.layer_s * (c.expert_launches if model.experts else 1.0)
-    kv_share = 1 / min(tp, model.kv_heads)  # of more GPUs, several hold the same heads
+    kv_share = 1 / min(tp, model.cache_heads)  # of more GPUs, several hold the same heads
     # bytes that an all-reduce of one token sends in all layers, to and from each GPU
     reduced = 2 * 2 * model.layers * 2 * model.hidden * (tp - 1) / tp
     reduced_s = reduced / (c.link * gpu.link_gbs * 1e9)

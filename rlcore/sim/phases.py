@@ -220,10 +220,10 @@ def _traffic_s(model: ModelSize, gpu: Gpu, layout: Layout, c: Constants) -> floa
     near, far = (c.link * gbs * 1e9 for gbs in (gpu.link_gbs, gpu.network_gbs))
     seconds = 2 * layers * own * 2 * (layout.tp - 1) / layout.tp * 2 * model.hidden / near
     if layout.tp > model.kv_heads:  # these ranks gather the heads of their query group
-        dim = model.kv_bytes / 4 / model.layers / model.kv_heads
+        dim = model.layer_kv_bytes / 4 / model.kv_heads
         shared = model.attention / model.kv_heads + 2 * dim
         seconds += layers * own * 2 * shared * (1 - model.kv_heads / layout.tp) / near
-    gathered = model.kv_bytes / model.layers / min(layout.tp, model.kv_heads)
+    gathered = model.layer_kv_bytes / min(layout.tp, model.kv_heads)
     seconds += layers * gathered * (layout.cp - 1) / layout.cp / (far if spans else near)
     if model.experts and layout.ep > 1:
         sent = 2 * model.experts_per_token * 2 * model.hidden * (layout.ep - 1) / layout.ep

@@ -166,12 +166,10 @@ def layer_parameters(hf: HFConfig, layout: ParallelLayout, layer: int) -> tuple[
         count = math.prod(shape)
         if ".experts." in name:
             experts += count / layout.ep
-        elif name.startswith(("self_attn.q_", "self_attn.k_", "self_attn.v_", "self_attn.o_")):
-            dense += count // (1 if "_norm." in name else layout.tp)
-        elif name.startswith("mlp.") and not name.startswith("mlp.gate."):
+        elif "norm." in name or "_a_proj" in name or name.startswith("mlp.gate."):
+            dense += count  # Each tensor-parallel rank holds norms, projections to latents, router.
+        else:
             dense += count // layout.tp
-        else:  # Each tensor-parallel rank holds all norms and the router.
-            dense += count
     return dense, experts
 
 
@@ -286,7 +284,11 @@ def _activations(
     whole = 1 / tp if train.sp and tp > 1 else 1.0
     queries, keys = hf.num_heads * hf.head_dim / tp, max(1, hf.num_kv_heads / tp) * hf.head_dim
     # A layer keeps inputs and outputs of 2 norms, q, k, v before and after RoPE, attention output.
-    kept = 4 * hf.hidden_size * whole + 2 * (queries + 2 * keys) + queries
+    heads = 2 * (queries + 2 * keys) + queries
+    if hf.mla:  # Inputs and outputs of the latents' norms; values are as large as keys.
+        latents = (hf.mla.q_rank or 0) + hf.mla.kv_rank + hf.mla.rope_dim
+        heads = 2 * latents * whole + 5 * queries
+    kept = 4 * hf.hidden_size * whole + heads
     if has_experts:
         # Tokens are held as sent, received, sorted by expert, and twice when sorted back. Experts
         # keep input, gate and up, product, weighted product.
@@ -370,8 +372,9 @@ def longest(cfg: Config, hf: HFConfig) -> int:
 
 def token_bytes(cfg: Config, hf: HFConfig) -> int:
     """Return the bytes of one token in one rank's part of the KV cache."""
-    heads = -(-hf.num_kv_heads // cfg.rollout.tp)
-    return 2 * hf.num_layers * heads * hf.head_dim * ITEMSIZE[rules.engine_dtype(cfg)]
+    vectors, heads, dim = hf.cache_shape
+    heads = -(-heads // cfg.rollout.tp)
+    return vectors * hf.num_layers * heads * dim * ITEMSIZE[rules.engine_dtype(cfg)]
 
 
 def cache_bytes(cfg: Config, hf: HFConfig, gpu_bytes: float) -> int:

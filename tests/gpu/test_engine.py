@@ -43,7 +43,7 @@ def logits_of(hf: HFConfig, device: torch.device, dtype: torch.dtype) -> dict[st
     for name, tensor in weights(hf, 3, 0.15).items():
         model.load(name, tensor)
     sizes = {"max_slots": 8, "max_columns": 64, "budget": 512}
-    cache = Cache(hf.num_layers, hf.num_kv_heads, hf.head_dim, dtype=dtype, device=device, **sizes)
+    cache = Cache(hf.num_layers, hf.cache_shape, dtype=dtype, device=device, **sizes)
     cache.reserve(5, LENGTH, 0)
     tokens = torch.randint(53, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
 

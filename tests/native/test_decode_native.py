@@ -48,8 +48,7 @@ def decode(model: CausalLM, steps: int = 12, rows: int = 5) -> torch.Tensor:
     hf, g = model.hf, torch.Generator().manual_seed(1)
     cache = Cache(
         hf.num_layers,
-        hf.num_kv_heads,
-        hf.head_dim,
+        hf.cache_shape,
         dtype=torch.float32,
         device=CPU,
         max_slots=8,

@@ -43,6 +43,10 @@ LAYOUTS = {
     "glm4_moe": EXPERTS | {"tp2 ep2 pp2": {"tp": 2, "ep": 2, "pp": 2}},
     "qwen3_moe_mixed": EXPERTS | {"pp2 of 3 and 1 layers": {"pp": 2, "pp_layers": (3, 1)}},
 }
+LAYOUTS |= {
+    "deepseek_v3": {"dp4": {}, "tp2 ep2 pp2": {"tp": 2, "ep": 2, "pp": 2}},
+    "deepseek_v3_dense": {"dp4": {}, "tp4 without sequence parallel": {"tp": 4, "sp": False}},
+}
 CASES = tuple(LAYOUTS)
 HEADS = ("dp4", "tp4 of two key-value heads")
 """Layouts whose queries, keys and values are returned."""
@@ -86,7 +90,7 @@ def bridge(rank: int, folder: str) -> dict[str, Any]:
             found[f"{case} {name}"] = digest(bridge.export_hf(*models))
             if name == "dp4":
                 found[f"{case} logits"] = forward(models[0][0], hf, root / "tokens.json")
-            if name in HEADS:
+            if name in HEADS and layouts.keys() >= set(HEADS):
                 found[f"{case} {name} heads"] = heads(models[0][0], rank)
             bridge.init_random(*models, seed=7)
             found[f"{case} {name} random"] = digest(bridge.export_hf(*models))
@@ -126,7 +130,7 @@ def forward(model: torch.nn.Module, hf: HFConfig, file: Path) -> torch.Tensor:
     lengths = [len(row) for row in rows]
     plan = attention.plan(lengths)
     _, positions = attention.local_positions(lengths, 1, 0)
-    inverse = inverse_frequencies(hf.head_dim, hf.rope)
+    inverse = inverse_frequencies(hf.rope_dim, hf.rope)
     cos, sin = rope.tables(inverse, positions, torch.float32)
     packed = attention.Packed(qkv_format="thd", plan=plan, cos=cos, sin=sin)
     tokens = torch.tensor([sum(rows, [])])

@@ -42,6 +42,7 @@ SAVED: dict[str, dict[str, Any]] = {
     "pp2 untied": {"layout": {"pp": 2} | DIST, "arch": "qwen2"},
     "tp2 of one key-value head": {"layout": {"tp": 2} | DIST} | ONE_HEAD,
     "pp2 of 3 and 1 layers": {"layout": {"pp": 2, "pp_layers": (3, 1)} | DIST},
+    "tp2 ep2 MLA": {"layout": {"tp": 2, "ep": 2} | DIST, "arch": "deepseek_v3"},
     "LoRA tp2": {"layout": {"tp": 2} | DIST} | LORA,
     "LoRA tp2 ep2": {"layout": {"tp": 2, "ep": 2} | DIST, "dtype": "bfloat16"} | LORA_EXPERTS,
 }
@@ -65,6 +66,11 @@ RESHARDED: dict[str, dict[str, Any]] = {
     "plain to dp2": {"of": "plain", "layout": DIST},
     "tp2 to plain": {"of": "tp2", "layout": {}},
     "pp2 untied to tp2": {"of": "pp2 untied", "layout": {"tp": 2} | DIST, "arch": "qwen2"},
+    "tp2 ep2 MLA to pp2": {
+        "of": "tp2 ep2 MLA",
+        "layout": {"pp": 2} | DIST,
+        "arch": "deepseek_v3",
+    },
     "tp2 of one head to pp2": {"of": "tp2 of one key-value head", "layout": {"pp": 2}} | ONE_HEAD,
     "pp2 of 3 and 1 to 1 and 3": {
         "of": "pp2 of 3 and 1 layers",

@@ -53,6 +53,18 @@ CASES["pp2 ep2 with a dense layer full recompute"] = {
     "layout": {"pp": 2, "ep": 2, "recompute": "full"},
     "arch": "qwen3_moe_mixed",
 }
+MLA = {"arch": "deepseek_v3"}
+MLA_DENSE = {"arch": "deepseek_v3_dense"}
+CASES["MLA tp2 ep2 selective recompute distributed optimizer"] = {
+    "layout": {"tp": 2, "ep": 2, "recompute": "selective", "distributed_optimizer": True}
+} | MLA
+CASES["MLA pp2 of 3 and 1 layers full recompute"] = {
+    "layout": {"pp": 2, "pp_layers": (3, 1), "recompute": "full"}
+} | MLA
+CASES["MLA cp2 tp2 ep2"] = {"layout": {"cp": 2, "tp": 2, "ep": 2}} | MLA
+CASES["MLA tp4 without sequence parallel"] = {"layout": {"tp": 4, "sp": False}} | MLA_DENSE
+CASES["MLA pp2 vpp2"] = {"layout": {"pp": 2, "vpp": 2}} | MLA_DENSE
+CASES["MLA cp2 tp2"] = {"layout": {"cp": 2, "tp": 2}} | MLA_DENSE
 GLM = {"arch": "glm4_moe"}
 CASES["ep2 of shared experts and expert groups"] = {"layout": {"ep": 2}} | GLM
 CASES["tp2 ep2 of shared experts and expert groups"] = {
@@ -88,6 +100,8 @@ ALONE = {
     "qwen3_moe": {"layout": APART, "arch": "qwen3_moe"},
     "qwen3_moe_mixed": {"layout": APART, "arch": "qwen3_moe_mixed"},
     "qwen2": {"layout": APART} | SIX,
+    "deepseek_v3": {"layout": APART} | MLA,
+    "deepseek_v3_dense": {"layout": APART} | MLA_DENSE,
     "glm4_moe": {"layout": APART} | GLM,
     "qwen3 LoRA": {"layout": APART} | LORA,
     "glm4_moe LoRA": {"layout": APART} | LORA_SHARED,

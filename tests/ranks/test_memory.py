@@ -27,6 +27,7 @@ LORA = {"rank": 16}
     [
         ("qwen2", DENSE, 1, {}),
         ("qwen3_moe", EXPERTS, 2, {}),
+        ("deepseek_v3", EXPERTS, 4, {}),
         ("qwen2", DENSE[1:3], 2, LORA),
         pytest.param("qwen3_moe", EXPERTS, 2, LORA | {"experts": True}, marks=pytest.mark.slow),
     ],

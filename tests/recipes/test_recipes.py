@@ -35,6 +35,9 @@ WORLDS = {
     "grpo_32b": 64,
     "dapo_32b": 64,
     "grpo_30b_a3b": 32,
+    "grpo_235b_a22b": 128,
+    "grpo_glm45_air": 64,
+    "grpo_moonlight_16b": 16,
     "async_8b": 40,
     "grpo_tiny": 2,
     "async_tiny": 2,
@@ -66,6 +69,9 @@ BILLIONS = {
     "qwen2_5_14b": 14.7,
     "qwen2_5_32b": 32.5,
     "qwen3_30b_a3b": 30.5,
+    "qwen3_235b_a22b": 235,
+    "glm4_5_air": 106,
+    "moonlight_16b_a3b": 16,
 }
 
 

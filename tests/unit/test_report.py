@@ -37,6 +37,8 @@ def test_the_rate_of_training_counts_the_tokens_that_were_trained_as_often_as_th
         hidden=8,
         attention=16,
         kv_heads=2,
+        layer_kv_bytes=1.0,
+        cache_heads=2,
         kv_bytes=1.0,
         embeddings=100.0,
         head=100.0,

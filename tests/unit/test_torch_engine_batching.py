@@ -203,8 +203,7 @@ def test_a_request_that_can_never_fit_the_cache_is_refused():
 def test_growing_keeps_the_rows_and_moving_copies_them():
     cache = Cache(
         2,
-        1,
-        2,
+        (2, 1, 2),
         dtype=torch.float64,
         device=torch.device("cpu"),
         max_slots=8,

@@ -83,9 +83,28 @@ CONFIGS["glm4_moe"] = {
     "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 1,
 }
+MLA = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "rope_parameters": PLAIN,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,  # not that of the latents' norms
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+}
+EXPERTS = "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"
+EXPERTS += "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace"
+CONFIGS["deepseek_v3"] = MLA | {key: CONFIGS["glm4_moe"][key] for key in EXPERTS}
+ALL_DENSE = CONFIGS["deepseek_v3"] | {"first_k_dense_replace": 2}
+ALL_DENSE["rope_parameters"] = YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}
+CONFIGS["deepseek_v3_dense"] = ALL_DENSE | {"q_lora_rank": None, "qk_nope_head_dim": 5}
+CONFIGS["deepseek_v3_in_halves"] = ALL_DENSE | {"rope_interleave": False}
 CONFIGS["qwen3_moe_mixed"] = CONFIGS["qwen3_moe"] | {"decoder_sparse_step": 2}
 for _name, _config in CONFIGS.items():
-    CONFIGS[_name] = BASE | _config | {"model_type": _name.removesuffix("_mixed")}
+    CONFIGS[_name] = BASE | {"model_type": _name.removesuffix("_mixed")} | _config
 
 
 def oracle_logits(config, dtype, **changes):
@@ -110,8 +129,7 @@ def make(config, dtype, **changes):
         model.load(name, tensor)
     cache = Cache(
         hf.num_layers,
-        hf.num_kv_heads,
-        hf.head_dim,
+        hf.cache_shape,
         dtype=dtype,
         device=torch.device("cpu"),
         max_slots=8,

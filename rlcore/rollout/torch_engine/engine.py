@@ -21,6 +21,7 @@ transformers' `generate` is slower: TRL, which uses it, samples for 1.13 s per s
 
 import ctypes
 import heapq
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
@@ -666,14 +667,13 @@ class TorchEngine(InProcess):
         full = self._max_running * self._max_tokens
         budget = self._cache_tokens
         if not budget:
-            per_token = 2 * hf.num_layers * hf.num_kv_heads * hf.head_dim * self._dtype.itemsize
+            per_token = hf.num_layers * math.prod(hf.cache_shape) * self._dtype.itemsize
             budget = max(self._max_tokens, min(full, _free_bytes(self._device) // per_token))
             # Free memory differs at each wake, but the batch composition must not depend on it.
             self._budget = budget = min(budget, self._budget or budget)
         return Cache(
             hf.num_layers,
-            hf.num_kv_heads,
-            hf.head_dim,
+            hf.cache_shape,
             dtype=self._dtype,
             device=self._device,
             max_slots=self._max_running,
