@@ -4,8 +4,11 @@ import importlib.util
 
 import numpy as np
 import pytest
+import torch
 from msgspec import structs
 
+from rlcore.hf.config import HFConfig
+from rlcore.hf.model import CausalLM
 from rlcore.records import Aborted, Finished, Partial, Sample
 from rlcore.rollout.child import ChildEngine
 from rlcore.sync.pack import load_weights
@@ -86,3 +89,40 @@ def test_a_resumed_request_keeps_the_routes_of_the_version_that_sampled_its_toke
         assert old is not None and sample.routes is not None and K == 2
         assert (sample.routes[: len(old) - 1] == old[:-1]).all()
         assert apart(sample, begin=len(old), seed=1) < 0.05
+
+
+def test_routes_of_sigmoid_routers_after_a_dense_layer_are_those_of_the_torch_model() -> None:
+    raw = MOE | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "tie_word_embeddings": False,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+    }
+    hf = HFConfig.from_dict({k: v for k, v in raw.items() if k != "num_experts"})
+    state = weights(hf, 0)
+    model = CausalLM(
+        hf, dtype=torch.float32, device=torch.device("cpu"), max_tokens=96, records_routes=True
+    )
+    model.allocate()
+    for name, tensor in state.items():
+        model.load(name, tensor)
+    options = OPTIONS | {"config": hf.to_dict()}
+    engine = ChildEngine("rlcore.rollout.sglang_engine.engine:build", options, start_s=280.0)
+    try:
+        load_weights(engine, state.items(), 0)
+        found = run(engine, asked(4, 20, stops=False))
+    finally:
+        engine.close()
+    for sample in found.values():
+        whole = torch.from_numpy(np.concatenate([sample.prompt, sample.tokens]).astype(np.int64))
+        model.prefill(whole[None], model.batch_cache(1, len(whole), shared=False))
+        theirs = sets(model.take_routes().numpy())[:-1, 1:]
+        assert sample.routes is not None
+        differs = sets(sample.routes)[:-1, 1:] != theirs
+        assert differs.any(-1).mean() < 0.05

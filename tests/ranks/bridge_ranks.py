@@ -131,7 +131,7 @@ def forward(model: torch.nn.Module, hf: HFConfig, file: Path) -> torch.Tensor:
     plan = attention.plan(lengths)
     _, positions = attention.local_positions(lengths, 1, 0)
     inverse = inverse_frequencies(hf.rope_dim, hf.rope)
-    cos, sin = rope.tables(inverse, positions, torch.float32)
+    cos, sin = rope.tables(inverse, positions, torch.float32, hf.rope.attention_factor)
     packed = attention.Packed(qkv_format="thd", plan=plan, cos=cos, sin=sin)
     tokens = torch.tensor([sum(rows, [])])
     with torch.no_grad():

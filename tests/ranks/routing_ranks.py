@@ -63,11 +63,11 @@ def replayed(rank: int, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any
     return found
 
 
-def own_routes(rank: int) -> dict[str, Any]:
+def own_routes(rank: int, arch: str) -> dict[str, Any]:
     """Run an update without replay, and one that replays the routers' own choices."""
     found = {}
     for name in ("without", "with"):
-        learner = ranks.make({}, arch="qwen3_moe", replays_routing=True)
+        learner = ranks.make({}, arch=arch, replays_routing=True)
         batch = ranks.rows(0)
         if name == "with":
             batch = batch.with_(routes=learner.logprobs_and_routes(batch)[1])

@@ -38,6 +38,8 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "tp2 ep2": {"tp": 2, "ep": 2},
         "pp2 ep2": {"pp": 2, "ep": 2},
     },
+    "glm4_moe": {"tp2 pp2 ep2": {"tp": 2, "pp": 2, "ep": 2}},
+    "deepseek_v3": {"tp2 ep2": {"tp": 2, "ep": 2}},
 }
 TRAINER = {"tp": 2, "pp": 2}
 SITES = {"nodes of two": [[0, 1], [2, 3]], "one node": [[0, 1, 2, 3]]}
@@ -127,7 +129,8 @@ def shards(rank: int) -> dict[str, Any]:
 
 
 def storages(learner: Any) -> set[int]:
-    return {p.untyped_storage().data_ptr() for p in learner._parameters()}
+    buffers = (b for model in learner._models for _, b in model.named_buffers())
+    return {t.untyped_storage().data_ptr() for t in (*learner._parameters(), *buffers)}
 
 
 # ---- routes
@@ -164,7 +167,29 @@ def colocated(rank: int) -> dict[str, Any]:
         channel.update_weights(learner, engine, 4)
         found[f"{name} again"] = {"digest": digest(engine.came), "version": engine.version}
     learner.close()
-    return found | {"engines of two ranks": of_two_ranks(rank)}
+    return found | {"engines of two ranks": of_two_ranks(rank), "biases": biases()}
+
+
+def biases() -> dict[str, list[Any]]:
+    """Push a bfloat16 model whose routers have float32 biases. Return their dtypes in the engine,
+    and their largest distances from what the learner has, by route."""
+    hf = HFConfig.from_dict(kit.tiny_config("glm4_moe"))
+    learner = learner_of("glm4_moe", TRAINER | {"ep": 2}, "bfloat16")
+    for model in learner._models:
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(torch.arange(len(buffer)) / 7)
+    engine = Recording(hf, dtype="bfloat16", max_model_tokens=64)
+    found: dict[str, list[Any]] = {}
+    for route in ("gather", "intranode"):
+        sites = [] if route == "gather" else SITES["one node"]
+        channel = make_channel(route, max_bytes=MAX_BYTES, sites=sites, peers=Peers(name=route))
+        channel.update_weights(learner, engine, 1)
+        views = [v for n, v in engine._model.views.items() if n.endswith("correction_bias")]
+        apart = [float((view - torch.arange(8) / 7).abs().max()) for view in views]
+        found[route] = [[str(view.dtype) for view in views], apart]
+    learner.close()
+    return found
 
 
 def of_two_ranks(rank: int) -> dict[str, Any]:

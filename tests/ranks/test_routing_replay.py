@@ -82,8 +82,9 @@ def _sets(routes: torch.Tensor) -> torch.Tensor:
     return routes.unflatten(1, (-1, 2)).sort(-1).values.flatten(1)
 
 
-def test_replaying_the_routers_own_choices_changes_no_bit() -> None:
-    (found,) = kit.run_ranks(1, "tests.ranks.routing_ranks:own_routes", {})
+@pytest.mark.parametrize("arch", ["qwen3_moe", "qwen3_moe_mixed", "glm4_moe", "deepseek_v3"])
+def test_replaying_the_routers_own_choices_changes_no_bit(arch: str) -> None:
+    (found,) = kit.run_ranks(1, "tests.ranks.routing_ranks:own_routes", {"arch": arch})
     assert found["with"].pop("actor/rerouted") == 0
     assert found["with"] == found["without"]
     kit.assert_bitwise(found["with weights"], found["without weights"])

@@ -102,6 +102,12 @@ def test_engines_of_two_ranks_beside_a_tp4_trainer_get_the_same_bits(
 
 
 @pytest.mark.ranks(4)
+def test_biases_of_routers_arrive_in_float32(colocated: list[dict[str, Any]]) -> None:
+    for rank in colocated:
+        for route in ("gather", "intranode"):
+            assert rank["biases"][route] == [["torch.float32"] * 3, [0.0] * 3], route
+
+
 def test_a_second_push_carries_the_weights_that_have_moved(
     alone: dict[str, str], colocated: list[dict[str, Any]]
 ) -> None:

@@ -27,6 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "yarn between dimensions": YARN | {"truncate": False},
     "yarn of one limit": YARN | {"beta_fast": 1, "truncate": False},
     "yarn of few positions": YARN | {"original_max_position_embeddings": 5},
+    "yarn without slow dimensions": YARN | {"beta_slow": 1e-6},
     "yarn of no positions": YARN | {"original_max_position_embeddings": 1},
     "yarn with mscale": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
     "yarn with half of mscale": YARN | {"mscale": 0.7},
@@ -144,6 +145,8 @@ def test_settings_that_are_not_computed_are_refused(changes: dict, sentence: str
 
 def test_a_scaling_sets_the_longest_sequence() -> None:
     hf = HFConfig.from_dict(kit.tiny_config(rope_scaling=YARN))
-    with pytest.raises(ValueError, match="max_positions to 100: RoPE scaling yarn makes it 1024"):
+    with pytest.raises(
+        ValueError, match="to 100: RoPE scaling or the sliding window makes it 1024"
+    ):
         hf.with_(max_positions=100)
     assert hf.with_(num_layers=1).rope == hf.rope

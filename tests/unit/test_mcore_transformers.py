@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": SCALED | {"rope_type": "dynamic"}, "max_position_embeddings": 8},
     ),
+    # With YaRN, transformers takes the share from the top of config.json, if not 0.5.
     "partial": ("glm4_moe", {"rope_parameters": YARN, "partial_rotary_factor": 0.25}),
     "sliding window": ("mistral", {"sliding_window": max(LENGTHS)}),
 }
