@@ -93,9 +93,9 @@ def _do_not_pin(*_: Any) -> None:
 def _attend_to_latents(*_: Any) -> Any:
     """Return the forward method of latent attention on a CPU, whose backend cannot expand latents
     to keys and values."""
-    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_methods
 
-    return handler.AttnForwardMethod.MLA
+    return forward_methods.AttnForwardMethod.MLA
 
 
 def _seeds(_: None, info: Any, batch: Any, vocab_size: int) -> None:
