@@ -76,6 +76,38 @@ QWEN3_MOE = {
     "vocab_size": 151936,
 }
 
+MOONLIGHT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 8192,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.446,
+    "scoring_func": "sigmoid",
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+
 
 def test_the_spelling_of_transformers_4_is_read() -> None:
     hf = HFConfig.from_dict(QWEN2)
@@ -194,6 +226,46 @@ def test_layers_with_experts_are_those_of_transformers() -> None:
         assert num_parameters(hf) == sum(p.numel() for p in model.parameters())
     dense = HFConfig.from_dict(few | {"decoder_sparse_step": 8})
     assert dense.num_experts == 0 and not dense.moe_layers
+
+
+def test_a_model_with_latents_has_the_sizes_of_transformers() -> None:
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+    for change in ({}, {"q_lora_rank": 1536}):
+        hf = HFConfig.from_dict(MOONLIGHT | change)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(DeepseekV3Config(**(MOONLIGHT | change)))
+        biases = 26 * 64  # no parameters in transformers
+        assert num_parameters(hf) - biases == sum(p.numel() for p in model.parameters())
+    assert (hf.head_dim, hf.rope_dim, hf.value_dim) == (192, 64, 128)
+    assert hf.cache_shape == (1, 1, 576)
+    assert hf.mla is not None and hf.mla.is_interleaved
+    with pytest.raises(ValueError, match="cannot change head_dim"):
+        hf.with_(head_dim=64)
+
+
+def test_layers_that_predict_more_tokens_are_not_exported() -> None:
+    hf = HFConfig.from_dict(MOONLIGHT | {"num_nextn_predict_layers": 1})
+    assert hf.num_mtp_layers == 1 and hf.to_dict()["num_nextn_predict_layers"] == 0
+    assert not any(name.startswith("model.layers.27") for name in expected(hf))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"kv_lora_rank": None}, "`kv_lora_rank` is missing"),
+        ({"q_lora_rank": 0}, "`q_lora_rank` 0: must be a whole number from 1"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads 8: must be 16 as num_attention_heads"),
+        ({"v_head_dim": 256}, "v_head_dim 256: must be at most 192, the sum of"),
+        ({"qk_rope_head_dim": 33}, "qk_rope_head_dim 33, of which 33 rotate"),
+        ({"rope_interleave": 1}, "`rope_interleave` 1: must be true or false"),
+        ({"attention_bias": True}, "`attention_bias` True is not supported"),
+        ({"moe_layer_freq": 2}, "`moe_layer_freq` 2 is not supported"),
+    ],
+)
+def test_latents_that_are_not_computed_are_refused(change: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        HFConfig.from_dict(MOONLIGHT | change)
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:

@@ -922,6 +922,8 @@ def sglang_config(hf: HFConfig) -> dict[str, Any]:
     raw, rope = hf.to_dict(), hf.rope
     if hf.sliding_window:
         raw |= {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
+    if hf.mla:  # transformers has no keys for what all models of this class do
+        raw = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"} | raw
     if rope.kind == "default":
         return raw
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
@@ -929,7 +931,9 @@ def sglang_config(hf: HFConfig) -> dict[str, Any]:
     if rope.kind == "yarn":
         factor = rope.attention_factor
         raw[key] |= {"attention_factor": factor, "attn_factor": factor}
-        raw[key] |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # their ratio multiplies attn_factor
+        # Their ratio multiplies attn_factor; with latent attention, the second scales the softmax.
+        under = (raw[key].get("mscale_all_dim") or 0.0) if hf.mla else 1.0
+        raw[key] |= {"mscale": under, "mscale_all_dim": under}
     return raw
 
 

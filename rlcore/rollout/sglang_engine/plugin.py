@@ -61,6 +61,9 @@ def install() -> None:
     if is_cpu():  # the routes of experts are held in host memory, which CUDA would pin
         pin = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
         hooks.register(pin, _do_not_pin, HookType.REPLACE)
+        method = "DeepseekV2AttentionMLA.dispatch_attn_forward_method"
+        name = f"sglang.srt.models.deepseek_v2.{method}"
+        hooks.register(name, _attend_to_latents, HookType.REPLACE)
     if DRAFTS in os.environ:
         _draft()
 
@@ -85,6 +88,14 @@ def _draft() -> None:
 
 def _do_not_pin(*_: Any) -> None:
     """Do nothing, in place of CUDA's registration of host memory."""
+
+
+def _attend_to_latents(*_: Any) -> Any:
+    """Return the forward method of latent attention on a CPU, whose backend cannot expand latents
+    to keys and values."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_methods
+
+    return forward_methods.AttnForwardMethod.MLA
 
 
 def _seeds(_: None, info: Any, batch: Any, vocab_size: int) -> None:

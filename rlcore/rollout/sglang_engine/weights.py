@@ -5,13 +5,15 @@ checks the payload, so it reads a bucket in shared memory in place. Either all r
 or no rank does.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 import torch
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import MultiprocessingSerializer
+from torch import Tensor
 
 from rlcore.records import Bucket
 from rlcore.rollout.sglang_engine import hooks
@@ -19,6 +21,7 @@ from rlcore.rollout.validation import damage
 from rlcore.utils.buckets import as_tensor, open_payload, unpack
 
 LOAD_FORMAT = "rlcore"
+_PROJECTION = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\.weight$")
 
 
 def encode(bucket: Bucket, payloads: Sequence[bytes | memoryview]) -> list[bytes]:
@@ -54,13 +57,28 @@ def take(
             assert flat is not None
             if torch.cuda.is_initialized():  # a running step may still read the old weights
                 torch.cuda.synchronize()
-            updater.get_model().load_weights(unpack(bucket, flat))
+            _load(updater.get_model(), unpack(bucket, flat))
             if flat.is_cuda:  # the sender may reuse the memory after this function returns
                 torch.cuda.synchronize(flat.device)
         except Exception as error:  # SGLang's loaders raise errors of any class
             problem = f"{type(error).__name__}: {error}"
         problem = _agreed(problem)
     return not problem, problem or "loaded"
+
+
+def _load(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Load tensors. SGLang joins both projections to latents (DeepSeek-V3) if one call has them,
+    and else drops them; here, each is copied to its rows, because buckets may divide them."""
+    params, others = dict(model.named_parameters()), []
+    for name, tensor in tensors:
+        joined = params.get(_PROJECTION.sub(".fused_qkv_a_proj_with_mqa.weight", name))
+        if joined is None or name in params:
+            others.append((name, tensor))
+            continue
+        is_query = name.endswith(".q_a_proj.weight")
+        rows = joined.data[: len(tensor)] if is_query else joined.data[-len(tensor) :]
+        rows.copy_(tensor)
+    model.load_weights(others)
 
 
 def _fixed(updater: Any) -> str:
