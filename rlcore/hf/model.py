@@ -634,10 +634,11 @@ class CausalLM:
         """Return scores and indices of the chosen experts, [N, k] each."""
         hf = self.hf
         assert layer.router is not None
-        wide = torch.promote_types(h.dtype, torch.float32)
+        wide = torch.promote_types(h.dtype, torch.float32)  # as the learner
+        logits = h.to(wide) @ layer.router.to(wide)
         if layer.expert_bias is None:
-            return (h @ layer.router).to(wide).softmax(-1).topk(hf.experts_per_token, -1)
-        scores = (h.to(wide) @ layer.router.to(wide)).sigmoid()
+            return logits.softmax(-1).topk(hf.experts_per_token, -1)
+        scores = logits.sigmoid()
         choice = scores + layer.expert_bias
         if hf.expert_groups > 1:
             choice = best_groups(choice, hf.expert_groups, hf.groups_per_token)
