@@ -97,6 +97,8 @@ def show(cfg: Config, every: bool = False) -> int:
         print(line)
     if hf is not None and not problems and cfg.lora.rank:
         print(adapters(cfg, hf))
+    if hf is not None and not problems and cfg.algo.routing_replay == "rollout":
+        print(routes(roomy, hf))
     if hf is not None and not problems:
         gpu_bytes, source = gpu_gb(cfg) * memory.GB, gpu_source(cfg)
         most = gpu_bytes or GPU_GB * memory.GB
@@ -177,6 +179,20 @@ def adapters(cfg: Config, hf: HFConfig) -> str:
     return (
         f"LoRA         rank {cfg.lora.rank}, scale {scale(cfg.lora):g}, on {where}: trains "
         f"{count / 1e6:.2f} M parameters, {share:.2%} of the weights"
+    )
+
+
+def routes(cfg: Config, hf: HFConfig) -> str:
+    """Return a line with the bytes of the experts that samples carry to the learner."""
+    import numpy as np
+
+    size = np.min_scalar_type(-hf.num_experts).itemsize
+    per_token = hf.num_layers * hf.experts_per_token * size
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
+    samples = cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt
+    return (
+        f"routes       {per_token} bytes per token, at most {per_token * longest / 1e6:.1f} MB per "
+        f"sample and {per_token * longest * samples / 1e9:.2f} GB per step, beside the tokens"
     )
 
 

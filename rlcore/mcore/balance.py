@@ -56,15 +56,16 @@ class ExpertBalance:
         self._aux, self._z = train.moe_aux_loss_coef, train.moe_z_loss_coef
         self._rate = train.moe_bias_update_rate
         self._routers: dict[int, TopKRouter] = {}
-        self._later: dict[int, deque[MicroBatch]] = {}
-        """Micro-batches whose backward will run forward again, by layer."""
+        self._later: dict[int, deque[Tensor]] = {}
+        """Weights of micro-batches whose backward will run forward again, by layer."""
         for chunk in chunks:
             for module in chunk.modules():
                 if isinstance(module, MoELayer):
                     layer = module.layer_number - 1
                     self._routers[layer], self._later[layer] = module.router, deque()
                     module.router.routing = partial(self._route, module.router.routing, layer)
-        self._micro: MicroBatch | None = None
+        self._weights: Tensor | None = None
+        """Number of sequences that have the token of each row of this rank; [rows]."""
         columns = 2 * hf.num_experts + 1 if self.has_losses else hf.num_experts
         self._sums = torch.zeros(hf.num_layers, columns, dtype=torch.float64, device=device)
         """By layer: tokens of each expert; with losses also sums of scores, and of z-losses."""
@@ -94,7 +95,7 @@ class ExpertBalance:
 
     def start(self) -> None:
         """Begin a pass over micro-batches; without calls of `begin` it is not counted."""
-        self._micro = None
+        self._weights = None
         for waiting in self._later.values():
             waiting.clear()
 
@@ -105,33 +106,28 @@ class ExpertBalance:
                 "accumulate without begin_update: losses of routers need the update's number of "
                 "tokens; call begin_update first"
             )
-        self._micro = micro
+        assert micro.shared_by is not None, "the cutter counts no tokens"
+        part = self._layout.tp_rank if self._tp > 1 else 0
+        self._weights = micro.shared_by.chunk(self._tp)[part]
 
     def _route(
         self, route: Route, layer: int, logits: Tensor, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Route with Megatron's `route`; count the tokens of each expert, and add the gradient of
         the losses to the logits."""
-        micro = self._micro
-        if micro is None or not torch.is_grad_enabled():
-            if micro is not None:  # backward takes the micro-batches in the order of forward
-                self._later[layer].append(micro)
+        weights = self._weights
+        if weights is None or not torch.is_grad_enabled():
+            if weights is not None:  # backward takes the micro-batches in the order of forward
+                self._later[layer].append(weights)
             return route(logits, padding_mask)
         if self._recomputes:
-            micro = self._later[layer].popleft()
-        weights = self._weights(micro)
+            weights = self._later[layer].popleft()
         if self.has_losses:
             logits = self._with_losses(layer, logits, weights)
         probs, chosen = route(logits, padding_mask)
         counts = torch.where(chosen, weights.unsqueeze(1), 0).sum(0)
         self._sums[layer, : self._num_experts] += counts
         return probs, chosen
-
-    def _weights(self, micro: MicroBatch) -> Tensor:
-        """Return the number of sequences that have the token of each row of this tensor-parallel
-        rank, [rows]."""
-        assert micro.shared_by is not None, "the cutter counts no tokens"
-        return micro.shared_by.chunk(self._tp)[self._layout.tp_rank if self._tp > 1 else 0]
 
     def _with_losses(self, layer: int, logits: Tensor, weights: Tensor) -> Tensor:
         """Return the logits, whose backward adds the gradient of the losses, times the normaliser

@@ -44,6 +44,11 @@ def check(
                 f"--train.{name} {value:g}: with --lora.rank the routers are not trained; leave it "
                 "at 0"
             )
+    if train.moe_bias_update_rate and not hf.has_expert_bias:
+        raise ConfigError(
+            f"--train.moe_bias_update_rate {train.moe_bias_update_rate:g}: the model's routers "
+            "have no expert bias; leave it at 0, or use --train.moe_aux_loss_coef"
+        )
     if train.transformer_impl == "te":
         if hf.mla:
             raise ConfigError(

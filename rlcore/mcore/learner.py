@@ -144,11 +144,6 @@ class MegatronLearner:
         )
         chunks = build(hf, model, train, self.layout, self.device, self.head, self.lora)
         self._config = chunks[0].config
-        if train.moe_bias_update_rate and not self._config.moe_router_enable_expert_bias:
-            raise ConfigError(
-                f"--train.moe_bias_update_rate {train.moe_bias_update_rate:g}: the model's routers "
-                "have no expert bias; leave it at 0, or use --train.moe_aux_loss_coef"
-            )
         self._routing: RoutingReplay | None = None
         if replays_routing:
             self._routing = RoutingReplay(

@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from rlcore.mcore import build
+from rlcore.hf.names import EXPERT_BIAS
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.tensors import Batch, LossInputs, LossOutput
 from tests import kit
@@ -23,16 +21,8 @@ NORMALISER = 50.0
 """Neither the number of tokens nor of trained tokens."""
 STEPS = 20
 
-SIGMOID = mock.patch.object(
-    build,
-    "TransformerConfig",
-    partial(
-        build.TransformerConfig,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-    ),
-)
-"""Routers with sigmoids and an expert bias."""
+ARCHS = {"softmax": "qwen3_moe", "sigmoid": "glm4_moe"}
+"""Architectures by the score function of their routers."""
 
 
 class Likelihood:
@@ -67,7 +57,8 @@ def update(
         weights = [(p, p.data) for p in learner._parameters()]
         for p, _ in weights:
             p.data = p.main_grad
-        found.update(kit.state(learner.export()))
+        state = kit.state(learner.export())
+        found.update({n: x for n, x in state.items() if not n.endswith(EXPERT_BIAS)})
         for p, data in weights:
             p.data = data
         return math.nan
@@ -77,11 +68,11 @@ def update(
     return metrics, found
 
 
-def make(layout: Mapping[str, Any], folder: str = "", **options: Any) -> MegatronLearner:
+def make(
+    layout: Mapping[str, Any], folder: str = "", arch: str = "qwen3_moe", **options: Any
+) -> MegatronLearner:
     losses = {"moe_aux_loss_coef": AUX, "moe_z_loss_coef": Z}
-    return ranks.make(
-        losses | dict(layout), folder, "qwen3_moe", "float64", temperature=1.0, **options
-    )
+    return ranks.make(losses | dict(layout), folder, arch, "float64", temperature=1.0, **options)
 
 
 def with_unequal_loads(learner: MegatronLearner) -> MegatronLearner:
@@ -95,11 +86,11 @@ def with_unequal_loads(learner: MegatronLearner) -> MegatronLearner:
 
 
 def observe(layout: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Return metrics, counts and gradients of an update with softmax and with sigmoids."""
+    """Return metrics, counts and gradients of an update with softmax and with sigmoids, of the
+    models in `folder`."""
     found: dict[str, Any] = {}
-    for name, routers in {"softmax": nullcontext(), "sigmoid": SIGMOID}.items():
-        with routers:
-            learner = with_unequal_loads(make(layout, folder))
+    for name, arch in ARCHS.items():
+        learner = with_unequal_loads(make(layout, f"{folder}/{arch}"))
         learner.logprobs(ranks.mine(learner, ranks.rows(1)))  # not counted
         metrics, gradients = update(learner, ranks.rows(0), Likelihood(), parts=2)
         assert learner._balance is not None
@@ -149,19 +140,18 @@ def trained(rank: int, folder: str, cases: Mapping[str, Mapping[str, Any]]) -> d
     under the same layout and under that of the case before."""
     found: dict[str, Any] = {}
     before = list(cases)[-1]
-    options = {"replays_routing": True}
-    with SIGMOID:
-        for name, layout in cases.items():
+    options: dict[str, Any] = {"replays_routing": True, "arch": ARCHS["sigmoid"]}
+    for name, layout in cases.items():
+        learner = make(layout | {"moe_bias_update_rate": RATE}, **options)
+        train(learner, range(STEPS // 2))
+        learner.save(Path(folder) / name)
+        found[name] = train(learner, range(STEPS // 2, STEPS))
+        learner.close()
+    for name, layout in cases.items():
+        for kind, source in {"resumed": name, "resumed from other": before}.items():
             learner = make(layout | {"moe_bias_update_rate": RATE}, **options)
-            train(learner, range(STEPS // 2))
-            learner.save(Path(folder) / name)
-            found[name] = train(learner, range(STEPS // 2, STEPS))
+            learner.load(Path(folder) / source)
+            found[name][kind] = train(learner, range(STEPS // 2, STEPS))
             learner.close()
-        for name, layout in cases.items():
-            for kind, source in {"resumed": name, "resumed from other": before}.items():
-                learner = make(layout | {"moe_bias_update_rate": RATE}, **options)
-                learner.load(Path(folder) / source)
-                found[name][kind] = train(learner, range(STEPS // 2, STEPS))
-                learner.close()
-            before = name
+        before = name
     return found

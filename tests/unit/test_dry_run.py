@@ -1,14 +1,17 @@
 """What `--dry-run` refuses and what it leaves open, held against the run itself."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from rlcore.cli import train
+from rlcore.cli import dry_run, train
 from rlcore.cli.builders import weights
+from rlcore.config.schema import Config, DataConfig, RolloutConfig
+from rlcore.hf.config import HFConfig
 from rlcore.utils import log
 from tests import kit, runs
 
@@ -260,3 +263,18 @@ def test_rows_are_read_to_the_end_only_where_one_can_end_the_run(
         more = "--data.train", str(rows), *PLAIN, "--data.bad_rows", bad_rows
         found, said = start(capsys, "rows", *more, "--dry-run")
         assert found == code and ("rows.jsonl:51" in said) == bool(code), said
+
+
+def test_the_routes_of_samples_are_counted() -> None:
+    """Four experts fit int8: 4 layers of 2 experts are 8 bytes for each of 100 tokens."""
+    hf = HFConfig.from_dict(kit.tiny_config("qwen3_moe"))
+    cfg = Config(
+        data=DataConfig(max_prompt_tokens=60, prompts_per_step=5),
+        rollout=RolloutConfig(max_tokens=40, samples_per_prompt=2),
+    )
+    line = dry_run.routes(cfg, hf)
+    assert line.startswith("routes       8 bytes per token, at most 0.0 MB per sample")
+    wide = replace(hf, num_experts=256, experts_per_token=8)
+    assert dry_run.routes(cfg, wide).startswith("routes       64 bytes per token")
+    cfg = replace(cfg, data=replace(cfg.data, prompts_per_step=5_000_000))
+    assert "and 64.00 GB per step" in dry_run.routes(cfg, wide)
