@@ -20,22 +20,23 @@ EXPERTS = [{"ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2}]
 
 
 LORA = {"rank": 16}
+ONE, TWO = {"num_key_value_heads": 1}, {"num_key_value_heads": 2}
+LATENTS = {"q_lora_rank": 512}
 
 
 @pytest.mark.parametrize(
-    "arch, layouts, heads, lora",
+    "arch, layouts, sizes, lora",
     [
-        ("qwen2", DENSE, 1, {}),
-        ("qwen3_moe", EXPERTS, 2, {}),
-        ("deepseek_v3", EXPERTS, 4, {}),
-        ("qwen2", DENSE[1:3], 2, LORA),
-        pytest.param("qwen3_moe", EXPERTS, 2, LORA | {"experts": True}, marks=pytest.mark.slow),
+        ("qwen2", DENSE, ONE, {}),
+        ("qwen3_moe", EXPERTS, TWO, {}),
+        ("deepseek_v3", EXPERTS, LATENTS, {}),
+        ("qwen2", DENSE[1:3], TWO, LORA),
+        pytest.param("qwen3_moe", EXPERTS, TWO, LORA | {"experts": True}, marks=pytest.mark.slow),
     ],
 )
 def test_megatron_holds_what_is_planned(
-    arch: str, layouts: list[dict[str, Any]], heads: int, lora: dict[str, Any]
+    arch: str, layouts: list[dict[str, Any]], sizes: dict[str, int], lora: dict[str, Any]
 ) -> None:
-    sizes = {"num_key_value_heads": heads}
     args = {"arch": arch, "layouts": layouts, "dtype": "bfloat16", "sizes": sizes, "lora": lora}
     for rank in kit.run_ranks(2, "tests.ranks.memory_ranks:held_and_planned", args):
         for layout, (held, planned) in zip(layouts, rank, strict=True):

@@ -30,6 +30,7 @@ OTHERS = {
     "mcore/layer_inputs.py": {"block": "Megatron"},
     "mcore/learner.py": {"torch.utils.deterministic": "torch"},
     "mcore/lora.py": {"parameter": "torch: a parameter, marked for Megatron"},
+    "mcore/mla.py": {"self.weight": "torch: a parameter, marked for Megatron"},
     "mcore/norm.py": {"self.weight": "torch: a parameter, marked for Megatron"},
     "mcore/reference.py": {"p": "torch: a parameter"},
     "mcore/routing.py": {"module.router": "Megatron"},
