@@ -329,6 +329,11 @@ class TrainConfig:
     max_skipped_updates: Annotated[int, at_least(0)] = 10
     """Number of consecutive updates with a non-finite loss or gradient after which the run ends; 0:
     never. Each such update is skipped and counted (actor/skipped)."""
+    moe_dispatcher: Literal["alltoall", "flex"] = "alltoall"
+    """How tokens reach the experts of other ranks: by NCCL's all-to-all, or by DeepEP (flex), if
+    installed. Megatron's all-gather needs as many tokens on every rank, which packing excludes."""
+    moe_shared_expert_overlap: bool = False
+    """Whether shared experts compute while tokens travel to the other experts and back."""
     moe_aux_loss_coef: Annotated[float, at_least(0)] = 0.0
     """Coefficient of the actor's load-balancing loss in each layer of an MoE model, with the
     expert shares of the update before; 0: no such loss."""

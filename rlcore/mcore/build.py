@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 
@@ -87,7 +88,8 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
         "variable_seq_lengths": train.pp > 1,
         # Otherwise the host waits for the GPU after every send, a workaround for old torch.
         "batch_p2p_sync": False,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": train.moe_dispatcher,
+        "moe_shared_expert_overlap": train.moe_shared_expert_overlap,
         # Megatron's init must run: it marks tensor-parallel weights for the gradient norm.
         "init_method": _leave,
         "output_layer_init_method": _leave,
@@ -157,8 +159,9 @@ def _forget_routes(moe: MoELayer, *_: object) -> None:
     """Drop what a dispatcher keeps of its last forward. With full recomputation the probabilities
     keep the layer's input and its gradient alive until the next step (Megatron's issue 3221)."""
     dispatcher = moe.token_dispatcher
-    dispatcher.probs = dispatcher.routing_map = None
-    dispatcher.reversed_local_input_permutation_mapping = None
+    if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
+        dispatcher.probs = dispatcher.routing_map = None
+        dispatcher.reversed_local_input_permutation_mapping = None
 
 
 def _block_spec(

@@ -44,6 +44,12 @@ def check(
                 f"--train.{name} {value:g}: with --lora.rank the routers are not trained; leave it "
                 "at 0"
             )
+    if train.moe_dispatcher == "flex":
+        _check_flex(cuda)
+    if train.moe_shared_expert_overlap and not hf.shared_intermediate_size:
+        raise ConfigError(
+            "--train.moe_shared_expert_overlap True: the model has no shared experts; leave it off"
+        )
     if train.moe_bias_update_rate and not hf.has_expert_bias:
         raise ConfigError(
             f"--train.moe_bias_update_rate {train.moe_bias_update_rate:g}: the model's routers "
@@ -72,6 +78,14 @@ def check(
         raise ConfigError(
             "--train.apex True: Apex' extension fused_weight_gradient_mlp_cuda is not installed; "
             "build it with tools/setup.sh --apex or leave --train.apex off"
+        )
+
+
+def _check_flex(cuda: bool) -> None:
+    if not cuda or importlib.util.find_spec("deep_ep") is None:
+        raise ConfigError(
+            "--train.moe_dispatcher flex: needs CUDA and DeepEP (package deep_ep), which is not "
+            "installed here; install it, or use alltoall"
         )
 
 

@@ -70,6 +70,9 @@ CASES["ep2 of shared experts and expert groups"] = {"layout": {"ep": 2}} | GLM
 CASES["tp2 ep2 of shared experts and expert groups"] = {
     "layout": {"tp": 2, "ep": 2, "recompute": "full", "distributed_optimizer": True}
 } | GLM
+CASES["tp2 ep2 of shared experts with overlap"] = {
+    "layout": {"tp": 2, "ep": 2, "moe_shared_expert_overlap": True}
+} | GLM
 LORA = {"lora": {"rank": 3, "alpha": 6.0, "lr_ratio": 2.0}}
 LORA_EXPERTS = {"lora": {"rank": 3, "rs": True, "experts": True}, "arch": "qwen3_moe"}
 LORA_SHARED = {"lora": {"rank": 3, "targets": ("up_proj", "down_proj")}} | GLM

@@ -154,6 +154,35 @@ def test_settings_that_cannot_work_here_are_refused(model: dict, train: dict, me
         check(HF, ModelConfig(**model), TrainConfig(**train))
 
 
+GLM = HFConfig.from_dict(kit.tiny_config("glm4_moe"))
+
+
+@pytest.mark.parametrize(
+    ("hf", "changes", "message"),
+    [
+        (MOE, {"moe_shared_expert_overlap": True}, "the model has no shared experts; leave it off"),
+        (MOE, {"moe_bias_update_rate": 0.1}, "moe_bias_update_rate 0.1: the model's routers have"),
+        (GLM, {"tp": 5, "ep": 5}, "must divide"),
+        (GLM.with_(experts_per_token=1), {}, "num_experts_per_tok 1: Megatron does not divide"),
+        (GLM.with_(experts_per_token=7), {}, "num_experts_per_tok 7 with topk_group 2: the model"),
+    ],
+)
+def test_what_a_mixture_cannot_do_is_refused(hf: HFConfig, changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(hf, ModelConfig(), TrainConfig(**changes))
+    check(GLM, ModelConfig(), TrainConfig(tp=2, ep=2, moe_shared_expert_overlap=True))
+
+
+def test_deepep_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    flex = TrainConfig(moe_dispatcher="flex")
+    for has_cuda in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
+        with pytest.raises(ValueError, match="--train.moe_dispatcher flex: needs CUDA and DeepEP"):
+            check(MOE, ModelConfig(), flex)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    check(MOE, ModelConfig(), flex)
+
+
 def test_megatrons_own_rope_takes_no_scaling_but_llamas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
