@@ -361,11 +361,18 @@ class HFConfig:
                 f"{where}: num_experts_per_tok {self.experts_per_token}: must be from 1 to the "
                 f"{self.num_experts} experts; take the model's config.json"
             )
-        if self.num_experts % self.expert_groups or self.groups_per_token > self.expert_groups:
+        size, rest = divmod(self.num_experts, self.expert_groups)
+        if self.expert_groups > 1 and (
+            rest
+            or size < 2
+            or self.groups_per_token > self.expert_groups
+            or self.experts_per_token > self.groups_per_token * size
+        ):
             raise ConfigError(
                 f"{where}: n_group {self.expert_groups} with topk_group {self.groups_per_token}: "
-                f"n_group must divide the {self.num_experts} experts, and topk_group be at most "
-                "n_group; take the model's config.json"
+                f"n_group must divide the {self.num_experts} experts into groups of 2 or more, and "
+                f"topk_group groups, at most n_group, must have {self.experts_per_token} experts; "
+                "take the model's config.json"
             )
         if self.num_experts * self.num_layers > _MOST_EXPERTS:
             raise ConfigError(

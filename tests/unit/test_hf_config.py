@@ -9,6 +9,7 @@ import torch
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected, num_parameters
 from rlcore.hf.rope_settings import Rope
+from tests import kit
 
 # As transformers 4 wrote it for Qwen2.5-0.5B-Instruct.
 QWEN2 = {
@@ -266,6 +267,23 @@ def test_layers_that_predict_more_tokens_are_not_exported() -> None:
 def test_latents_that_are_not_computed_are_refused(change: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         HFConfig.from_dict(MOONLIGHT | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_group": 3},
+        {"n_group": 8, "topk_group": 4},
+        {"topk_group": 5},
+        {"topk_group": 1},
+    ],
+)
+def test_groups_of_experts_that_cannot_be_are_refused(change: dict) -> None:
+    """Of 8 experts, 4 per token."""
+    with pytest.raises(
+        ValueError, match="n_group . with topk_group .: n_group must divide the 8 e"
+    ):
+        HFConfig.from_dict(kit.tiny_config("glm4_moe") | change)
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:

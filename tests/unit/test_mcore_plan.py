@@ -164,7 +164,7 @@ GLM = HFConfig.from_dict(kit.tiny_config("glm4_moe"))
         (MOE, {"moe_bias_update_rate": 0.1}, "moe_bias_update_rate 0.1: the model's routers have"),
         (GLM, {"tp": 5, "ep": 5}, "must divide"),
         (GLM.with_(experts_per_token=1), {}, "num_experts_per_tok 1: Megatron does not divide"),
-        (GLM.with_(experts_per_token=7), {}, "num_experts_per_tok 7 with topk_group 2: the model"),
+        (GLM.with_(experts_per_token=3), {}, "num_experts_per_tok 3 with topk_group 2: the model"),
     ],
 )
 def test_what_a_mixture_cannot_do_is_refused(hf: HFConfig, changes: dict, message: str) -> None:
