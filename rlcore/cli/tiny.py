@@ -1,8 +1,8 @@
 """`python -m rlcore tiny --out FOLDER --seed N`: make a tiny model and warm-start it by SFT.
 
-The result is a Hugging Face folder (Qwen3 architecture, tokenizer of the task's characters). The
-model solves the generated task of `--task` (default `label`) about half of the time, so that RL can
-improve it. If the folder already has a model, the command does nothing.
+The result is a Hugging Face folder (Qwen3, or Qwen3-MoE with `--experts`; tokenizer of the task's
+characters). The model solves the generated task of `--task` (default `label`) about half of the
+time, so that RL can improve it. If the folder already has a model, the command does nothing.
 """
 
 import json
@@ -57,7 +57,11 @@ class TinyConfig:
     head_dim: int = 32
     """Size of an attention head."""
     intermediate: int = 256
-    """Intermediate size of the MLP."""
+    """Intermediate size of the MLP, or of a token's experts together."""
+    experts: int = 0
+    """Number of experts of a layer; 0: a dense model."""
+    experts_per_token: int = 2
+    """Number of experts that a token uses, with `experts`."""
     max_tokens: int = 144
     """Maximum number of tokens in a response."""
 
@@ -269,4 +273,13 @@ def write_start(cfg: TinyConfig, folder: Path) -> None:
         "pad_token_id": 0,
         "dtype": "float32",
     }
+    if cfg.experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": cfg.experts,
+            "num_experts_per_tok": cfg.experts_per_token,
+            "moe_intermediate_size": cfg.intermediate // cfg.experts_per_token,
+            "norm_topk_prob": True,
+        }
     (folder / "config.json").write_text(json.dumps(config, indent=1))

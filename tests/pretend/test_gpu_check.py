@@ -10,7 +10,8 @@ from tests import kit, pretend
 
 pytestmark = [pytest.mark.ranks(1), pytest.mark.native, pytest.mark.timeout(2400)]
 
-FEWER = "not qwen3_moe and not llama and not mistral and not float32-True and not bfloat16-False"
+FEWER = "not moe and not deepseek and not llama and not mistral"
+FEWER += " and not float32-True and not bfloat16-False"
 """Not every variant of a step: others run in test_device.py, with the mark `slow`."""
 SKIPPED = {"native_build", "addmm", "grpo_sglang"}
 """Steps of kernels, CUDA graphs and SGLang, which the pretend device does not have."""
