@@ -22,7 +22,7 @@ LAYOUT=(
   --train.pp_layers 12 12 12 12 12 12 11 11
   --train.ep 8 # inside a node; 2 copies of each expert
   --train.recompute full
-  --train.offload true # engine and learner take turns on the GPU
+  --train.offload true           # engine and learner take turns on the GPU
   --train.offload_optimizer true # or a checkpoint would not fit beside the engine
 )
 DATA=(
@@ -44,7 +44,7 @@ REWARD=(
 )
 ALGO=(
   --algo grpo
-  --algo.clip_high 0.28 # asymmetric clip, as in DAPO
+  --algo.clip_high 0.28         # asymmetric clip, as in DAPO
   --algo.routing_replay rollout # experts as SGLang chose them
 )
 TRAIN=(

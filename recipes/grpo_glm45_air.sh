@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-__doc__=r'''GRPO on GLM-4.5-Air, a mixture of 106B weights of which 12B are active, 8 nodes of 8 GPUs of 80 GB:
-TP 4, PP 2, EP 8, engines of eight GPUs, responses of 16k. Routing replay; biases of experts adapt.
+__doc__=r'''GRPO on GLM-4.5-Air, a mixture of 128 experts, 8 nodes of 8 GPUs of 80 GB: TP 4, PP 2, EP 8, engines
+of eight GPUs, responses of 16k. Routing replay; biases of experts adapt.
 Not run at this size: no number to expect is known.
 
     torchrun --nnodes 8 ... recipes/grpo_glm45_air.sh                    # your own torchrun
@@ -42,7 +42,7 @@ REWARD=(
 )
 ALGO=(
   --algo grpo
-  --algo.clip_high 0.28 # asymmetric clip, as in DAPO
+  --algo.clip_high 0.28         # asymmetric clip, as in DAPO
   --algo.routing_replay rollout # experts as SGLang chose them
 )
 TRAIN=(

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-__doc__=r'''GRPO on Moonlight-16B-A3B, a mixture with latent attention, 2 nodes of 8 GPUs of 80 GB: EP 8,
-engines of one GPU, responses of 6k.
+__doc__=r'''GRPO on Moonlight-16B-A3B, a mixture of 64 experts, 2 nodes of 8 GPUs of 80 GB: EP 8, latent
+attention, engines of one GPU, responses of 6k.
 Not run at this size: no number to expect is known.
 
     torchrun --nnodes 2 ... recipes/grpo_moonlight_16b.sh                    # your own torchrun
