@@ -143,6 +143,22 @@ def _weights(shapes: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Tensor
         yield name, value + 1 if name.endswith("norm.weight") else value
 
 
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Gradients of transformers by the names on disk; in memory, experts are stacked."""
+    found: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        assert param.grad is not None, name
+        prefix, stacked, kind = name.partition(".experts.")
+        if not stacked:
+            found[name] = param.grad
+            continue
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for e, grad in enumerate(param.grad):
+            for part, half in zip(parts, grad.chunk(len(parts)), strict=True):
+                found[f"{prefix}.experts.{e}.{part}.weight"] = half
+    return found
+
+
 # ---- comparisons
 
 

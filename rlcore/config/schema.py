@@ -341,8 +341,8 @@ class TrainConfig:
     """Coefficient of the mean squared logsumexp of the router's logits in each layer of an MoE
     model, which keeps logits small; 0: no such loss."""
     moe_bias_update_rate: Annotated[float, at_least(0)] = 0.0
-    """Step of the experts' biases after each update, up for experts with fewer tokens than the mean
-    and down for those with more; only for routers with such biases. 0: biases stay."""
+    """Amount by which an expert's bias changes after each update: up if the expert had fewer tokens
+    than the mean, down if it had more. Needs a model whose routers have biases. 0: no change."""
     offload: bool = False
     """Whether engine and learner take turns on the device: the learner moves to host memory during
     rollout, and the engine sleeps during training. On the CPU only the gradients are released."""

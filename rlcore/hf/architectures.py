@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Switch = Literal["never", "always", "key"]
-"""Whether a part exists; `key`: if config.json says so."""
+"""Whether models have a part; `key`: if a key of config.json is true."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,14 +27,14 @@ class Architecture:
     """Score function of the routers; None: the model has no experts. With sigmoids, routers choose
     by score plus a bias, may choose groups of experts first, and experts may be shared."""
     head_dim: int | None = None
-    """Head size if config.json lacks it; None: hidden size divided by the number of heads."""
+    """Default of `head_dim`; None: hidden size divided by the number of heads."""
     max_positions: int = 32768
-    """Context length if config.json lacks it."""
+    """Default of `max_position_embeddings`."""
     sliding_window: Switch = "never"
     """Whether attention reaches only `sliding_window` tokens; its key is `use_sliding_window`."""
     partial_rotary_factor: float | None = None
-    """Share of a head's dimensions that rotate if config.json lacks it; None: the class ignores
-    this key."""
+    """Default of `partial_rotary_factor`, the share of a head's dimensions that rotate; None: the
+    class ignores this key."""
 
 
 _ALL = (

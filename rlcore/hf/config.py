@@ -158,7 +158,7 @@ class HFConfig:
     sliding_window: int | None = None
     """Number of tokens that a token attends to at most, itself included; None: all before it."""
     mla: LatentSizes | None = None
-    """Sizes of multi-head latent attention; None: another attention."""
+    """Sizes of multi-head latent attention; None: attention with keys and values per head."""
     num_experts: int = 0
     """Number of experts of a layer; 0 for a dense model."""
     experts_per_token: int = 0
@@ -337,7 +337,7 @@ class HFConfig:
 
     @property
     def forms(self) -> dict[bool, int]:
-        """First layer of each form that occurs, by whether layers of that form have experts."""
+        """First layer with experts (key True) and first layer without (key False), if any."""
         layers = reversed(range(self.num_layers))
         return {self.has_experts(i): i for i in layers}
 

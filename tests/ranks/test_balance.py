@@ -1,7 +1,6 @@
 """Losses of routers and expert biases, under every layout: against transformers in float64, and
 against one rank."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ def reference(folder: Path, routers: str, factor: float = 1.0) -> dict[str, Any]
     table = torch.stack([*counts.values()])
     none = torch.zeros(experts, dtype=torch.int64)
     return {
-        "gradients": dict(_by_expert(model)),
+        "gradients": kit.gradients(model),
         "counts": [counts.get(i, none).tolist() for i in range(len(layers))],
         "metrics": {
             "actor/expert_load_max": float((table.amax(1) / table.double().mean(1)).max()),
@@ -105,20 +104,6 @@ def reference(folder: Path, routers: str, factor: float = 1.0) -> dict[str, Any]
             "actor/moe_z_loss": sum(z) / len(z),
         },
     }
-
-
-def _by_expert(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the gradients of a model under the names of checkpoints."""
-    for name, p in model.named_parameters():
-        prefix, dot, last = name.partition(".experts.")
-        parts = {last: p.grad[None]}
-        if dot:
-            parts = {"down_proj": p.grad}
-        if last == "gate_up_proj":
-            parts = dict(zip(("gate_proj", "up_proj"), p.grad.chunk(2, 1), strict=True))
-        for part, grads in parts.items():
-            for expert, grad in enumerate(grads):
-                yield f"{prefix}.experts.{expert}.{part}.weight" if dot else name, grad
 
 
 def _watch(block: Any, calls: list[Any]) -> None:

@@ -279,7 +279,7 @@ def test_latents_that_are_not_computed_are_refused(change: dict, sentence: str) 
     ],
 )
 def test_groups_of_experts_that_cannot_be_are_refused(change: dict) -> None:
-    """Of 8 experts, 4 per token."""
+    """The model has 8 experts, of which a token uses 4."""
     with pytest.raises(
         ValueError, match="n_group . with topk_group .: n_group must divide the 8 e"
     ):

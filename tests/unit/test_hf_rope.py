@@ -47,7 +47,7 @@ def test_frequencies_and_attention_factor_are_those_of_transformers(
     settings = SETTINGS[case] | {"rope_theta": 5000.0, "partial_rotary_factor": partial}
     config = LlamaConfig(head_dim=32, max_position_embeddings=64, rope_parameters=dict(settings))
     kind = settings["rope_type"]
-    # The fixed frequencies of dynamic scaling are those that transformers has at full length.
+    # Dynamic scaling: transformers uses our fixed frequencies only for sequences of full length.
     want, factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=256 if kind == "dynamic" else None)
     rope = read_rope({"rope_parameters": settings}, "here", partial=0.25)
     assert rope.attention_factor == pytest.approx(factor, rel=1e-12)

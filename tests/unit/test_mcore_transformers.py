@@ -77,22 +77,6 @@ def gradients(learner: MegatronLearner) -> dict[str, Tensor]:
     return kit.state(bridge.export_hf(learner._models, learner.hf, learner.layout))
 
 
-def unstacked(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Gradients of transformers by the names on disk; in memory, experts are stacked."""
-    found: dict[str, torch.Tensor] = {}
-    for name, param in model.named_parameters():
-        assert param.grad is not None, name
-        prefix, stacked, kind = name.partition(".experts.")
-        if not stacked:
-            found[name] = param.grad
-            continue
-        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-        for e, grad in enumerate(param.grad):
-            for part, half in zip(parts, grad.chunk(len(parts)), strict=True):
-                found[f"{prefix}.experts.{e}.{part}.weight"] = half
-    return found
-
-
 def differences(config: dict[str, Any], folder: Path) -> dict[str, float]:
     """Largest differences of log-probs and of any gradient of the mean, of a tiny model beside
     transformers. In float64, with common prefixes computed once; float32 angles and norms limit
@@ -108,7 +92,7 @@ def differences(config: dict[str, Any], folder: Path) -> dict[str, float]:
     wanted = log_probs(model, batch)
     count = batch.mask.sum()
     (-wanted[batch.mask].sum() / count).backward()
-    grads = unstacked(model)
+    grads = kit.gradients(model)
     assert min(grad.abs().max() for grad in grads.values()) > 2e-4
 
     train = TrainConfig(**ranks.TRAIN | {"distributed_optimizer": False})
