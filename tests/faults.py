@@ -163,6 +163,13 @@ def on_nodes(*spaces: str) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def one_rank_each() -> Iterator[None]:
+    """Each rank is told that its node has no other; all are on this machine."""
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    yield
+
+
 def leftovers(folder: Path, temporary: Path) -> Sequence[str]:
     """Temporary files of a run that has ended: `folder` has runs, `temporary` was its TMPDIR. Not
     torch's cache of compiled code, which all runs of a user share."""

@@ -90,6 +90,8 @@ def show(cfg: Config, every: bool = False) -> int:
             + (f" on the first {train_ranks}" if apart else "")
             + f"; {_count((apart or world) // tp, 'engine')} ({cfg.rollout.engine}) of "
             + _count(tp, "rank")
+            + (f" on {_count(tp // per_node, 'node')}" if tp > per_node else "")
+            + (f", ep {cfg.rollout.ep}" if cfg.rollout.ep > 1 else "")
             + ("; the size changes during the run" if rules.changes_size(cfg) else "")
         )
         print(rank_map(layout, world, per_node, tp))

@@ -56,6 +56,11 @@ class World:
         return SealedStore(TimedStore(self.store, self.timeout_s), self.secret)
 
     @property
+    def ranks_per_node(self) -> int:
+        """Number of ranks on this node, and on every other one."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+
+    @property
     def train_ranks(self) -> int:
         """Number of ranks that train: the first ranks, as Megatron's global ranks start at 0."""
         return self.size - self.rollout_ranks
@@ -284,13 +289,18 @@ def connect(rank: int, timeout_s: float) -> dist.TCPStore:
         raise TimeoutError(problem) from error
 
 
+def host_of(world: World, interface: str) -> str:
+    """Return the address of this rank's node at which the other ranks reach it."""
+    several_nodes = world.ranks_per_node < world.size
+    return listening_host(os.environ.get("MASTER_ADDR", ""), interface, several_nodes)
+
+
 def make_hub(world: World, interface: str, drafts: bool) -> Hub:
     """Return the hub for messages between the ranks. `drafts`: whether rank 0 collects histories
     as draft source."""
     if world.size == 1:
         return LocalHub()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    host = listening_host(os.environ.get("MASTER_ADDR", ""), interface, here < world.size)
+    host = host_of(world, interface)
     channels = [c for c in CHANNELS if c != "histories" or drafts]
     return ZmqHub(world.rank, world.size, world.sealed, host, world.secret, channels)
 

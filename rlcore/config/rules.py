@@ -67,11 +67,17 @@ def of_world(cfg: Config, world_size: int, ranks_per_node: int) -> list[str]:
     out, site = [], cfg.sync.ranks_per_site
     sizes = [("rollout.tp", cfg.rollout.tp), ("rollout.max_tp", cfg.rollout.max_tp or 1)]
     for key, tp in [*sizes, *(("debug.rollout_tp", tp) for tp in cfg.debug.rollout_tp)]:
-        if tp > 1 and (world_size % tp or ranks_per_node % tp):
+        if tp > 1 and (world_size % tp or (ranks_per_node % tp and tp % ranks_per_node)):
             out.append(
-                f"--{key} {tp}: must divide the {world_size} ranks and the {ranks_per_node} ranks "
-                "of a node, since an engine is within one node; use a smaller size"
+                f"--{key} {tp}: must divide the {world_size} ranks, and an engine is within one "
+                f"node or has whole nodes, so it must also divide the {ranks_per_node} ranks of a "
+                "node or be a multiple of them"
             )
+    if cfg.mux.url and cfg.rollout.tp > ranks_per_node:
+        out.append(
+            f"--rollout.tp {cfg.rollout.tp}: with --mux.url an engine must be within the "
+            f"{ranks_per_node} ranks of a node, whose host memory keeps its weights; use fewer"
+        )
     if problem := of_roles(cfg.cluster.rollout_ranks, world_size):
         return [problem]
     apart, tp = cfg.cluster.rollout_ranks, cfg.rollout.tp
@@ -545,6 +551,8 @@ def _rollout(cfg: Config) -> list[str]:
             f"--rollout.tp {r.tp}: a torch engine is one rank; set 1, or use --rollout.engine "
             "sglang"
         )
+    if r.tp % r.ep:
+        out.append(f"--rollout.ep {r.ep}: must divide rollout.tp {r.tp}; choose a divisor")
     if r.routing == "histopipe":
         out += _histopipe(cfg)
     out += _sizes(cfg)
@@ -647,6 +655,8 @@ def _sizes(cfg: Config) -> list[str]:
         out.append(
             f"{key}: an engine of the kind {r.engine} is one rank; use --rollout.engine sglang"
         )
+    if r.ep > 1:
+        out.append(f"{key}: engines with rollout.ep {r.ep} keep their size; set rollout.ep 1")
     if r.adaptive_tp and (r.tp & (r.tp - 1) or r.max_tp & (r.max_tp - 1)):
         out.append(
             f"--rollout.tp {r.tp} --rollout.max_tp {r.max_tp}: with rollout.adaptive_tp both must "

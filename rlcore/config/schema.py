@@ -149,8 +149,12 @@ class RolloutConfig:
     """Rollout engine. `torch`: built-in, one rank per engine. `sglang`: SGLang, rollout.tp ranks
     per engine."""
     tp: Annotated[int, above(0)] = 1
-    """Tensor-parallel size of an engine, over neighbouring ranks of one node; above 1 only with
-    SGLang."""
+    """Tensor-parallel size of an engine, over neighbouring ranks of one node or of several whole
+    nodes; above 1 only with SGLang."""
+    ep: Annotated[int, above(0)] = 1
+    """Expert-parallel size of an engine for a mixture of experts, within its rollout.tp ranks. Each
+    of `ep` groups of ranks has its share of the experts; 1: every rank has a slice of every
+    expert."""
     adaptive_tp: bool = False
     """Whether to adapt the engines' size between rounds, starting from rollout.tp; only with
     SGLang. The size doubles if preemptions rise and halves after rounds without any, separately for

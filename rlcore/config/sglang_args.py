@@ -4,6 +4,7 @@ OWNED = {
     "context_length": "--data.max_prompt_tokens and --rollout.max_tokens",
     "dtype": "--rollout.dtype",
     "enable_fp32_lm_head": "--rollout.fp32_lm_head",
+    "ep_size": "--rollout.ep",
     "enable_memory_saver": "--train.offload",
     "max_running_requests": "--rollout.max_running_requests",
     "max_total_tokens": "--rollout.kv_cache_tokens",

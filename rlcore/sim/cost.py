@@ -165,7 +165,8 @@ def engine_cost(
     other_bytes: float = 0.0,
     constants: Constants = CONSTANTS,
 ) -> EngineCost:
-    """Return the costs of an engine over `tp` GPUs of a node, in bf16: a roofline.
+    """Return the costs of an engine over `tp` GPUs, in bf16: a roofline. If they are on several
+    nodes, all-reduces have the speed of the network.
 
     Args:
         utilization: share of a GPU's memory that the engine may use.
@@ -189,7 +190,7 @@ def engine_cost(
     kv_share = 1 / min(tp, model.cache_heads)  # of more GPUs, several hold the same heads
     # bytes that an all-reduce of one token sends in all layers, to and from each GPU
     reduced = 2 * 2 * model.layers * 2 * model.hidden * (tp - 1) / tp
-    reduced_s = reduced / (c.link * gpu.link_gbs * 1e9)
+    reduced_s = reduced / (c.link * (gpu.network_gbs if tp > gpu.per_node else gpu.link_gbs) * 1e9)
     product_s = 2 * model.products / tp / arithmetic
     return EngineCost(
         step_s=model.layers * (launches + (2 * c.collective_s if tp > 1 else 0.0)),

@@ -34,6 +34,7 @@ def make_channel(
     *,
     transport: Transport = "bytes",
     tp: int = 1,
+    ranks_per_node: int = 0,
     max_bytes: int = MAX_BYTES,
     sites: Sequence[Sequence[int]] = (),
     peers: Peers | None = None,
@@ -45,6 +46,7 @@ def make_channel(
     Args:
         transport: way in which buckets reach the engine (`colocated.py`).
         tp: tensor-parallel size of the engine.
+        ranks_per_node: number of ranks of a node; 0: all ranks are on one node.
         sites: ranks of each site (node or cluster) of `intranode` or `two_stage`; empty: one site.
         peers: ranks of the weight update; by default all ranks of the default process group.
         device: device of the exchanged buffers, usually the learner's; of the same type on all
@@ -52,7 +54,9 @@ def make_channel(
         base: weights to which exchanged adapters are added; None: all weights are exchanged.
     """
     peers = peers or Peers()
-    handover = Handover(transport, tp=tp, peers=peers, max_bytes=max_bytes)
+    handover = Handover(
+        transport, tp=tp, ranks_per_node=ranks_per_node, peers=peers, max_bytes=max_bytes
+    )
     if route == "gather":
         return ColocatedChannel(max_bytes, handover=handover, base=base)
     where = device or torch.device("cpu")

@@ -13,6 +13,9 @@ transport:
     cuda_ipc   a handle of GPU memory: each rank packs the bucket on its own GPU, for the engine's
                process on that GPU, and the leader gathers the handles
 
+An engine on several nodes cannot map one file, so with `shm` each of its ranks packs the bucket in
+a file of its own, as with `cuda_ipc`.
+
 `ColocatedChannel` is the route `gather`: `learner.export()` gathers one tensor at a time from all
 tensor-, pipeline- and expert-parallel shards. Every rank gets the full weights once, in buckets of
 bounded size.
@@ -67,6 +70,7 @@ class Handover:
         transport: Transport = "bytes",
         *,
         tp: int = 1,
+        ranks_per_node: int = 0,
         peers: Peers | None = None,
         max_bytes: int = MAX_BYTES,
     ) -> None:
@@ -75,6 +79,7 @@ class Handover:
         Args:
             tp: tensor-parallel size of the engine. The engine's ranks are consecutive, and the
                 lowest is a multiple of `tp`.
+            ranks_per_node: number of ranks of a node; 0: all ranks are on one node.
             peers: ranks of the weight update; by default this rank alone.
             max_bytes: maximum size of a bucket, unless a tensor is larger. That bucket is loaded
                 before the next one is packed, and its memory is not kept.
@@ -82,6 +87,7 @@ class Handover:
         self.peers = peers or alone()
         """Ranks of the weight update, which are notified if this rank's engine rejects weights."""
         self.transport, self._max_bytes = transport, max_bytes
+        self._ranks_per_node = ranks_per_node or self.peers.world_size
         self._rooms: list[SharedRoom | _Room] = []
         """Reusable buffers that hold no bucket which the engine still needs."""
         self._room: SharedRoom | _Room | None = None
@@ -102,6 +108,10 @@ class Handover:
                 f"tp {tp}: must divide the {self.peers.world_size} ranks of the channel"
             )
         self._tp = tp
+        self._packs_own = self.transport == "cuda_ipc" or (
+            self.transport == "shm" and tp > self._ranks_per_node
+        )
+        """Whether each rank of an engine packs the buckets for its own process of the engine."""
         self.leads = self.peers.rank % tp == 0
         """Whether this rank is its engine's leader, which sends all payloads to the engine."""
         if not self.leads:
@@ -109,7 +119,7 @@ class Handover:
 
     def takes(self, engine: WeightReceiver | None) -> bool:
         """Return whether this rank needs the buckets of a weight update for its engine."""
-        return engine is not None and (self.leads or self.transport == "cuda_ipc")
+        return engine is not None and (self.leads or self._packs_own)
 
     @property
     def held_bytes(self) -> int:
@@ -161,18 +171,16 @@ class Handover:
         bucket = msgspec.structs.replace(bucket, transport=self.transport)
         if self.leads:
             self._settle(IN_FLIGHT - 1)
-        if self.transport == "cuda_ipc":
+        if self._packs_own:
             if self.leads:
                 self._is_read = self._engine is not None
             # Memory behind a handle that no process opens is never freed.
-            mine = buckets.cuda_handle(buffer) if self._is_read else b""
+            mine = self._payload(buffer) if self._is_read else b""
             payloads: list[Any] = self._gather(mine, where, number)
             self._is_read = bool(payloads[0])
             self._settle(IN_FLIGHT - 1)  # the leader has waited for these loads
-        elif isinstance(self._room, SharedRoom):
-            payloads = [self._room.path.encode()] * self._tp
         else:
-            payloads = [buffer.numpy().data] * self._tp
+            payloads = [self._payload(buffer)] * self._tp
         wait = None
         if self._engine is not None:
             wait = self._guarded(where, self._engine.send_bucket, bucket, payloads)
@@ -182,6 +190,14 @@ class Handover:
             self._settle(0)
         if bucket.num_bytes > self._max_bytes:
             self.finish()
+
+    def _payload(self, buffer: Tensor) -> Any:
+        """Return what an engine's process needs to read a bucket in `buffer`."""
+        if self.transport == "cuda_ipc":
+            return buckets.cuda_handle(buffer)
+        if isinstance(self._room, SharedRoom):
+            return self._room.path.encode()
+        return buffer.numpy().data
 
     def give_all(self, packed: Iterator[tuple[Bucket, Tensor]], look: Callable[[], None]) -> int:
         """Send buckets, packed in buffers from `take`, and wait until the engine has loaded them;
@@ -205,7 +221,7 @@ class Handover:
         """
         if self.leads:
             self._settle(0)
-        if self._last and self.transport == "cuda_ipc":
+        if self._last and self._packs_own:
             self._gather(b"", f"loads up to {self._last}", self._given)
         self._settle(0)
 

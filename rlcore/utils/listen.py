@@ -82,14 +82,14 @@ def bind_stores(interface: str = "") -> None:
     TCPStore.__init__ = init  # type: ignore[method-assign]  # replace torch's method
 
 
-def open_store() -> "TCPStore":
-    """Start a store on a loopback port that the system chooses, so that no other process can take
-    the port first. The store ends when the object is deleted."""
+def open_store(host: str = "127.0.0.1") -> "TCPStore":
+    """Start a store at this machine's address `host`, on a port that the system chooses, so that no
+    other process can take the port first. The store ends when the object is deleted."""
     from torch.distributed import TCPStore
 
-    listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+    listener = socket.create_server((host, 0), backlog=_BACKLOG)
     return TCPStore(
-        "127.0.0.1",
+        host,
         listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,

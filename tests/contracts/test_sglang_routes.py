@@ -11,9 +11,10 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.model import CausalLM
 from rlcore.records import Aborted, Finished, Partial, Sample
 from rlcore.rollout.child import ChildEngine
-from rlcore.sync.pack import load_weights
+from rlcore.sync.pack import load_weights, pack
+from rlcore.utils.listen import open_store
 from tests.contracts import engine_contract
-from tests.contracts.engine_contract import collect, run, samples, weights
+from tests.contracts.engine_contract import collect, full_logits, oracle, run, samples, weights
 from tests.unit.test_torch_engine_routes import HF, MOE, K, asked, routers, sets
 
 pytestmark = [
@@ -24,6 +25,8 @@ pytestmark = [
         reason="needs SGLang: bash tools/setup.sh --sglang",
     ),
 ]
+STD = 0.3  # of weights that no other test here has
+FACTORY = "rlcore.rollout.sglang_engine.engine:build"
 OPTIONS = {
     "config": MOE | {"decoder_sparse_step": 1},
     "max_model_tokens": 96,
@@ -41,7 +44,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def engine():
-    made = ChildEngine("rlcore.rollout.sglang_engine.engine:build", OPTIONS, start_s=280.0)
+    made = ChildEngine(FACTORY, OPTIONS, start_s=280.0)
     yield made
     made.close()
 
@@ -66,6 +69,37 @@ def test_every_token_has_the_experts_of_a_forward_over_all(engine) -> None:
     found = run(engine, asked(8, 30, stops=False))
     assert max(apart(sample) for sample in found.values()) < 0.05
     assert sum(apart(sample) for sample in found.values()) / len(found) < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_experts_divided_over_two_ranks_give_what_one_rank_does(nodes: int) -> None:
+    config = MOE | {"tie_word_embeddings": False}  # SGLang samples tied mixtures wrongly
+    store, model = open_store(), oracle(config, 0, STD)
+    model.set_experts_implementation("eager")  # the others lack float64
+    share = {"config": config, "tp": 2, "ep": 2, "shares": 2, "nodes": nodes}
+    share |= {"dist_init_addr": f"127.0.0.1:{store.port}"}
+    ranks = [
+        ChildEngine(FACTORY, OPTIONS | share | {"share": rank, "rank": rank}, start_s=280.0)
+        for rank in (0, 1)
+    ]
+    leader = ranks[0]
+    try:
+        leader.begin_load(0)
+        state = weights(HFConfig.from_dict(config), 0, STD)
+        for bucket, buffer in pack(state.items(), 2**20):
+            leader.load_bucket(bucket, [bytes(buffer)] * 2)
+        leader.end_load()
+        found = run(leader, asked(8, 30, stops=False))
+    finally:
+        for rank in ranks:
+            rank.close()
+    for sample in found.values():
+        logits = full_logits(sample.prompt, sample.tokens, model=model)
+        tokens = torch.from_numpy(sample.tokens).long()[:, None]
+        logps = logits.log_softmax(-1).gather(-1, tokens)[:, 0].float().numpy()
+        np.testing.assert_allclose(sample.logps, logps, atol=1e-4)
 
 
 def test_a_resumed_request_keeps_the_routes_of_the_version_that_sampled_its_tokens(engine) -> None:
@@ -113,7 +147,7 @@ def test_routes_of_sigmoid_routers_after_a_dense_layer_are_those_of_the_torch_mo
     for name, tensor in state.items():
         model.load(name, tensor)
     options = OPTIONS | {"config": hf.to_dict()}
-    engine = ChildEngine("rlcore.rollout.sglang_engine.engine:build", options, start_s=280.0)
+    engine = ChildEngine(FACTORY, options, start_s=280.0)
     try:
         load_weights(engine, state.items(), 0)
         found = run(engine, asked(4, 20, stops=False))

@@ -425,6 +425,19 @@ def mixed(rank: int) -> dict[str, Any]:
     found["payloads"] = [len(p) for p in engine.payloads]
     found["same file"] = all(len(set(p)) == 1 for p in engine.payloads)
 
+    # An engine over two nodes of one rank each: every rank has a file with all weights.
+    nodes = {"tp": 2, "transport": "shm", "ranks_per_node": 1}
+    for route in ("two_stage", "gather"):
+        engine = KeeperOfAll()
+        if route == "gather":
+            channel = make_channel("gather", max_bytes=1024, peers=Peers(name="files"), **nodes)
+            channel.update_weights(Exporting(), engine, 1)
+        else:
+            made("nodes", [[0, 1], [2, 3]], **nodes).update_weights(learner, engine, 1)
+        is_whole = [digest(came) == digest(whole()) for came in engine.came_by_rank]
+        owners = {tuple(path.split(b"/")[2] for path in paths) for paths in engine.payloads}
+        found[f"{route} files"] = [is_whole, [len(set(pids)) for pids in owners]]
+
     # Handles of every rank reach the leader: a stand-in for CUDA's, over host memory.
     from rlcore.sync import colocated as module
     from rlcore.utils import buckets
@@ -444,6 +457,20 @@ def mixed(rank: int) -> dict[str, Any]:
             channel.update_weights(Exporting(), engine, 1)
         found[f"{route} handles"] = engine.payloads
     return found
+
+
+class KeeperOfAll(Keeper):
+    """Keeps what each of its ranks would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came_by_rank: list[dict[str, Tensor]] = [{}, {}]
+
+    def load_bucket(self, bucket: Bucket, payloads: Sequence[Any]) -> None:
+        super().load_bucket(bucket, payloads)
+        for came, payload in zip(self.came_by_rank, payloads, strict=True):
+            flat = as_tensor(bucket, open_payload(bucket, payload))
+            came |= {name: tensor.clone() for name, tensor in unpack(bucket, flat)}
 
 
 class Exporting:

@@ -7,14 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests import kit, runs
+from tests import faults, kit, runs
 
 pytestmark = [
     pytest.mark.ranks(2),
@@ -30,7 +30,21 @@ SHORT = (
     *("--checkpoint.no_at_end", "--checkpoint.no_export_hf", "--rollout.max_tokens", 60),
 )
 SGLANG = *SHORT, "--rollout.engine", "sglang", "--cluster.timeout_s", 300  # it starts slowly
+SPREAD = (
+    *("--rollout.tp", 2, "--train.tp", 2, "--sync.route", "intranode"),
+    *("--rollout.max_running_requests", 16),
+)
 SCORES = ("critic/score/mean", "critic/score/std_err", "response_length/mean")
+
+
+@contextmanager
+def two_nodes() -> Iterator[list[str]]:
+    """Names of two network namespaces; none where we may not make them."""
+    with ExitStack() as stack:
+        names: list[str] = []
+        with suppress(OSError, subprocess.CalledProcessError):
+            names = stack.enter_context(faults.two_nodes(f"sg{os.getpid()}"))
+        yield names
 
 
 @contextmanager
@@ -66,36 +80,45 @@ class Runs:
 
     def __init__(self, folder: Path):
         self.folder = folder / "runs"
-        model = runs.tiny_model(folder / "model")
+        self.model = runs.tiny_model(folder / "model")
 
         def job(name: str, ranks: int, *keys: object, **more: object) -> runs.Job:
-            argv = runs.arguments(model, self.folder, name, *keys)
+            argv = runs.arguments(self.model, self.folder, name, *keys)
             return {"name": name, "argv": argv, "ranks": ranks, **more}
 
         slow = "--rollout.max_running_requests", 4, "--rollout.progress_interval_s", 0.02
-        spread = (
-            *("--rollout.tp", 2, "--train.tp", 2, "--sync.route", "intranode"),
-            *("--rollout.max_running_requests", 16),
-        )
         metrics = str(self.folder / "killed" / "metrics.jsonl")
         within = ["tests.ranks.test_sglang_train:scheduler_killed", metrics]
         jobs = [
             job("killed", 1, *SGLANG, *slow, within=within),
             job("torch", 1, *SHORT),
-            job("spread", 2, *SGLANG, *spread),
+            job("spread", 2, *SGLANG, *SPREAD),
         ]
-        gang = runs.Running(2, jobs, folder / "gang")
         self.listening: set[str] = set()
         """Addresses that the ranks and their engines listen on."""
+        self.gang = self._run("gang", jobs)
+        self.apart = self.gang
+
+    def on_two_nodes(self) -> None:
+        """Run what `spread` runs, with each rank on a node of its own."""
+        with two_nodes() as nodes:
+            within = ["tests.faults:on_nodes", *nodes] if nodes else ["tests.faults:one_rank_each"]
+            network = ("--cluster.interface", "rl0") if nodes else ()
+            argv = runs.arguments(self.model, self.folder, "nodes", *SGLANG, *SPREAD, *network)
+            jobs: list[runs.Job] = [{"name": "nodes", "argv": argv, "ranks": 2, "within": within}]
+            self.apart = self._run("apart", jobs)
+
+    def _run(self, name: str, jobs: list[runs.Job]) -> runs.Gang:
+        gang = runs.Running(2, jobs, self.folder.parent / name)
         end = time.monotonic() + 540
         while (ended := gang.poll()) is None and time.monotonic() < end:
             for process in gang.processes:
                 self.listening |= kit.listening(process.pid)
             time.sleep(2)
-        self.gang = ended or gang.wait(0)
+        return ended or gang.wait(0)
 
     def rows(self, name: str, ranks: int = 1) -> dict[int, dict[str, float]]:
-        self.gang.check(name, ranks)
+        (self.apart if name == "nodes" else self.gang).check(name, ranks)
         return runs.rows(self.folder / name)
 
 
@@ -122,6 +145,19 @@ def test_one_engine_over_two_ranks_samples_what_the_torch_engine_does(done: Runs
     for name in SCORES:
         assert spread[1][name] == pytest.approx(torch[1][name], rel=1e-9), name
     assert spread[1]["sync/bytes"] > 0
+
+
+@pytest.mark.slow
+def test_one_engine_over_two_nodes_samples_what_the_torch_engine_does(done: Runs) -> None:
+    before = set(done.listening)
+    done.on_two_nodes()
+    assert done.listening - before <= {"10.77.0.1", "10.77.0.2"}  # no socket on every interface
+    nodes, torch = done.rows("nodes", 2), done.rows("torch")
+    for name in SCORES:
+        assert nodes[1][name] == pytest.approx(torch[1][name], rel=1e-9), name
+    assert nodes[2]["actor/loss"] == pytest.approx(
+        done.rows("spread", 2)[2]["actor/loss"], rel=1e-3
+    )
 
 
 @pytest.mark.slow

@@ -150,10 +150,12 @@ def test_the_leader_of_an_engine_of_two_ranks_takes_a_payload_for_each() -> None
         if rank % 2:
             assert f["came"] == "nothing" and not f["payloads"]
             assert not f["relay handles"] and not f["gather handles"]
+            assert f["two_stage files"] == f["gather files"] == [[False, False], []]
             continue
         assert f["came"] is True and set(f["payloads"]) == {2} and f["same file"]
         pair = [f"rank {r}, 1024 bytes".encode() for r in (rank, rank + 1)]
         assert f["relay handles"] == f["gather handles"] == [pair] * 6
+        assert f["two_stage files"] == f["gather files"] == [[True, True], [2]]
 
 
 # ---- failures

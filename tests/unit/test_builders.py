@@ -237,6 +237,42 @@ def test_ranks_of_an_engine_meet_at_a_store_that_its_first_rank_holds(monkeypatc
             dist.TCPStore(host, int(port), timeout=soon, wait_for_workers=False).set("is", "there")
 
 
+def test_an_engine_over_two_nodes_has_its_store_where_both_reach_it(monkeypatch) -> None:
+    monkeypatch.setattr(engine, "ChildEngine", lambda _, settings, **__: settings)
+    monkeypatch.setattr(engine, "check_engine", lambda *_: None)
+    monkeypatch.setattr(engine, "host_of", lambda world, interface: f"127.0.0.{world.rank + 1}")
+    for per_node, hosts, nodes in ((4, ["127.0.0.1"] * 4, 1), (2, ["127.0.0.1"] * 4, 2)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
+        cfg, store = Config(rollout=RolloutConfig(engine="sglang", tp=4)), dist.HashStore()
+        started = [
+            engine.make_engine(
+                cfg, kit_model(), replace(ALONE, rank=rank, size=8, store=store, secret=b"s" * 32)
+            )
+            for rank in (4, 5, 6, 7)
+        ]
+        found: list[Any] = [settings() for settings in started]
+        if nodes > 1:
+            hosts = ["127.0.0.5"] * 4  # where the first rank of the engine is
+        assert [f["dist_init_addr"].partition(":")[0] for f in found] == hosts
+        assert [(f["nodes"], f["share"]) for f in found] == [(nodes, i) for i in range(4)]
+
+
+def test_experts_of_an_engine_are_divided_evenly() -> None:
+    moe = HFConfig.from_dict(kit.tiny_config("qwen3_moe", num_experts=6, moe_intermediate_size=24))
+
+    def check(hf: HFConfig, tp: int, ep: int) -> None:
+        engine.check_experts(Config(rollout=RolloutConfig(engine="sglang", tp=tp, ep=ep)), hf)
+
+    check(kit_model(), 8, 1)
+    check(moe, 12, 6)
+    with pytest.raises(ConfigError, match="rollout.ep 4: must divide the 6 experts"):
+        check(moe, 4, 4)
+    with pytest.raises(ConfigError, match="rollout.ep 2: the model has no experts; set 1"):
+        check(kit_model(), 2, 2)
+    with pytest.raises(ConfigError, match="cut into 16 slices, which must divide its width 24"):
+        check(moe, 16, 1)
+
+
 @pytest.mark.parametrize("kind", ["torch", "sglang"])
 @pytest.mark.parametrize(
     "dtype, wanted, device, found",

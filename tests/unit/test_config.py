@@ -255,6 +255,13 @@ def assert_rule_of_sglang(words: str, said: str) -> None:
             "--rollout.engine torch --rollout.draft ngram --draft.verify_tokens 4",
             "verify_tokens 4: only SGLang",
         ),
+        ("--rollout.tp 8 --rollout.ep 4", ""),
+        ("--rollout.tp 4 --rollout.ep 3", "--rollout.ep 3: must divide rollout.tp 4"),
+        (
+            "--rollout.tp 2 --rollout.ep 2 --rollout.adaptive_tp",
+            "with rollout.ep 2 keep their size",
+        ),
+        ("--rollout.sglang_args ep_size=2", "use --rollout.ep instead"),
         ("--rollout.draft ngram --draft.matcher device", ""),
         (
             "--rollout.engine torch --rollout.draft ngram --draft.matcher device",
@@ -324,12 +331,27 @@ def test_sizes_that_engines_may_come_to_divide_the_ranks_too():
     assert line.startswith("--rollout.max_tp 4: must divide the 2 ranks")
     words = "--rollout.engine sglang --debug.rollout_tp 1 2 3"
     (line,) = rules.of_world(parse(words.split()), 4, 2)
-    assert line.startswith("--debug.rollout_tp 3: must divide the 4 ranks and the 2")
+    assert line.startswith("--debug.rollout_tp 3: must divide the 4 ranks, and an engine is within")
+
+
+def test_engines_over_nodes_do_not_share_them_with_other_jobs():
+    cfg = parse("--rollout.engine sglang --rollout.tp 4 --mux.url redis://h".split())
+    assert not rules.of_world(cfg, 8, 4)
+    (line,) = rules.of_world(cfg, 8, 2)
+    assert line.startswith("--rollout.tp 4: with --mux.url an engine must be within the 2 ranks")
 
 
 @pytest.mark.parametrize(
     ("world", "node", "key"),
-    [(8, 4, ""), (6, 2, "--rollout.tp 4"), (8, 2, "--rollout.tp 4"), (4, 4, "--sync.ranks_per")],
+    [
+        (8, 4, ""),
+        (8, 2, ""),  # over two nodes
+        (8, 8, ""),
+        (6, 2, "--rollout.tp 4"),
+        (24, 3, "--rollout.tp 4"),
+        (24, 6, "--rollout.tp 4"),
+        (4, 4, "--sync.ranks_per"),
+    ],
 )
 def test_engines_and_sites_are_whole_parts_of_the_world(world, node, key):
     cfg = parse(["--rollout.engine", "sglang", "--rollout.tp", "4", "--sync.ranks_per_site", "8"])

@@ -154,7 +154,7 @@ def test_the_ranks_of_an_engine_meet_at_a_store_that_has_its_port(arguments_of, 
     stores: list[str] = []
     monkeypatch.setattr(
         "rlcore.rollout.sglang_engine.engine.set_environment",
-        lambda _device, _tp, store, _drafts: stores.append(store),
+        lambda _device, _tp, store, _nodes, _drafts: stores.append(store),
     )
     for address in ("", "127.0.0.1:4"):
         given = arguments_of(HF, dist_init_addr=address)

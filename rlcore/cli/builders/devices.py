@@ -1,6 +1,5 @@
 """Build a rank's memory plan, and the `Device` that decides which parts its GPU holds."""
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -22,10 +21,6 @@ from rlcore.utils.errors import ConfigError
 
 if TYPE_CHECKING:  # this import needs Redis, which is only required for shared nodes (--mux.url)
     from rlcore.mux.ranks import RanksGate
-
-
-def ranks_per_node(world: World) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
 
 
 def memory_plan(
@@ -59,7 +54,7 @@ def make_residency(
     Raises:
         ConfigError: the memory plan is impossible, or the settings do not fit the number of ranks.
     """
-    if problems := rules.of_world(cfg, world.size, ranks_per_node(world)):
+    if problems := rules.of_world(cfg, world.size, world.ranks_per_node):
         raise ConfigError("\n".join(problems))
     plan, gpu_bytes = memory_plan(cfg, hf, world, trains=trains, samples=samples)
     if plan.problems:

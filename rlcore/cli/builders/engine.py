@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 
 from rlcore.cli.builders.folder import run_folder
 from rlcore.cli.builders.model import max_model_tokens
-from rlcore.cli.world import World
+from rlcore.cli.world import World, host_of
 from rlcore.config import rules
 from rlcore.config.schema import Config
 from rlcore.envs import registry as envs
@@ -90,6 +90,7 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
     check_engine(cfg, hf)
     return settings | {
         "memory_fraction": r.gpu_memory_utilization,
+        "ep": r.ep,
         "draft": r.draft,
         "draft_width": cfg.draft.verify_tokens,
         "draft_settings": draft_settings(cfg),
@@ -114,10 +115,27 @@ def check_engine(cfg: Config, hf: HFConfig | None) -> None:
             "--rollout.engine sglang: SGLang gives every layer of a Qwen3-MoE model experts, but "
             "this model has dense layers; use --rollout.engine torch"
         )
+    if hf is not None:
+        check_experts(cfg, hf)
     if importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "--rollout.engine sglang: SGLang is not installed; run bash tools/setup.sh --sglang, "
             "or set --rollout.engine torch"
+        )
+
+
+def check_experts(cfg: Config, hf: HFConfig) -> None:
+    """Raise ConfigError if --rollout.ep does not suit the experts of the model `hf`."""
+    ep, sliced = cfg.rollout.ep, max(1, cfg.rollout.tp // cfg.rollout.ep)
+    if ep > 1 and not hf.num_experts:
+        raise ConfigError(f"--rollout.ep {ep}: the model has no experts; set 1")
+    if hf.num_experts % ep:
+        raise ConfigError(f"--rollout.ep {ep}: must divide the {hf.num_experts} experts of a layer")
+    if hf.num_experts and hf.moe_intermediate_size % sliced:
+        raise ConfigError(
+            f"--rollout.tp {cfg.rollout.tp} --rollout.ep {ep}: every expert is cut into {sliced} "
+            f"slices, which must divide its width {hf.moe_intermediate_size}; raise rollout.ep, so "
+            "that fewer ranks share an expert"
         )
 
 
@@ -163,6 +181,7 @@ def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
     plain = engine_settings(cfg, hf, world)
     where = "CUDA" if world.device.type == "cuda" else "CPU"
     tp = f"tp {cfg.rollout.tp}" + (" at the start" if rules.changes_size(cfg) else "")
+    tp += f" ep {cfg.rollout.ep}" if cfg.rollout.ep > 1 else ""
     announce("engine", f"sglang on {where}, {plain['dtype']}, {tp}, child process")
     if cfg.rollout.draft != "none":
         overlap = plain["draft_matcher"] == "device" and where == "CUDA"
@@ -181,12 +200,15 @@ def _sglang_engine(cfg: Config, hf: HFConfig, world: World) -> ChildEngine:
         tp, share = sized.rollout.tp, {}
         if tp > 1:
             first = world.rank - world.rank % tp
+            nodes = max(1, tp // world.ranks_per_node)
             meeting = f"engine/{sizes}/{first}/{next(starts)}"
             if world.rank == first:
-                store = open_store()
-                world.sealed.set(meeting, f"127.0.0.1:{store.port}")  # engines never span nodes
+                host = host_of(world, cfg.cluster.interface) if nodes > 1 else "127.0.0.1"
+                store = open_store(host)
+                world.sealed.set(meeting, f"{host}:{store.port}")
             share = {
                 "tp": tp,
+                "nodes": nodes,
                 "shares": tp,
                 "share": world.rank - first,
                 "dist_init_addr": world.sealed.get(meeting).decode(),

@@ -6,7 +6,6 @@ import socket
 from collections.abc import Callable, Sequence
 
 from rlcore.cli import splits
-from rlcore.cli.builders.devices import ranks_per_node
 from rlcore.cli.builders.folder import run_folder
 from rlcore.cli.builders.start import BuildContext
 from rlcore.cli.world import World
@@ -85,7 +84,7 @@ def watch(
 def make_balance(cfg: Config, hf: HFConfig, world: World) -> Balance:
     """Return the planner that proposes how many ranks should sample. Log its first proposal, from
     the run's most recent steps or else from the GPU's data sheet."""
-    plan = splits.planner(cfg, world.size, ranks_per_node(world))
+    plan = splits.planner(cfg, world.size, world.ranks_per_node)
     folder, said = run_folder(cfg), ""
     if world.device.type == "cuda":
         try:

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from rlcore.cli.builders.devices import memory_plan, ranks_per_node
+from rlcore.cli.builders.devices import memory_plan
 from rlcore.cli.world import World
 from rlcore.config import rules
 from rlcore.config.schema import Config
@@ -57,7 +57,7 @@ def size_policy(cfg: Config, hf: HFConfig, world: World) -> EngineSizePolicy | N
 
     def problems(tp: int) -> list[str]:
         sized = with_tp(cfg, tp)
-        found = rules.of_world(sized, world.size, ranks_per_node(world))
+        found = rules.of_world(sized, world.size, world.ranks_per_node)
         found += memory_plan(sized, hf, world)[0].problems
         if 0 < sized.rollout.kv_cache_tokens < memory.longest(cfg, hf):
             found.append(
@@ -67,4 +67,4 @@ def size_policy(cfg: Config, hf: HFConfig, world: World) -> EngineSizePolicy | N
             )
         return found
 
-    return policies.size_policy(cfg, ranks_per_node(world), problems)
+    return policies.size_policy(cfg, world.ranks_per_node, problems)

@@ -27,7 +27,7 @@ def make_weight_channel(
         transport = "bytes"
     elif uses_cuda_ipc(cfg, world.device):
         transport = "cuda_ipc"
-    size = cfg.sync.ranks_per_site or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    size = cfg.sync.ranks_per_site or world.ranks_per_node
     way = rules.route(cfg)
     if cfg.sync.route == "auto" and way != "gather":
         announce("weights", f"{way}, since train ranks and rollout ranks differ")
@@ -35,6 +35,7 @@ def make_weight_channel(
         way,
         transport=transport,
         tp=cfg.rollout.tp,
+        ranks_per_node=world.ranks_per_node,
         max_bytes=cfg.sync.bucket_mb * 2**20,
         sites=[range(i, min(i + size, world.size)) for i in range(0, world.size, size)],
         peers=make_peers(cfg, world),

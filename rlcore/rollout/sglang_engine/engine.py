@@ -191,7 +191,8 @@ class SGLangEngine(InProcess):
       device; with host, on the CPU, which turns SGLang's overlapped scheduler off.
 
     Each of `shares` processes makes one of these engines, which starts its share of the `tp` ranks.
-    All of them are on one node. Share 0 leads.
+    They are on one node or evenly on `nodes` nodes. Share 0 leads. Of the `tp` ranks, `ep` groups
+    divide the experts of a mixture.
 
     `cache_tokens` is SGLang's max_total_tokens. If it is 0, `memory_fraction` (SGLang's
     mem_fraction_static) sets the cache size. `sglang` has further arguments of SGLang's server,
@@ -216,8 +217,10 @@ class SGLangEngine(InProcess):
         records_routes: bool = False,
         rank: int = 0,
         tp: int = 1,
+        ep: int = 1,
         share: int = 0,
         shares: int = 1,
+        nodes: int = 1,
         dist_init_addr: str = "",
         draft: Draft = "none",
         draft_width: int = DraftConfig.verify_tokens,
@@ -287,7 +290,7 @@ class SGLangEngine(InProcess):
         if not dist_init_addr:
             self._store = open_store()
             dist_init_addr = f"127.0.0.1:{self._store.port}"
-        set_environment(kind, tp, dist_init_addr, drafts)
+        set_environment(kind, tp, dist_init_addr, nodes, drafts)
         arguments = {
             "device": kind,
             "dtype": dtype,
@@ -301,7 +304,8 @@ class SGLangEngine(InProcess):
             "enable_fp32_lm_head": fp32_head,
             "sleep_on_idle": True,  # idle schedulers leave the CPU to the learner
             "tp_size": tp,
-            "nnodes": 1,  # an engine never spans nodes
+            "ep_size": ep,
+            "nnodes": nodes,
             "node_rank": share,
             "dist_init_addr": dist_init_addr,
             "log_level": "error",

@@ -64,6 +64,8 @@ def install() -> None:
         method = "DeepseekV2AttentionMLA.dispatch_attn_forward_method"
         name = f"sglang.srt.models.deepseek_v2.{method}"
         hooks.register(name, _attend_to_latents, HookType.REPLACE)
+        experts = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+        hooks.register(experts, _skip_remote_experts, HookType.AROUND)
     if DRAFTS in os.environ:
         _draft()
 
@@ -88,6 +90,21 @@ def _draft() -> None:
 
 def _do_not_pin(*_: Any) -> None:
     """Do nothing, in place of CUDA's registration of host memory."""
+
+
+def _skip_remote_experts(
+    original: Callable[..., Any], layer: Any, x: Any, topk_output: Any, settings: Any
+) -> Any:
+    """Compute a rank's own experts on a CPU. Experts of other ranks have the id -1, with which
+    SGLang's function fails; it counts an expert once per token, so call it for one expert of each
+    token at a time."""
+    ids = topk_output.topk_ids
+    if bool((ids >= 0).all()):
+        return original(layer, x, topk_output, settings)
+    weights = topk_output.topk_weights.masked_fill(ids < 0, 0.0)
+    make, logits = type(topk_output), topk_output.router_logits
+    chosen = zip(weights.split(1, -1), ids.clamp(min=0).split(1, -1), strict=True)
+    return sum(original(layer, x, make(w, i, logits), settings) for w, i in chosen)
 
 
 def _attend_to_latents(*_: Any) -> Any:

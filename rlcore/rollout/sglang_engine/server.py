@@ -224,7 +224,11 @@ class Server:
 
 
 def set_environment(
-    device: str, ranks: int, store: str, drafts: Mapping[str, Any] | None = None
+    device: str,
+    ranks: int,
+    store: str,
+    nodes: int = 1,
+    drafts: Mapping[str, Any] | None = None,
 ) -> None:
     """Set the environment of this process, which SGLang's processes inherit. Call this before
     importing sglang.
@@ -234,6 +238,7 @@ def set_environment(
         ranks: number of tensor-parallel ranks of the engine.
         store: address host:port of the store at which the ranks meet. SGLang's own rendezvous would
             listen on a port that another process may have taken meanwhile.
+        nodes: number of nodes with ranks of the engine.
         drafts: draft settings, which `worker.DraftWorker` reads; None turns drafting off.
 
     Raises:
@@ -254,6 +259,8 @@ def set_environment(
     env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # all ranks are clients of the store
     env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "rlcore.rollout.sglang_engine.models"
     env["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+    if nodes > 1:  # else ranks would unpickle what any host sends to a port
+        env["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
     env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for extra context tokens
     if env.get("SGLANG_PLUGINS"):
         env["SGLANG_PLUGINS"] += ",rlcore"
@@ -359,8 +366,8 @@ def _name_loads(folder: str) -> None:
 
 
 def _start_share(shares: int) -> None:
-    """Make SGLang start one share of an engine's ranks for each server. All shares are on one node,
-    so `nnodes` stays 1: on several nodes SGLang would do without what needs one, such as fused
+    """Make SGLang start one share of an engine's ranks for each server. SGLang itself would start
+    one share per node, and with `nnodes` above 1 it does without what needs a node, such as fused
     all-reduces."""
     from sglang.srt.entrypoints import engine
     from sglang.srt.runtime_context import get_parallel
