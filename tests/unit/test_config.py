@@ -335,7 +335,7 @@ def test_sizes_that_engines_may_come_to_divide_the_ranks_too():
 
 
 def test_engines_over_nodes_do_not_share_them_with_other_jobs():
-    cfg = parse("--rollout.engine sglang --rollout.tp 4 --mux.url redis://h".split())
+    cfg = parse(["--rollout.engine", "sglang", "--rollout.tp", "4", "--mux.url", "redis://h"])
     assert not rules.of_world(cfg, 8, 4)
     (line,) = rules.of_world(cfg, 8, 2)
     assert line.startswith("--rollout.tp 4: with --mux.url an engine must be within the 2 ranks")
