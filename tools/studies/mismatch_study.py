@@ -16,7 +16,8 @@ models are published, so that all precisions compute with the same ones; tempera
     learner    tp, cp; `sp` is Megatron's sequence parallelism, a form of tensor parallelism. What
                the study calls SP (Ulysses: a sequence is cut over ranks) is nearest to cp
     sampler    the torch engine, in three precisions: `fp32-head` computes the logits in fp32
-               (`--rollout.fp32_lm_head`). --sglang measures this axis alone: also SGLang at TP 1
+               (`--rollout.fp32_lm_head`). With --int8 also `bf16 int8` (--rollout.quantize).
+               --sglang measures this axis alone: also SGLang at TP 1
                and 2, samplers in bf16, `short` only, under learners of one rank and `tp2 sp`
     length     `short`, `5 x short` (five responses as one), `long`, and the first part of a long
                one: all of forced length, no stop token. `own ...`: responses that end by
@@ -24,7 +25,8 @@ models are published, so that all precisions compute with the same ones; tempera
                first tokens of the longest as the shortest have
     model      `random` and `sft`, 0.4 M weights: at its start and after `rlcore tiny`; `deep` and
                `moe`: random, hidden 256, 8 layers; `moe R3`: the learner computes `moe` with the
-               sampler's experts (--algo.routing_replay); with `--trained FOLDER` also `rl`
+               sampler's experts (--algo.routing_replay); with `--trained FOLDER` also `rl`, with
+               `--mixture FOLDER`, made by `rlcore tiny --experts 8`, also `sft moe` and its R3
 
 Differs from the study (fengyao.notion.site/off-policy-rl; 512 prompts of DAPO-Math-17k, vLLM and
 FSDP on GPUs): tiny models, CPU, tens of responses, and forced lengths. `findings` puts beside each
@@ -85,6 +87,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32"},
     "bf16": {"dtype": "bfloat16"},
     "bf16 fp32-head": {"dtype": "bfloat16", "fp32_head": True},
+    "bf16 int8": {"dtype": "bfloat16", "quantize": "int8"},
 }
 """Options of an engine."""
 BACKENDS = {"torch tp1": 1, "sglang tp1": 1, "sglang tp2": 2}
@@ -95,6 +98,8 @@ OWN = ("own short", "own long", "first of own long")
 TINY_TOKENS = len(label_task.VOCAB)
 OWN_MOST = 144
 """Most tokens of an answer to the tiny task."""
+MIXTURES = (("moe", "deep"), ("sft moe", "sft"))
+"""Mixtures of experts, each with the dense model of its width."""
 FLOOR = 2.0**-24
 """Spacing of float32 below 1: a smaller difference is taken for this one in ratios."""
 
@@ -112,7 +117,7 @@ class Size:
     long: int = 1000
     """0: none of these responses."""
     layouts: tuple[str, ...] = tuple(LAYOUTS)
-    samplers: tuple[str, ...] = tuple(SAMPLERS)
+    samplers: tuple[str, ...] = ("fp32", "bf16", "bf16 fp32-head")
     all_precisions: tuple[str, ...] = ("one", "tp2 sp", "cp2")
     """Layouts under which every learner precision meets every sampler; the others are measured with
     equal ones."""
@@ -293,12 +298,13 @@ def subjects(folder: Path, a: argparse.Namespace, size: Size) -> list[Subject]:
 
     random("random", tiny, size.prompts)
     warm = warm_started(a)
-    for name, path in (("sft", warm), ("rl", a.trained)):
+    trained = {"trained": ("rl", a.trained), "mixture": ("sft moe", a.mixture)}
+    for key, (name, path) in {"dir": ("sft", warm), **trained}.items():
         if path is not None:
             hf = HFConfig.from_folder(path)
             if hf.vocab_size != TINY_TOKENS:
                 raise ValueError(
-                    f"--trained {path}: has {hf.vocab_size} tokens and the tiny task {TINY_TOKENS};"
+                    f"--{key} {path}: has {hf.vocab_size} tokens and the tiny task {TINY_TOKENS};"
                     " give the hf folder of a run on the tiny task"
                 )
             add(name, hf, read_folder(path, hf), size.prompts, ends=True)
@@ -878,17 +884,16 @@ def findings(rows: Sequence[Row], repeats: Mapping[str, float]) -> list[dict[str
         if table.get("moe", n) and table.get("deep", n)
     ]
     say("MoE differs from dense", [c.low > 1 or c.high < 1 for c in moe], "; ".join(map(str, moe)))
-    for other, claim in (
-        ("moe", "replay of the sampler's experts lowers the mismatch"),
-        ("deep", "with replay a mixture is as near as a dense model (at most x1.25)"),
-    ):
-        replayed = [
-            compare(f"moe R3 / {other}, {n}", table.get("moe R3", n), table.get(other, n))
-            for n in LAYOUTS
-            if table.get("moe R3", n) and table.get(other, n)
-        ]
-        shown = [c.high < 1 if other == "moe" else c.ratio <= 1.25 for c in replayed]
-        say(claim, shown, "; ".join(map(str, replayed)))
+    lowers, near = [], []
+    for (mixture, dense), n, s in itertools.product(MIXTURES, LAYOUTS, ("bf16", "bf16 int8")):
+        replayed = table.get(f"{mixture} R3", n, sampler_dtype=s)
+        for other, into in ((mixture, lowers), (dense, near)):
+            if replayed and (row := table.get(other, n, sampler_dtype=s)):
+                into.append(compare(f"{mixture} R3 / {other}, {n}, {s}", replayed, row))
+    claim = "replay of the sampler's experts lowers the mismatch"
+    say(claim, [c.high < 1 for c in lowers], "; ".join(map(str, lowers)))
+    claim = "with replay a mixture is as near as a dense model (at most x1.25)"
+    say(claim, [c.ratio <= 1.25 for c in near], "; ".join(map(str, near)))
     return found
 
 
@@ -1069,6 +1074,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--sglang", action="store_true", help="the samplers alone, SGLang among them")
     p.add_argument("--models", nargs="+", help="only these; default: all that are there")
     p.add_argument("--trained", type=Path, help="`hf` folder of a run on the tiny task: model `rl`")
+    p.add_argument("--mixture", type=Path, help="by `rlcore tiny --experts 8`: model `sft moe`")
+    p.add_argument("--int8", action="store_true", help="also a sampler with weights in int8")
     p.add_argument("--json", type=Path)
     p.add_argument("--picture", type=Path, help="default: beside the JSON file")
     p.add_argument("--timeout-s", type=float, default=1200.0, help="of one gang of ranks")
@@ -1086,6 +1093,8 @@ def main() -> int:
     size = QUICK if a.quick else Size()
     if a.sglang:
         size = of_samplers(size)
+    if a.int8:
+        size = replace(size, samplers=(*size.samplers, "bf16 int8"))
     with TemporaryDirectory(prefix="mismatch") as name:
         rows, repeats = study(a, size, Path(name))
     found = findings(rows, repeats)
@@ -1096,7 +1105,12 @@ def main() -> int:
     if a.json:
         head = {
             "what": "per-response max and mean |p_sampler - p_learner| over settings",
-            "settings": {"seed": a.seed, "trained": a.trained is not None, **asdict(size)},
+            "settings": {
+                "seed": a.seed,
+                "trained": a.trained is not None,
+                "mixture": a.mixture is not None,
+                **asdict(size),
+            },
             "seconds": seconds,
             "repeats": repeats,
             "machine": env.report(),
