@@ -949,20 +949,20 @@ def _deterministic(
 def table_lines(rows: Sequence[Row]) -> list[str]:
     """The table of all rows."""
     head = (
-        f"{'model':7}{'learner':16}{'sampler':26}{'length':19}{'resp':>5}{'tokens':>8}"
+        f"{'model':12}{'learner':16}{'sampler':26}{'length':19}{'resp':>5}{'tokens':>8}"
         f"{'max':>9}{'p99':>9}{'median':>9}{'mean':>9}{'k1':>10}{'k3':>9}"
         f"{'>.5':>5}{'>.1':>5}{'>.01':>5}{'ratio':>7}"
     )
     lines = [head]
     for r in rows:
         if r["value"] is None:
-            lines.append(f"{r['model']:7}{r['learner']:16}{r['sampler']:26}{r['note']}")
+            lines.append(f"{r['model']:12}{r['learner']:16}{r['sampler']:26}{r['note']}")
             continue
         ratio = f"{r['ratio']:7.2f}" if r["ratio"] is not None else f"{'-':>7}"
         learner = f"{r['learner']} {r['learner_dtype']}"
         sampler = f"{r['sampler']} {r['sampler_dtype']}"
         lines.append(
-            f"{r['model']:7}{learner:16}{sampler:26}{r['length']:19}"
+            f"{r['model']:12}{learner:16}{sampler:26}{r['length']:19}"
             f"{r['responses']:5}{r['tokens']:8}{r['max']:9.1e}{r['p99']:9.1e}{r['median']:9.1e}"
             f"{r['mean']:9.1e}{r['k1']:10.1e}{r['k3']:9.1e}"
             f"{r['above_half']:5}{r['above_tenth']:5}{r['above_hundredth']:5}{ratio}"
