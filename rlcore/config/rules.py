@@ -525,11 +525,6 @@ def _algo(cfg: Config) -> list[str]:
             "--algo.equal_reward_groups drop: drops samples that algo.entropy_coef trains on; "
             "set it to keep, or the coefficient to 0"
         )
-    if algo.bypass_mode and algo.rollout_is_batch_normalize:
-        out.append(
-            "--algo.rollout_is_batch_normalize: needs the weights before the first update, but "
-            "algo.bypass_mode computes them during it; unset one of the two keys"
-        )
     if algo.kl_target and not algo.needs_reference:
         out.append(
             f"--algo.kl_target {algo.kl_target}: has no KL coefficient to adapt; set algo.kl_coef "
