@@ -210,6 +210,17 @@ def corrected(**settings: Any) -> Callable[[Case], Answer]:
     return answer
 
 
+def uncapped(**settings: Any) -> Callable[[Case], Answer]:
+    """The maximum of the weights before the cap, by verl's name, which has it for sequences."""
+    all_figures = corrected(**settings)
+
+    def answer(case: Case) -> Answer:
+        found = all_figures(case)["metric rollout_corr/rollout_is_uncapped_max"]
+        return {"metric rollout_corr/rollout_is_max": found}
+
+    return answer
+
+
 def kept_weights(**settings: Any) -> Callable[[Case], Answer]:
     """Correction weights, 0 where a token is rejected."""
     both = corrected(**settings)
