@@ -16,6 +16,7 @@ from rlcore.utils.bounds import above, at_least, finite
 Estimator = Literal[
     "grpo",
     "grpo_passk",
+    "maxrl",
     "rloo",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
