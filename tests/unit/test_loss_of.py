@@ -205,6 +205,14 @@ def test_missing_old_and_sampler_log_probs_are_those_of_the_learner() -> None:
     assert torch.equal(algos.loss_of(rows | own, "grpo").loss, found.loss)
 
 
+def test_only_the_learner_of_this_pass_has_a_gradient() -> None:
+    rows = padded()
+    old = rows["old_log_probs"].requires_grad_()
+    found = algos.loss_of(rows | {"rollout_log_probs": old}, "grpo")
+    found.loss.backward()
+    assert old.grad is None and rows["log_probs"].grad.abs().sum() > 0
+
+
 def refused(name: str, rows: dict[str, Any], **settings: Any) -> list[str]:
     with pytest.raises(ValueError) as e:
         algos.loss_of(rows, name, **settings)
