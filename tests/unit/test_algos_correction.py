@@ -168,6 +168,11 @@ def test_weights_are_averaged_over_tokens_or_over_sequences():
         assert sums.dtype == torch.float64 and sums.tolist() == pytest.approx(want)
 
 
+def test_weights_of_nearly_0_are_not_divided_by_their_mean():
+    assert correction.mean(6.0, 4.0) == 1.5 and correction.mean(3e-8, 2.0) == 1.5e-8
+    assert correction.mean(1e-8, 2.0) == correction.mean(0.0, 3.0) == correction.mean(0.0, 0.0) == 1
+
+
 @examples
 @given(st.lists(st.lists(st.floats(-1, 1), max_size=6), min_size=2, max_size=6), st.data())
 def test_sums_of_two_ranks_are_the_sums_of_the_whole(rows, data):

@@ -264,5 +264,7 @@ def test_every_tensor_that_is_missing_or_wrong_is_named() -> None:
         "row",
     ]
     assert "mask" in refused("grpo", rows | {"mask": rows["mask"] * 0.5})[0]
+    of_rows = rows | {"old_log_probs": torch.zeros(3)}  # only advantage and score may be
+    assert refused("grpo", of_rows)[0].startswith("rows: old_log_probs has shape [3], mask [3, 7]")
     below = {"sequence": torch.arange(7) - 1} | {n: rows[n][0] for n in ("log_probs", "mask")}
     assert "sequence" in refused("grpo", below | {"advantage": torch.ones(7)})[0]
