@@ -194,7 +194,8 @@ class Learner(Protocol):
 
     def kept(self) -> tuple[int, int]:
         """Return the number of tokens that the loss has kept since the previous `apply`, and the
-        number of sequences with a kept token, over all ranks."""
+        number of sequences with a kept token, over all ranks. The rows of one sample are one
+        sequence."""
 
     def apply(self, normaliser: float) -> dict[str, float]:
         """Reduce the accumulated gradients over the data-parallel ranks, divide by `normaliser`

@@ -8,6 +8,7 @@ Letters in shapes: T packed tokens, B sequences, K likeliest tokens of a teacher
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -188,6 +189,45 @@ class LossOutput:
     mask: Tensor | None = None
     """[T] bool: tokens that the loss keeps; None: all tokens in the inputs' `mask`."""
 
+    def kept(self, mask: Tensor) -> Tensor:
+        """Return the tokens that count in loss, metrics and normaliser, [T] bool: those of the
+        inputs' `mask` that the loss keeps."""
+        return mask if self.mask is None else mask & self.mask
+
 
 Loss = Callable[[LossInputs], LossOutput]
 ValueLoss = Callable[[ValueInputs], LossOutput]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySpec:
+    """Settings of the fused policy loss (ops/policy.py); the defaults give a plain clipped loss."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_dual: float = 0.0
+    """Dual clip: maximum ratio where the advantage is negative; 0 or inf: off."""
+    is_threshold: float | None = None
+    """Cap of the correction weight p_old / p_sampler; inf: no cap; None: no weight is applied."""
+    is_mean: float = 1.0
+    """Divisor of the correction weights; 1: no batch normalisation."""
+    bounds: tuple[float, float] | None = None
+    """Bounds of log(p_sampler / p_old); tokens outside the bounds are rejected. None: keep all."""
+    kl_type: str = "none"
+    """Estimator of the KL against ref_log_probs (rlcore/algos/kl.py), or none."""
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    log_limit: float = 20.0
+
+
+class PolicyInputs(NamedTuple):
+    """Inputs of the fused policy loss: one value per token, [T] each, without gradients."""
+
+    advantage: Tensor
+    weight: Tensor
+    """Factor of each token's loss in the sum: the mask times the aggregation weight."""
+    rollout_log_probs: Tensor
+    old_log_probs: Tensor | None = None
+    """Log-prob under the old policy; None: the log-prob of this forward pass, detached."""
+    ref_log_probs: Tensor | None = None
+    """Log-prob under the reference model; required if kl_coef is not 0."""

@@ -39,6 +39,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from rlcore.algos import grpo  # noqa: E402
+from rlcore.algos.objective import Objective  # noqa: E402
 from rlcore.config.schema import LoraConfig, ModelConfig, TrainConfig  # noqa: E402
 from rlcore.hf.config import HFConfig  # noqa: E402
 from rlcore.hf.names import expected  # noqa: E402
@@ -47,7 +48,6 @@ from rlcore.hf.weights import save_folder  # noqa: E402
 from rlcore.mcore.learner import MegatronLearner  # noqa: E402
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.tensors import Batch, cumulative  # noqa: E402
-from rlcore.trainer.objective import Objective  # noqa: E402
 
 ARMS = ("rlcore", "rlcore deterministic=true", "transformers")
 TINY = (128, 256, 3, 4, 2, 32, 512)

@@ -45,7 +45,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from rlcore.metrics.jsonl import write_atomic  # noqa: E402
 from rlcore.ops.logprob import log_probs  # noqa: E402
-from rlcore.ops.policy import PolicyInputs, PolicySpec, policy_loss  # noqa: E402
+from rlcore.ops.policy import policy_loss  # noqa: E402
+from rlcore.tensors import PolicyInputs, PolicySpec  # noqa: E402
 from rlcore.utils import env  # noqa: E402
 
 CLIP_LOW, CLIP_HIGH, ENTROPY_COEF = 0.2, 0.28, 0.01

@@ -4,19 +4,28 @@ An algorithm is a module with one config class, a subclass of `base.AlgoConfig`,
 
     loss(x: LossInputs, cfg) -> LossOutput
 
-which returns the policy loss per token. `trainer/objective.py` adds correction, KL, entropy and
+which returns the policy loss per token. `algos/objective.py` adds correction, KL, entropy and
 aggregation; the learner masks, sums and divides by the global count. `--algo NAME` selects a file
-of this folder, `--algo my_pkg.my_module` any module on PYTHONPATH.
+of this folder, `--algo my_pkg.my_module` any module on PYTHONPATH. `loss_of` gives notebooks and
+forks the whole loss of an update.
 """
 
 import difflib
 import importlib
 import inspect
+from collections.abc import Mapping
 from types import ModuleType
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from rlcore.algos.base import AlgoConfig, Estimator
+from rlcore.utils import bounds
 from rlcore.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlcore.algos.update import UpdateLoss
+    from rlcore.tensors import LossInputs
 
 NAMES = (
     "ppo",
@@ -76,3 +85,55 @@ def config_class(name: str) -> type[AlgoConfig]:
             f"--algo {name}: needs exactly one subclass of AlgoConfig, has {len(own)}"
         )
     return own[0]
+
+
+def config(name: str, **settings: Any) -> AlgoConfig:
+    """Return the config of algorithm `name` with `settings`, such as clip_high=0.3. Raise
+    ConfigError with one sentence for each setting that cannot work."""
+    from rlcore.algos import correction  # imports torch, which is slow
+
+    cls = config_class(name)
+    found = bounds.mistyped(cls, settings, "algo")
+    if not found:
+        cfg = cls(**settings)
+        found = [*bounds.broken(cfg, "algo"), *cfg.problems(), *correction.problems(cfg)]
+    if found:
+        raise ConfigError("\n".join(found))
+    return cfg
+
+
+def loss_of(
+    rows: "LossInputs | Mapping[str, Tensor]",
+    name: str,
+    *,
+    max_tokens: int | None = None,
+    **settings: Any,
+) -> "UpdateLoss":
+    """Compute the loss of one update with algorithm `name`, exactly as the trainer does over all
+    its ranks and micro-batches: rollout correction and rejection, policy loss, KL, entropy, and the
+    sum over kept tokens divided by N. Call `backward()` on the result's `loss`.
+
+    Args:
+        rows: tensors of the whole update by the names of `LossInputs` (rlcore/tensors.py). Padded
+            rows are [B, R] with any values in the padding. Packed rows are [T] with `sequence`
+            [T], the row of each token. Gradients go to `log_probs`, `entropy` and `top_log_probs`.
+                log_probs          nats: log-prob of the token under the learner
+                mask               1 on trained tokens, else 0
+                advantage          [B, R], or [B] for one per response
+                old_log_probs      missing: `log_probs`, as in the first update of a step
+                rollout_log_probs  missing: `old_log_probs`, a sampler without mismatch
+                ref_log_probs      needed with kl_coef
+                entropy            nats; needed with entropy_coef
+                score              [B, R] or [B]: raw reward; needed by topr
+                versions           policy version of each token, for the staleness metrics
+            Losses that learn from a teacher need its log-probs as well.
+        max_tokens: maximum response length in tokens, the divisor of seq-mean-token-sum-norm
+            (dr_grpo).
+        settings: keys of the algorithm's config; those of advantages and rewards have no effect.
+
+    Raises:
+        ConfigError: names every setting and every tensor that is wrong or missing.
+    """
+    from rlcore.algos import update  # imports torch, which is slow
+
+    return update.of_rows(rows, module(name), config(name, **settings), max_tokens)

@@ -7,6 +7,7 @@ l_i is the number of trained tokens of response i.
     grpo                          (R_i - m) / (s + 1e-6)                           R / (1 + 1e-6)
     grpo, norm_adv_by_std off     R_i - m                                          R
     grpo_passk                    the best: (R_1st - R_2nd) / (s + 1e-6), others 0 ConfigError
+    maxrl                         (R_i - m) / (m + 1e-6), R_i >= 0                 R
     rloo                          R_i - sum_{j != i} R_j / (n - 1)                 R
     reinforce_plus_plus_baseline  whitened(R_i - m)                                whitened(R)
     opo                           R_i - sum_j l_j R_j / sum_j l_j                  R
@@ -18,15 +19,21 @@ than 0. Whitening is over the trained tokens of the step:
 
     whitened(A) = (A - mean A) / sqrt(var A + 1e-8)     var with N - 1 for N tokens
 
+With rewards 0 and 1 the m of maxrl is the group's share of successes; dividing by it gives the
+gradient of log(success rate), cut after as many terms as the group has responses, instead of that
+of the success rate. A negative reward has no such meaning and raises ConfigError.
+
 If all rewards of a group are equal, its advantages are exactly 0 before whitening. Responses
 without trained tokens do not count in opo's baseline or in the whitening.
 
 Differs from verl: computations are in float64, without rounding if rewards are equal. Whitening
 over at most one token gives 0, where verl raises an error. For a group of one response, rloo gives
-the reward, as verl's `rloo`; verl's `rloo_vectorized` gives 0.
+the reward, as verl's `rloo`; verl's `rloo_vectorized` gives 0. maxrl equals its authors' function,
+whose group of one has the advantage R / 1e-6.
 
 Sources: verl core_algos.compute_*_outcome_advantage; grpo arXiv:2402.03300, its mean alone
-arXiv:2503.20783 (Dr. GRPO), grpo_passk arXiv:2503.19595, rloo arXiv:2402.14740,
+arXiv:2503.20783 (Dr. GRPO), grpo_passk arXiv:2503.19595, maxrl arXiv:2602.02710
+(github.com/tajwarfahim/maxrl, compute_maxrl_outcome_advantage), rloo arXiv:2402.14740,
 reinforce_plus_plus_baseline arXiv:2501.03262, opo arXiv:2505.23585, gpg arXiv:2504.02546.
 """
 
@@ -113,6 +120,22 @@ def grpo_passk(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
     return out
 
 
+def maxrl(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
+    """Return each reward minus its group's mean, divided by the mean + 1e-6. For a group of one,
+    return the reward itself."""
+    out = []
+    for i, g in enumerate(groups):
+        if min(g.rewards) < 0:
+            raise ConfigError(
+                f"--algo.adv_estimator maxrl: group {i} has the reward {min(g.rewards):g}, but all "
+                "must be 0 or more, since their mean is a divisor; shift the rewards, or use grpo"
+            )
+        n = len(g.rewards)
+        scale = 1.0 if n == 1 else math.fsum(g.rewards) / n + EPSILON
+        out.append([a / scale for a in _centred(g.rewards)])
+    return out
+
+
 def rloo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
     """Return each reward minus the mean of its group's other rewards. This is n / (n - 1) times the
     difference from the group's mean."""
@@ -158,7 +181,8 @@ def none(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 
 
 OUTCOME: dict[str, Callable[[Groups, AlgoConfig], list[list[float]]]] = {
-    f.__name__: f for f in (grpo, grpo_passk, rloo, reinforce_plus_plus_baseline, opo, gpg, none)
+    f.__name__: f
+    for f in (grpo, grpo_passk, maxrl, rloo, reinforce_plus_plus_baseline, opo, gpg, none)
 }
 """Estimators with one advantage per response, by name; returns.py has those per token."""
 

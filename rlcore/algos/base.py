@@ -1,6 +1,6 @@
 """Settings that all algorithms have in common.
 
-The tensors of a loss are in `rlcore/tensors.py`. `trainer/objective.py` composes the objective:
+The tensors of a loss are in `rlcore/tensors.py`. `algos/objective.py` composes the objective:
 
     weights and rejection for sampler mismatch           correction.py
     per-token policy loss                                the algorithm's own file
@@ -16,6 +16,7 @@ from rlcore.utils.bounds import above, at_least, finite
 Estimator = Literal[
     "grpo",
     "grpo_passk",
+    "maxrl",
     "rloo",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
@@ -71,6 +72,8 @@ class AlgoConfig:
     uses_entropy: ClassVar[bool] = False
     """Whether the loss has a gradient through `x.entropy`; if not, that gradient is skipped to save
     time."""
+    uses_score: ClassVar[bool] = False
+    """Whether the loss reads the raw reward `x.score`, besides the advantage."""
     uses_teacher_top: ClassVar[bool] = False
     """Whether the loss compares the learner with the teacher's likeliest tokens
     (`x.top_log_probs`)."""

@@ -70,16 +70,23 @@ def weights(
 
 
 def normalisation_sums(
-    cfg: AlgoConfig, weights: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
+    cfg: AlgoConfig, log_w: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
 ) -> Tensor:
     """Return sum and count of the weights, [2] float64, over trained tokens. If rollout_is is
     `sequence`, count each sequence with trained tokens once. Summed over all ranks, the two numbers
-    give the mean for rollout_is_batch_normalize."""
+    give the `mean`."""
+    found = weights(cfg, log_w, mask, sequence, num_sequences).double()
     if cfg.rollout_is == "sequence":
-        weights = sequences.mean(weights.double(), mask, sequence, num_sequences)
+        found = sequences.mean(found, mask, sequence, num_sequences)
         mask = sequences.count(mask, sequence, num_sequences) > 0
-    kept = torch.where(mask, weights.double(), 0.0)
+    kept = torch.where(mask, found, 0.0)
     return torch.stack([kept.sum(), mask.sum().double()])
+
+
+def mean(total: float, count: float) -> float:
+    """Return the mean weight of a step from the sums of all ranks, by which its weights are divided
+    if rollout_is_batch_normalize is on. If all weights are nearly 0, return 1."""
+    return total / count if total > 1e-8 * count else 1.0
 
 
 def keep(
@@ -129,10 +136,15 @@ def thresholds(cfg: AlgoConfig) -> list[Rule]:
 
 
 def problems(cfg: AlgoConfig) -> list[str]:
-    """Return one error message for each invalid setting in rollout_rs and rollout_rs_threshold."""
+    """Return one error message for each invalid setting of weights and rejection."""
     given = cfg.rollout_rs_threshold
     paired = given and len(given) == len(cfg.rollout_rs)
     out = []
+    if cfg.bypass_mode and cfg.rollout_is_batch_normalize:
+        out.append(
+            "--algo.rollout_is_batch_normalize: needs the weights before the first update, but "
+            "algo.bypass_mode computes them during it; unset one of the two keys"
+        )
     # Parse each rule with its threshold separately, so that every wrong threshold is reported.
     for name, text in zip(cfg.rollout_rs, given, strict=True) if paired else ():
         try:

@@ -17,6 +17,8 @@ trained tokens, "[mean]" over responses with trained tokens. t indexes a respons
                                learner's mean score
       rollout_is_{mean,std,min,max}         of the weight u, capped at C = rollout_is_threshold,
                                             before batch normalisation
+      rollout_is_uncapped_{mean,max}        of the weight before the cap, log clamped to +-20 (of
+                                            tokens; of responses if rollout_is is sequence)
       rollout_is_eff_sample_size            (mean u)^2 / mean u^2
       rollout_is_ratio_fraction_{high,low}  share of uncapped weights above C, below 1/C (of
                                             tokens; of responses if rollout_is is sequence)
@@ -34,9 +36,11 @@ trained tokens, "[mean]" over responses with trained tokens. t indexes a respons
 All metrics are over the trained tokens before rejection. As in verl, rollout_is_* exist only if the
 weight is used, and rollout_rs_* only if rollout_rs has rules.
 
-Differs from verl: responses without trained tokens are not counted (verl counts them with log-prob
-0). Standard deviations divide by n, so that tokens counted on several ranks do not change them. k3
-is computed by expm1.
+Differs from verl: if rollout_is is sequence, verl's rollout_is_max and rollout_is_min are of the
+uncapped weights; here rollout_is_uncapped_max has its maximum, and rollout_is_max is at most the
+cap. Responses without trained tokens are not counted (verl counts them with log-prob 0). Standard
+deviations divide by n, so that tokens counted on several ranks do not change them. k3 is computed
+by expm1.
 
 Sources: verl rollout_corr_helper.compute_offpolicy_metrics and compute_is_metrics,
 utils/debug/metrics.calculate_debug_metrics; response_max_diff and response_mean_diff,
@@ -60,11 +64,15 @@ MAX_PROBS_DIFF = 0.5
 MAX_K3 = 1e-2
 """Maximum healthy k3_kl. NeMo-RL advises 1e-3 for equal weights; stale samples have more."""
 MIN_ESS = 0.9
+MAX_CAPPED = 0.5
+"""Maximum healthy share of weights above the cap. Correct weights have mean 1, so most of them are
+below 1; beyond this share most weights are equal to the cap, and their sample size says nothing."""
 
 ADDED = (
     "tokens",
     "k1",
     "k3",
+    "w",
     "w2",
     "p",
     "q",
@@ -109,6 +117,7 @@ HIGHEST = (
     "mean_diff",
     "weight",
     "-weight",
+    "uncapped",
     "staleness",
     "newest_staleness",
     "-newest_staleness",
@@ -186,6 +195,7 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
         "tokens": tokens,
         "k1": -log_w,
         "k3": log_w.expm1() - log_w,
+        "w": limited.exp(),
         "w2": (2 * limited).exp(),
         "p": p,
         "q": q,
@@ -236,6 +246,7 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
         "diff": (diff, trained),
         "mean_diff": (mean_diff, some),
         "weight": (capped, trained),
+        "uncapped": (weight, trained),
         "staleness": (age, known),
         "newest_staleness": (newest, dated),
         "oldest_staleness": (oldest, dated),
@@ -297,6 +308,8 @@ def metrics(added: Sequence[float], highest: Sequence[float], cfg: AlgoConfig) -
             "rollout_corr/rollout_is_std": _std(s["weight"], s["weight2"], n),
             "rollout_corr/rollout_is_min": -top["-weight"],
             "rollout_corr/rollout_is_max": top["weight"],
+            "rollout_corr/rollout_is_uncapped_mean": s["w_response"] / b if whole else s["w"] / n,
+            "rollout_corr/rollout_is_uncapped_max": top["uncapped"],
             "rollout_corr/rollout_is_eff_sample_size": s["weight"] ** 2 / (s["weight2"] * n),
             "rollout_corr/rollout_is_ratio_fraction_high": s[high] / (b if whole else n),
             "rollout_corr/rollout_is_ratio_fraction_low": s[low] / (b if whole else n),
@@ -346,8 +359,13 @@ def unhealthy(metrics: dict[str, float]) -> str:
     diff = metrics.get("rollout_corr/response_max_diff_max", 0.0)
     k3 = metrics.get("rollout_corr/k3_kl", 0.0)
     ess = metrics.get("rollout_corr/rollout_is_eff_sample_size")
-    if diff <= MAX_PROBS_DIFF and k3 <= MAX_K3 and (ess is None or ess >= MIN_ESS):
+    capped = metrics.get("rollout_corr/rollout_is_ratio_fraction_high", 0.0)
+    is_near = diff <= MAX_PROBS_DIFF and k3 <= MAX_K3 and capped <= MAX_CAPPED
+    if is_near and (ess is None or ess >= MIN_ESS):
         return ""  # comparisons with NaN are false, so a NaN is reported
     k1 = metrics.get("rollout_corr/kl", 0.0)
     note = f"mismatch: max |dp| {diff:.2g}, k1 {k1:.2g}, k3 {k3:.2g}"
-    return note if ess is None else f"{note}, ess {ess:.2g}"
+    if ess is None:
+        return note
+    highest = metrics.get("rollout_corr/rollout_is_uncapped_max", 1.0)
+    return f"{note}, ess {ess:.2g}, max w {highest:.2g}"

@@ -8,8 +8,9 @@
     seq-mean-token-mean       1 / |o_i|            sequences of the update, all ranks
     seq-mean-token-sum-norm   1 / max_tokens       sequences of the update, all ranks
 
-|o_i| is the number of tokens of the sequence. Rejected tokens and sequences are not counted. N is
-passed to `Learner.apply`; no function here averages over the tokens of one rank.
+|o_i| is the number of tokens of the sequence. Rejected tokens and sequences without a kept token
+are not counted. The rows of an episode that branched are one sequence. N is passed to
+`Learner.apply`; no function here averages over the tokens of one rank.
 
 Differs from verl's trainer, whose N in the seq-mean modes also counts rejected sequences.
 """
@@ -37,5 +38,7 @@ def weights(
 
 
 def normaliser(mode: str, num_tokens: float, num_sequences: float) -> float:
-    """Return the divisor N of an update, given its trained tokens and sequences on all ranks."""
+    """Return the divisor N of an update, given its kept tokens and the sequences that have some, on
+    all ranks. Before the loss has run, the trained tokens are known (`StepPlan.lengths`); a loss
+    that rejects tokens needs `Learner.kept`."""
     return float(num_tokens if mode == "token-mean" else num_sequences)

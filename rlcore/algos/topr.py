@@ -13,7 +13,7 @@ topr_positive_weight and topr_negative_weight (weighted TOPR).
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
@@ -26,6 +26,8 @@ from rlcore.utils.bounds import at_least
 @dataclass(frozen=True, kw_only=True)
 class TOPRConfig(AlgoConfig):
     """Keys of `--algo topr`."""
+
+    uses_score: ClassVar[bool] = True
 
     level: Literal["token", "sequence"] = "token"
     """Ratio, capped at 1, that scales responses with a score of 0 or less. `token`: the ratio of

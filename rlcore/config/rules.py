@@ -418,7 +418,7 @@ def _replay(cfg: Config) -> list[str]:
     return []
 
 
-STREAMABLE = ("grpo", "grpo_passk", "rloo", "opo", "none")
+STREAMABLE = ("grpo", "grpo_passk", "maxrl", "rloo", "opo", "none")
 """Advantage estimators that need only the samples of one group, not all samples of a step."""
 
 
@@ -483,7 +483,7 @@ def _batch(cfg: Config) -> list[str]:
     return []
 
 
-BY_GROUP = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo")
+BY_GROUP = ("grpo", "grpo_passk", "maxrl", "rloo", "reinforce_plus_plus_baseline", "opo")
 """Advantage estimators that need several responses to the same prompt."""
 
 
@@ -498,6 +498,12 @@ def _algo(cfg: Config) -> list[str]:
             "needs at least 2, since a group of one has no baseline; raise it, or use "
             "--algo.adv_estimator reinforce_plus_plus"
         )
+    for key in ("overlong_share", "kl_reward_coef"):
+        if algo.adv_estimator == "maxrl" and getattr(algo, key):
+            out.append(
+                f"--algo.{key} {getattr(algo, key):g}: lowers rewards below 0, by whose mean "
+                "adv_estimator maxrl divides; set it to 0, or use grpo"
+            )
     if cfg.rollout.temperature == 0:
         out.append("--rollout.temperature 0: greedy samples of a prompt are all equal; set 1")
     if algo.equal_reward_groups == "drop" and algo.adv_estimator not in (*BY_GROUP, "gpg"):
@@ -530,11 +536,6 @@ def _algo(cfg: Config) -> list[str]:
         out.append(
             "--algo.equal_reward_groups drop: drops samples that algo.entropy_coef trains on; "
             "set it to keep, or the coefficient to 0"
-        )
-    if algo.bypass_mode and algo.rollout_is_batch_normalize:
-        out.append(
-            "--algo.rollout_is_batch_normalize: needs the weights before the first update, but "
-            "algo.bypass_mode computes them during it; unset one of the two keys"
         )
     if algo.kl_target and not algo.needs_reference:
         out.append(

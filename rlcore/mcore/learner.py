@@ -10,7 +10,7 @@ The model's head gives logits over the vocabulary (actor and other log-prob mode
 token (critic). Actor and critic of one process share only the process groups.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -53,11 +53,20 @@ from rlcore.mcore.shim import patch_norm
 from rlcore.ops import head as chunked
 from rlcore.ops import native
 from rlcore.ops.logprob import LogProbs, log_probs, statistics_dtype
-from rlcore.ops.policy import ROWS, PolicyInputs, PolicyLoss, PolicySpec, policy_loss
+from rlcore.ops.policy import ROWS, PolicyLoss, policy_loss
 from rlcore.ops.products import replace_products
 from rlcore.protocols import PARTS, Part, WrittenFiles
 from rlcore.records import Shard
-from rlcore.tensors import Batch, Loss, LossInputs, LossOutput, ValueInputs, ValueLoss
+from rlcore.tensors import (
+    Batch,
+    Loss,
+    LossInputs,
+    LossOutput,
+    PolicyInputs,
+    PolicySpec,
+    ValueInputs,
+    ValueLoss,
+)
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import announce, log
 
@@ -206,7 +215,9 @@ class MegatronLearner:
             counts_tokens=self._balance is not None,
         )
         self._sums: dict[str, Tensor] = {}
-        self._kept = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self._kept: list[tuple[tuple[str, ...], Tensor]] = []
+        """Ids and numbers of kept tokens [B] of the rows of each micro-batch since the last update;
+        without ids, every row is a sequence."""
         self._tokens, self._computed = 0, 0  # of the batches since the last update
         self._compared: set[bool] = set()
         """Kinds of batches for which fused and torch policy loss were compared and agreed. True:
@@ -354,7 +365,7 @@ class MegatronLearner:
         `ValueLoss`.
 
         With `train.fused_loss`, an actor gets the fused op's inputs from the loss's method `policy`
-        (see `trainer.objective.Objective`); the loss itself gives only metrics. Fused op and loss
+        (see `algos.objective.Objective`); the loss itself gives only metrics. Fused op and loss
         are compared token by token, once with and once without old log-probs.
 
         Raises:
@@ -373,12 +384,17 @@ class MegatronLearner:
 
     def kept(self) -> tuple[int, int]:
         """Return the number of tokens that the loss has kept since the last `apply`, and the number
-        of sequences with a kept token, over all ranks. Collective."""
-        counts = self._kept.clone()
+        of sequences with a kept token, over all ranks. The rows of one sample are one sequence.
+        Collective."""
+        ids: list[Hashable] = []
+        for i, (given, tokens) in enumerate(self._kept):
+            ids += given or [(i, row) for row in range(len(tokens))]
+        counts = torch.cat([tokens for _, tokens in self._kept]).tolist() if self._kept else []
+        sequences = {id for id, n in zip(ids, counts, strict=True) if n}
+        sums = torch.tensor([int(sum(counts)), len(sequences)], device=self.device)
         if self.layout.world_size > 1:
-            dist.all_reduce(counts)
-        tokens, sequences = counts.tolist()
-        return tokens, sequences
+            dist.all_reduce(sums)
+        return int(sums[0]), int(sums[1])
 
     def apply(self, normaliser: float) -> dict[str, float]:
         """Make one optimizer step on the gradient sums, divided by the global count `normaliser`.
@@ -418,7 +434,7 @@ class MegatronLearner:
                 norm,
             )
         self._accumulated = False
-        self._kept.zero_()
+        self._kept.clear()
         return (
             metrics
             | {
@@ -446,7 +462,7 @@ class MegatronLearner:
         for model in self._models:
             model.zero_grad_buffer()
         self._accumulated = False
-        self._kept.zero_()
+        self._kept.clear()
         self._forget_sums()
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -772,7 +788,7 @@ class MegatronLearner:
     ) -> None:
         """Raise ValueError if the fused op's token losses and gradients (`fused`) differ from the
         torch loss. 1 token in 1000 may differ, because close to a clip bound rounding decides."""
-        kept = x.mask if out.mask is None else x.mask & out.mask
+        kept = out.kept(x.mask)
         weight = 1.0 if micro.batch.weight is None else micro.batch.weight
         slope = torch.zeros_like(x.log_probs)
         if total.requires_grad:
@@ -825,7 +841,7 @@ class MegatronLearner:
     def _count(self, x: LossInputs | ValueInputs, out: LossOutput, micro: MicroBatch) -> Tensor:
         """Add a micro-batch to the metrics of the update; return the micro-batch's total loss."""
         terms = out.per_token if micro.batch.weight is None else out.per_token * micro.batch.weight
-        kept = x.mask if out.mask is None else x.mask & out.mask
+        kept = out.kept(x.mask)
         # Tensor- and context-parallel ranks have the same tokens, so only one rank counts them.
         own = self.layout.tp_rank == self.layout.cp_rank == 0
         counted = kept if own else kept & False
@@ -835,7 +851,7 @@ class MegatronLearner:
         self._add("loss", torch.where(counted, terms, 0.0).sum())
         self._add("count", counted.sum())
         tokens = sequence.count(counted, x.sequence, x.num_sequences)
-        self._kept += torch.stack([counted.sum(), tokens.gt(0).sum()])
+        self._kept.append((micro.batch.ids, tokens))
         for name, values in _metrics_of(x, out).items():
             self._add(name, torch.where(counted, values, 0.0).sum())
         return torch.where(kept, terms, 0.0).sum()
@@ -875,7 +891,7 @@ class MegatronLearner:
     def _metrics(self, normaliser: float) -> dict[str, float]:
         names = sorted(self._sums)
         numbers = (self._tokens, self._computed)
-        more = [self._kept.new_full((), n, dtype=torch.float64) for n in numbers]
+        more = [torch.tensor(float(n), dtype=torch.float64, device=self.device) for n in numbers]
         if self._routing is not None:
             more += self._routing.rerouted().to(self.device)
         figures = len(names) + len(more)

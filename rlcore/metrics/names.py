@@ -141,7 +141,16 @@ METRICS = [
     Metric("rollout_corr/responses_above_half", "", "share with response_max_diff above 0.5"),
     Metric("rollout_corr/score_is", "", "mean score of the learner by importance sampling"),
     *_spread(
-        "rollout_corr/rollout_is", "", "the rollout correction weight", "_mean _std _min _max"
+        "rollout_corr/rollout_is",
+        "",
+        "the rollout correction weight after the cap",
+        "_mean _std _min _max",
+    ),
+    *_spread(
+        "rollout_corr/rollout_is_uncapped",
+        "",
+        "the correction weight before the cap, of tokens or responses",
+        "_mean _max",
     ),
     Metric("rollout_corr/rollout_is_eff_sample_size", "", "effective sample size / trained tokens"),
     Metric("rollout_corr/rollout_is_ratio_fraction_high", "", "share of weights above the cap"),

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from rlcore.ops import logprob, policy
 from rlcore.ops.logprob import LogProbs
-from rlcore.ops.policy import PolicyInputs, PolicyLoss, PolicySpec
+from rlcore.ops.policy import PolicyLoss
+from rlcore.tensors import PolicyInputs, PolicySpec
 from rlcore.utils.log import announce
 
 

@@ -13,7 +13,7 @@ overwrites the row with its gradient.
 
 A token of weight 0 is not trained on: its row is skipped, and its log-prob, entropy and loss are 0.
 Other losses (per sequence, other algorithms) run in torch on `log_probs` from logprob.py.
-`trainer/objective.py` translates the run's settings; `csrc/loss/policy.h` is the native code.
+`algos/objective.py` translates the run's settings; `csrc/loss/policy.h` is the native code.
 
 If the vocabulary is not split, `policy_rows_` does all steps. If it is split, four steps follow:
 row_stats, one all-gather of all ranks' statistics, `policy_tokens`, row_grad.
@@ -22,7 +22,6 @@ Own kernels instead of `torch.compile`: .202 s instead of 1.48 s. The logits are
 written once (`tools/results/bench_loss.json`).
 """
 
-from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.ops import logprob, native
+from rlcore.tensors import PolicyInputs, PolicySpec
 
 KL_TYPES = ("none", "k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k3+")
 """KL estimators, in the order of csrc/loss/policy.h."""
@@ -66,52 +66,6 @@ ROWS = (
 )
 """Names of the rows of the ops' output [len(ROWS), T], in order. The gradients include the token's
 weight; the loss does not."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicySpec:
-    """Settings of the policy loss; the defaults give a plain clipped loss."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_dual: float = 0.0
-    """Dual clip: maximum ratio where the advantage is negative; 0 or inf: off."""
-    is_threshold: float | None = None
-    """Cap of the correction weight p_old / p_sampler; inf: no cap; None: no weight is applied."""
-    is_mean: float = 1.0
-    """Divisor of the correction weights; 1: no batch normalisation."""
-    bounds: tuple[float, float] | None = None
-    """Bounds of log(p_sampler / p_old); tokens outside the bounds are rejected. None: keep all."""
-    kl_type: str = "none"
-    """Estimator of the KL against ref_log_probs, one of KL_TYPES (rlcore/algos/kl.py)."""
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0
-    log_limit: float = 20.0
-
-    def params(self, old_is_own: bool) -> list[float]:
-        """Return the settings as floats in the order of PARAMS."""
-        low, high = self.bounds or (0.0, 0.0)
-        mode = (self.is_threshold is not None) + 2 * (self.bounds is not None)
-        cap = float("inf") if self.is_threshold is None else self.is_threshold
-        kl = KL_TYPES.index(self.kl_type)
-        return [
-            *(self.clip_low, self.clip_high, self.clip_dual),
-            *(float(mode), cap, low, high, self.is_mean),
-            *(float(kl), self.kl_coef, self.entropy_coef, self.log_limit, float(old_is_own)),
-        ]
-
-
-class PolicyInputs(NamedTuple):
-    """Inputs of the policy loss: one value per token, [T] each, without gradients."""
-
-    advantage: Tensor
-    weight: Tensor
-    """Factor of each token's loss in the sum: the mask times the aggregation weight."""
-    rollout_log_probs: Tensor
-    old_log_probs: Tensor | None = None
-    """Log-prob under the old policy; None: the log-prob of this forward pass, detached."""
-    ref_log_probs: Tensor | None = None
-    """Log-prob under the reference model; required if kl_coef is not 0."""
 
 
 class PolicyLoss(NamedTuple):
@@ -199,6 +153,19 @@ def check_spec(spec: PolicySpec, inputs: PolicyInputs) -> None:
             raise ValueError(f"{name} None: the loss needs it; pass a tensor [tokens]")
 
 
+def settings(spec: PolicySpec, old_is_own: bool) -> list[float]:
+    """Return the settings as floats in the order of PARAMS."""
+    low, high = spec.bounds or (0.0, 0.0)
+    mode = (spec.is_threshold is not None) + 2 * (spec.bounds is not None)
+    cap = float("inf") if spec.is_threshold is None else spec.is_threshold
+    kl = KL_TYPES.index(spec.kl_type)
+    return [
+        *(spec.clip_low, spec.clip_high, spec.clip_dual),
+        *(float(mode), cap, low, high, spec.is_mean),
+        *(float(kl), spec.kl_coef, spec.entropy_coef, spec.log_limit, float(old_is_own)),
+    ]
+
+
 Given = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]
 """Input tensors of the ops: old_log_probs, rollout_log_probs, ref_log_probs, advantage, weight."""
 
@@ -220,7 +187,7 @@ def prepared(
     sampler = row("rollout_log_probs")
     old = sampler if own else row("old_log_probs")
     ref = row("ref_log_probs") if spec.kl_coef else None
-    return (old, sampler, ref, row("advantage"), row("weight")), spec.params(own)
+    return (old, sampler, ref, row("advantage"), row("weight")), settings(spec, own)
 
 
 def guarded(inputs: Given, tokens: Tensor, vocab_size: int) -> Given:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from rlcore.algos import reduce, value
+from rlcore.algos.objective import Objective
 from rlcore.tensors import Batch
 from rlcore.trainer import advantages, demonstrations, phases, report
 from rlcore.trainer.demonstrations import DemonstrationBatch
-from rlcore.trainer.objective import Objective
 from rlcore.trainer.plan import StepPlan
 from rlcore.trainer.run import Run
 from rlcore.utils import collective

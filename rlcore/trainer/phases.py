@@ -121,12 +121,9 @@ def correction_mean(run: Run, batches: list[Batch]) -> float:
     if run.ranks.leads_model_parallel_group:
         for b in batches:
             where = (b.mask, b.sequence_index, b.num_sequences)
-            weights = correction.weights(
-                cfg, made(b.old_log_probs) - made(b.rollout_log_probs), *where
-            )
-            sums += correction.normalisation_sums(cfg, weights, *where)
-    total, count = collective.reduce_floats(sums.tolist())
-    return total / count if total > 1e-8 * count else 1.0
+            log_w = made(b.old_log_probs) - made(b.rollout_log_probs)
+            sums += correction.normalisation_sums(cfg, log_w, *where)
+    return correction.mean(*collective.reduce_floats(sums.tolist()))
 
 
 def observe_round(run: Run, kind: Kind, stats: Mapping[str, float]) -> None:

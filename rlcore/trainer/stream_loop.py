@@ -25,7 +25,7 @@ from rlcore.trainer.sync_loop import (
 )
 
 if TYPE_CHECKING:
-    from rlcore.trainer.objective import Objective
+    from rlcore.algos.objective import Objective
 
 NEEDED: tuple[Part, ...] = ("weights", "gradients")
 """Parts of the learner that accumulation needs; the optimizer's states are loaded later."""

@@ -3,8 +3,11 @@
 A field that a subclass redefines without a range keeps the range. `broken` checks all ranges.
 """
 
+import difflib
 import inspect
+import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import inf
 from typing import Any
@@ -99,6 +102,47 @@ def broken(section: Any, key: str) -> list[str]:
                 out.append(f"--{key}.{f.name} {shown}: {each}{allowed.why(number)}")
                 break
     return out
+
+
+def mistyped(section: type, given: Mapping[str, Any], key: str) -> list[str]:
+    """Return an error message for every value in `given` that no field of the dataclass `section`
+    has, or whose type does not fit the field. The command line checks this when it parses."""
+    known = typing.get_type_hints(section)
+    hints = {f.name: known[f.name] for f in fields(section)}
+    out = []
+    for name, value in given.items():
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1)
+            hint = f"did you mean --{key}.{near[0]}?" if near else f"keys are {', '.join(hints)}"
+            out.append(f"--{key}.{name}: there is no such key; {hint}")
+        elif not _fits(value, hints[name]):
+            out.append(f"--{key}.{name} {value!r}: must be {_described(hints[name])}")
+    return out
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a field with this type may hold the value."""
+    kind, options = typing.get_origin(hint), typing.get_args(hint)
+    if kind is typing.Literal:
+        return value in options
+    if kind is tuple:
+        return isinstance(value, tuple) and all(_fits(v, options[0]) for v in value)
+    if kind in (typing.Union, types.UnionType):
+        return any(_fits(value, option) for option in options)
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _described(hint: Any) -> str:
+    """Describe the values of a type, for an error."""
+    if typing.get_origin(hint) is typing.Literal:
+        return f"one of {', '.join(map(str, typing.get_args(hint)))}"
+    if typing.get_origin(hint) is tuple:
+        return f"a tuple, each {_described(typing.get_args(hint)[0])}"
+    return {bool: "True or False", int: "an integer", float: "a number", str: "a text"}.get(
+        hint, str(hint)
+    )
 
 
 def _ranges(section: type) -> dict[str, Range]:

@@ -14,8 +14,8 @@ from rlcore.mcore.activation import SwiGLU
 from rlcore.mcore.norm import rms_norm
 from rlcore.ops import head, logprob, native, policy
 from rlcore.ops.logprob import log_probs
-from rlcore.ops.policy import PolicyInputs, PolicySpec
 from rlcore.rollout.torch_engine import sampler
+from rlcore.tensors import PolicyInputs, PolicySpec
 from tests.gpu import side
 
 pytestmark = pytest.mark.gpu

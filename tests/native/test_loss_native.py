@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from rlcore.algos import correction, ppo
+from rlcore.algos.objective import Objective
 from rlcore.ops import native
 from rlcore.tensors import LossInputs
-from rlcore.trainer.objective import Objective
 from tests.native import host
 
 ROOT = Path(__file__).resolve().parents[2]

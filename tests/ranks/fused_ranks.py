@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore import algos
+from rlcore.algos.objective import Objective
 from rlcore.mcore import learner as mcore
 from rlcore.ops import head, logprob, policy
-from rlcore.ops.policy import PolicyInputs, PolicySpec
-from rlcore.tensors import Batch
-from rlcore.trainer.objective import Objective
+from rlcore.tensors import Batch, PolicyInputs, PolicySpec
 from tests import kit
 from tests.ranks import learner_ranks, objective_ranks
 

@@ -8,8 +8,8 @@ from megatron.core.distributed import finalize_model_grads
 
 from rlcore import algos
 from rlcore.algos import reduce
+from rlcore.algos.objective import Objective
 from rlcore.tensors import Batch
-from rlcore.trainer.objective import Objective
 from tests import kit
 from tests.ranks import learner_ranks
 from tests.ranks.sizes import LENGTHS

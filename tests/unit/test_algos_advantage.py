@@ -63,6 +63,31 @@ def test_passk_gives_nothing_on_a_tie_of_the_best():
     assert of(one(1, 1, 0), "grpo_passk") == [[0, 0, 0]]
 
 
+def test_maxrl_divides_the_distance_to_the_mean_by_the_mean():
+    """With one success of n, n - 1 for it and -1 for the others; with half of them, 1 and -1."""
+    assert of(one(1, 0, 0, 0), "maxrl")[0] == pytest.approx([3, -1, -1, -1], rel=5e-6)
+    assert of(one(1, 0), "maxrl") == [[0.5 / 0.500001, -0.5 / 0.500001]]
+    assert of(one(0.5, 0.25), "maxrl", norm_adv_by_std=False) == [
+        [0.125 / 0.375001, -0.125 / 0.375001]
+    ]
+
+
+@pytest.mark.parametrize("successes", range(1, 4))
+def test_maxrl_is_the_mean_score_function_of_the_successes_but_for_a_baseline(successes):
+    """Theorem 2 of the paper: sum_i A_i s_i / n = (mean of the successes' s) - (mean of all s)."""
+    g = torch.Generator().manual_seed(successes)
+    score_functions = torch.randn(4, generator=g, dtype=torch.float64)
+    rewards = [1.0] * successes + [0.0] * (4 - successes)
+    found = torch.tensor(of(one(*rewards), "maxrl")[0], dtype=torch.float64)
+    want = score_functions[:successes].mean() - score_functions.mean()
+    assert float((found * score_functions).mean()) == pytest.approx(float(want), rel=5e-6)
+
+
+def test_maxrl_refuses_a_negative_reward():
+    with pytest.raises(ValueError, match="maxrl: group 1 has the reward -0.5, but all must be 0"):
+        of(one(1, 0) + one(1, -0.5), "maxrl")
+
+
 def test_rloo_is_the_distance_to_the_mean_of_the_others():
     assert of(one(4, 1, 1), "rloo")[0] == pytest.approx([3, -1.5, -1.5])
 
@@ -94,6 +119,7 @@ def test_whitening_works_on_every_estimator():
     "name, want",
     [
         ("grpo", 0.7 / (1 + 1e-6)),
+        ("maxrl", 0.7),
         ("rloo", 0.7),
         ("opo", 0.7),
         ("gpg", 0.7),
@@ -191,6 +217,8 @@ def slow(name: str, groups: list[GroupRewards], by_std: bool, whitens: bool) -> 
         elif name == "grpo_passk":
             best = all(score[i] > score[j] for j in others)
             a = (score[i] - max(score[j] for j in others)) / scale if best else 0.0
+        elif name == "maxrl":
+            a = (score[i] - mean) / (1.0 if alone else mean + 1e-6)
         elif name == "rloo":
             a = score[i] - (sum(score[j] for j in others) / len(others) if others else 0.0)
         elif name == "opo":
@@ -228,7 +256,8 @@ def test_every_estimator_agrees_with_the_slow_reference(name, whitens, by_std):
         groups = []
         for _ in range(draw.randint(1, 4)):
             n = draw.randint(smallest, 5)
-            rewards = tuple(draw.choice([0, 64, draw.randint(-200, 200)]) / 64 for _ in range(n))
+            least = 0 if name == "maxrl" else -200
+            rewards = tuple(draw.choice([0, 64, draw.randint(least, 200)]) / 64 for _ in range(n))
             groups.append(GroupRewards(rewards, tuple(draw.randint(0, 7) for _ in range(n))))
         found = of(groups, name, norm_adv_by_std=by_std, whiten_advantages=whitens)
         _, mask, _ = padded(groups)
@@ -263,7 +292,7 @@ def test_opo_advantages_of_a_group_sum_to_zero_over_its_tokens(groups):
 
 
 @examples
-@given(steps(), st.sampled_from(sorted(set(OUTCOME) - {"grpo_passk"})))
+@given(steps(), st.sampled_from(sorted(set(OUTCOME) - {"grpo_passk", "maxrl"})))
 def test_whitened_advantages_have_mean_zero_and_variance_one_over_tokens(groups, name):
     groups = settled(groups)
     found = of(groups, name, whiten_advantages=True)

@@ -141,9 +141,7 @@ def test_equal_log_probs_are_a_no_op(lengths, level):
     bounds = tuple("0.9_1.1" if r.endswith("k1") else "1e-9" for r in RULES)
     assert kept(rules(*RULES, at=bounds), rows) == [[True] * n for n in lengths]
     log_w, *where = packed(rows)
-    total, count = correction.normalisation_sums(
-        AlgoConfig(rollout_is=level), torch.where(where[0], 1.0, NAN), *where
-    )
+    total, count = correction.normalisation_sums(AlgoConfig(rollout_is=level), log_w, *where)
     assert total == count
 
 
@@ -166,10 +164,13 @@ def test_weights_are_averaged_over_tokens_or_over_sequences():
     for level, want in {"token": [6.5, 4], "sequence": [2.5, 2]}.items():
         cfg = AlgoConfig(rollout_is=level)
         log_w, *where = packed(rows if level == "token" else [[LN2, 0, 0], [-LN2], []])
-        found = correction.weights(cfg, log_w, *where)
-        found = torch.where(where[0], found, NAN)
-        sums = correction.normalisation_sums(cfg, found, *where)
+        sums = correction.normalisation_sums(cfg, torch.where(where[0], log_w, NAN), *where)
         assert sums.dtype == torch.float64 and sums.tolist() == pytest.approx(want)
+
+
+def test_weights_of_nearly_0_are_not_divided_by_their_mean():
+    assert correction.mean(6.0, 4.0) == 1.5 and correction.mean(3e-8, 2.0) == 1.5e-8
+    assert correction.mean(1e-8, 2.0) == correction.mean(0.0, 3.0) == correction.mean(0.0, 0.0) == 1
 
 
 @examples
@@ -180,7 +181,7 @@ def test_sums_of_two_ranks_are_the_sums_of_the_whole(rows, data):
 
     def sums(part: list[list[float]]) -> Tensor:
         log_w, *where = packed(part)
-        return correction.normalisation_sums(cfg, correction.weights(cfg, log_w, *where), *where)
+        return correction.normalisation_sums(cfg, log_w, *where)
 
     torch.testing.assert_close(
         sums(rows[:cut]) + sums(rows[cut:]), sums(rows), rtol=1e-12, atol=1e-12

@@ -123,6 +123,8 @@ def test_token_weights_by_hand():
     prefix = "rollout_corr/rollout_is_"
     assert m[prefix + "mean"] == pytest.approx(3.5 / 3)
     assert (m[prefix + "min"], m[prefix + "max"]) == pytest.approx((0.5, 2))
+    assert m[prefix + "uncapped_mean"] == pytest.approx(5.5 / 3)
+    assert m[prefix + "uncapped_max"] == pytest.approx(4)
     assert m[prefix + "std"] == pytest.approx(math.sqrt(5.25 / 3 - (3.5 / 3) ** 2))
     assert m[prefix + "eff_sample_size"] == pytest.approx(3.5**2 / (3 * 5.25))
     assert m[prefix + "ratio_fraction_high"] == pytest.approx(1 / 3)
@@ -139,6 +141,33 @@ def test_sequence_weights_by_hand():
     assert (m[prefix + "min"], m[prefix + "max"]) == pytest.approx((0.25, 1.5))
     assert m[prefix + "eff_sample_size"] == pytest.approx(2.0**2 / (3 * 2.375))
     assert m[prefix + "ratio_fraction_high"] == 0 and m[prefix + "ratio_fraction_low"] == 0.5
+
+
+def test_an_explosion_of_sequence_weights_shows_before_the_cap():
+    """Two responses of 100 and 2 tokens. The learner's probabilities are 1.153 times the sampler's,
+    so the first weighs 1.153^100 = 1.5e6 and counts as 2; no token differs much."""
+    cfg = AlgoConfig(rollout_is="sequence")
+    p = math.log(0.5)
+    gap = math.log(1.153)
+    rows = [[(p, p + gap)] * 100, [(p, p + gap)] * 2]
+    m = figures(sums(rows[:1], cfg), sums(rows[1:], cfg), cfg=cfg)
+    prefix = "rollout_corr/rollout_is_"
+    assert m[prefix + "uncapped_max"] == pytest.approx(1.153**100) and 1.153**100 > 1.5e6
+    assert m[prefix + "uncapped_mean"] == pytest.approx((1.153**100 + 1.153**2) / 2)
+    assert m[prefix + "max"] == 2 and m[prefix + "ratio_fraction_high"] == 0.5
+    far = figures(sums([[(p, p + 1.0)] * 100], cfg), cfg=cfg)
+    assert far[prefix + "uncapped_max"] == pytest.approx(math.exp(20))  # the clamp of log w
+
+
+def test_a_step_whose_weights_are_all_capped_is_not_healthy():
+    """1.01^500 = 145 of every response: each figure of tokens is healthy, and so is the sample
+    size, since all capped weights are 2."""
+    cfg = AlgoConfig(rollout_is="sequence")
+    p = math.log(0.5)
+    m = figures(sums([[(p, p + math.log(1.01))] * 500] * 3, cfg), cfg=cfg)
+    assert m["rollout_corr/rollout_is_eff_sample_size"] == 1
+    found = mismatch.unhealthy(m)
+    assert found == "mismatch: max |dp| 0.005, k1 -0.01, k3 5e-05, ess 1, max w 1.4e+02"
 
 
 def test_rejection_by_hand():
@@ -346,6 +375,8 @@ def reference(rows: list[Row], cap: float) -> dict[str, float]:
         "rollout_corr/rollout_is_std": u.std(correction=0),
         "rollout_corr/rollout_is_min": w[mask].min(),
         "rollout_corr/rollout_is_max": u.max(),
+        "rollout_corr/rollout_is_uncapped_mean": w[mask].mean(),
+        "rollout_corr/rollout_is_uncapped_max": w[mask].max(),
         "rollout_corr/rollout_is_eff_sample_size": u.mean() ** 2 / u.square().mean(),
         "rollout_corr/rollout_is_ratio_fraction_high": (w[mask] > cap).double().mean(),
         "rollout_corr/rollout_is_ratio_fraction_low": (w[mask] < 1 / cap).double().mean(),
@@ -414,12 +445,17 @@ def test_the_names_are_declared():
 
 def test_a_mismatch_outside_the_healthy_range_is_a_phrase():
     found = mismatch.unhealthy(figures(sums(BY_HAND)))
-    assert found == "mismatch: max |dp| 0.6, k1 -0.23, k3 0.6, ess 0.78"
+    assert found == "mismatch: max |dp| 0.6, k1 -0.23, k3 0.6, ess 0.78, max w 4"
 
 
 @pytest.mark.parametrize(
     "name, value",
-    [("response_max_diff_max", 0.51), ("k3_kl", 0.011), ("rollout_is_eff_sample_size", 0.89)],
+    [
+        ("response_max_diff_max", 0.51),
+        ("k3_kl", 0.011),
+        ("rollout_is_eff_sample_size", 0.89),
+        ("rollout_is_ratio_fraction_high", 0.51),
+    ],
 )
 def test_one_figure_suffices_and_nan_is_not_healthy(name, value):
     good = {
@@ -427,6 +463,7 @@ def test_one_figure_suffices_and_nan_is_not_healthy(name, value):
         "rollout_corr/k3_kl": 0.01,
         "rollout_corr/kl": 0.001,
         "rollout_corr/rollout_is_eff_sample_size": 0.9,
+        "rollout_corr/rollout_is_ratio_fraction_high": 0.5,
     }
     assert mismatch.unhealthy(good) == ""
     for bad in (value, NAN):

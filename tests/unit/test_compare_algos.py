@@ -19,6 +19,17 @@ from rlcore import algos
 from rlcore.algos.base import KL, Estimator, Rejection
 
 ROOT = Path(__file__).resolve().parents[2]
+ROWS = {
+    "log_probs": "logp",
+    "entropy": "entropy",
+    "mask": "mask",
+    "score": "score",
+    "advantage": "advantage",
+    "old_log_probs": "old",
+    "rollout_log_probs": "sampler",
+    "ref_log_probs": "ref",
+}
+"""Tensors of `algos.loss_of` and arrays of a case."""
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +156,37 @@ def test_every_row_has_a_finite_answer_in_float64(checks, cases):
                 assert value.dtype == torch.float64, (c.name, c.setting, name)
 
 
+def test_padded_rows_give_every_loss_of_the_comparison(checks, cases, monkeypatch):
+    """The ten lines of a notebook; the answers come from the same rows, packed behind prompts."""
+    asked, of_packed = [], algos.loss_of
+    monkeypatch.setattr(
+        algos, "loss_of", lambda x, *a, **s: asked.append((a, s)) or of_packed(x, *a, **s)
+    )
+    for c in checks:
+        for case in (cases[f"{kind}0"] for kind in c.cases):
+            asked.clear()
+            found = c.ours(case)
+            for (algo,), settings in asked if "loss" in found else ():
+                rows = {n: torch.tensor(case.arrays[array]) for n, array in ROWS.items()}
+                leaves = [rows[n].requires_grad_() for n in ("log_probs", "entropy")]
+                out = of_packed(rows, algo, **settings)
+                grads = torch.autograd.grad(out.loss, leaves, allow_unused=True)
+                for name, value in zip(
+                    ("loss", "d_logp", "d_entropy"), (out.loss, *grads), strict=True
+                ):
+                    value = torch.zeros_like(found[name]) if value is None else value
+                    torch.testing.assert_close(value, found[name], rtol=1e-12, atol=1e-14)
+    assert sum("loss" in c.ours(cases[f"{c.cases[0]}0"]) for c in checks) > 100
+
+
 # ---- the rows
 
 
 def test_every_loss_estimator_divergence_and_rejection_has_a_row(checks):
     rows = {c.name for c in checks}
     assert set(algos.NAMES) - {"opd", "gkd"} <= rows  # test_gkd.py compares these
-    assert {f"advantage/{name}" for name in Estimator.__args__ if name != "none"} <= rows
+    alone = {"none", "maxrl"}  # the peer of maxrl is a fork of verl, on no package index
+    assert {f"advantage/{name}" for name in set(Estimator.__args__) - alone} <= rows
     assert {f"kl/{name}" for name in KL.__args__} <= rows
     rules = {c.told.get("rollout_rs") for c in checks if c.name == "correction"}
     assert set(Rejection.__args__) <= rules

@@ -184,6 +184,21 @@ def test_every_rule_names_its_key(key, value):
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", ""),
+        ("--algo.overlong_share 0.2", "--algo.overlong_share 0.2: lowers rewards below 0"),
+        ("--algo.kl_reward_coef 0.1", "--algo.kl_reward_coef 0.1: lowers rewards below 0"),
+        ("--rollout.samples_per_prompt 1", "--rollout.samples_per_prompt 1: maxrl needs at"),
+    ],
+)
+def test_maxrl_needs_rewards_of_0_or_more_and_groups(words, said):
+    argv = ["--model.path", "m", "--data.train", "label", "--data.val", "label", *words.split()]
+    found = rules.broken(parse([*argv, "--algo.adv_estimator", "maxrl"]))
+    assert [line[: len(said)] for line in found] == ([said] if said else [])
+
+
+@pytest.mark.parametrize(
     ("argv", "key"),
     [
         (["--rollout.process", "inline"], "--rollout.process inline"),

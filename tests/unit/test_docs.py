@@ -1,11 +1,13 @@
 """The texts, followed: what they tell a user to write works, and what they name is there."""
 
 import functools
+import math
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,7 @@ PAGES = sorted(
 )
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 ONE = ["--run.steps", "1", "--checkpoint.no_at_end", "--checkpoint.no_export_hf"]
+LOSS_OF = "rlcore/algos/README.md", "The loss of rows"
 OF_EXAMPLES = {"algo.push", "reward.bonus"}
 """Keys that the texts themselves invent."""
 
@@ -162,6 +165,19 @@ def test_the_reward_of_the_text_scores(theirs: Path, done: runs.Gang) -> None:
     row = runs.rows(theirs / "runs" / "reward")[1]
     assert row["reward/errors"] == 0
     assert row["critic/score/max"] in (pytest.approx(0.1), pytest.approx(1.1))
+
+
+def test_the_notebook_example_of_the_algorithms_computes_a_loss() -> None:
+    block = re.search(r"\n( {4}import torch\n(?: {4}.*\n|\n)*)", section(*LOSS_OF))
+    assert block
+    names: dict[str, Any] = {}
+    exec(re.sub(r"^ {4}", "", block[1], flags=re.M), names)
+    found, gradient = names["found"], names["log_probs"].grad
+    assert found.normaliser == 3 == int(found.kept.sum()) and "so N is 3" in section(*LOSS_OF)
+    assert gradient.tolist() == [
+        [pytest.approx(-1 / 3), 0.0, pytest.approx(-math.exp(0.1) / 3)],
+        [pytest.approx(1 / 3), 0.0, 0.0],
+    ]
 
 
 def test_the_eight_lines_of_the_readme_train(tmp_path: Path) -> None:

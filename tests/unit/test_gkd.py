@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlcore.algos import gkd, opd, ppo
+from rlcore.algos.objective import Objective
 from rlcore.tensors import LossInputs
-from rlcore.trainer.objective import Objective
 
 PEERS = json.loads(Path(__file__).with_name("gkd_peers.json").read_text())
 

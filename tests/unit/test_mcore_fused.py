@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rlcore import algos
+from rlcore.algos.objective import Objective
 from rlcore.config import rules
 from rlcore.config.schema import Config, SelectConfig, TrainConfig
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.ops import native
 from rlcore.tensors import Batch, LossInputs, LossOutput
-from rlcore.trainer.objective import Objective
 from tests import kit
 from tests.ranks import learner_ranks, objective_ranks
 

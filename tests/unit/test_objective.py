@@ -10,10 +10,10 @@ import torch
 
 from rlcore import algos
 from rlcore.algos.base import AlgoConfig
+from rlcore.algos.objective import Objective
 from rlcore.data.packing import pack_samples
 from rlcore.records import Branch, Sample
 from rlcore.tensors import LossInputs, LossOutput
-from rlcore.trainer.objective import Objective
 
 T = 12
 

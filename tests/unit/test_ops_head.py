@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlcore.ops import head, logprob, policy
-from rlcore.ops.policy import PolicyInputs, PolicySpec
+from rlcore.tensors import PolicyInputs, PolicySpec
 from tests.builds import build  # noqa: F401
 
 T, H, V = 23, 5, 17

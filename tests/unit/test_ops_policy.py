@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from rlcore import algos
+from rlcore.algos.objective import Objective
 from rlcore.ops import native, policy
 from rlcore.ops.logprob import log_probs
-from rlcore.ops.policy import KL_TYPES, ROWS, PolicyInputs, PolicySpec, policy_loss
-from rlcore.tensors import LossInputs
-from rlcore.trainer.objective import Objective
+from rlcore.ops.policy import KL_TYPES, ROWS, policy_loss
+from rlcore.tensors import LossInputs, PolicyInputs, PolicySpec
 from tests.builds import build  # noqa: F401
 
 T, V = 24, 13
@@ -373,7 +373,7 @@ def test_the_native_scalar_is_the_reference_on_wild_inputs(
         kl_coef=0.1 if kind != "none" else 0.0,
         entropy_coef=0.01,
     )
-    args = (logp, -logp, old, sampler, ref, advantage, weight, spec.params(own))
+    args = (logp, -logp, old, sampler, ref, advantage, weight, policy.settings(spec, own))
     ours, want = policy.policy_tokens(*args), policy.reference(*args)
     assert torch.equal(ours.isnan(), want.isnan())
     assert torch.allclose(ours, want, rtol=1e-12, atol=1e-12, equal_nan=True)

@@ -16,6 +16,7 @@ OFF = "--algo.rollout_is", "none"
 WAYS: dict[str, tuple[Any, ...]] = {
     "remax": ("--algo.adv_estimator", "remax"),
     "rloo": ("--algo.adv_estimator", "rloo"),
+    "maxrl": ("--algo.adv_estimator", "maxrl"),
     "opo": ("--algo.adv_estimator", "opo"),
     "passk": ("--algo.adv_estimator", "grpo_passk"),
     "rf": ("--algo.adv_estimator", "reinforce_plus_plus", "--algo.gamma", 0.99),

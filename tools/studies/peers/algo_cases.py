@@ -2,7 +2,7 @@
 
 A case is a batch of random responses as padded arrays, the peers' view, which this side packs. The
 answers come on the path of a training step: correction, rejection, loss, KL, entropy, aggregation
-by the counts of what is left. Everything is float64.
+by the counts of what is left (`algos.loss_of`). Everything is float64.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from rlcore import algos
-from rlcore.algos import advantage, correction, kl, reduce, returns, sequence, value
+from rlcore.algos import advantage, correction, kl, returns, value
 from rlcore.algos.base import AlgoConfig
 from rlcore.tensors import Batch, LossInputs, ValueInputs, cumulative
 from rlcore.trainer import plan
-from rlcore.trainer.objective import Objective
 
 KINDS = ("near", "mixed", "varied", "masked", "far")
 """near: log-ratios up to 0.1; the others: from 1e-6 to beyond the clips. varied: an advantage for
@@ -171,21 +170,18 @@ def inputs(case: Case) -> LossInputs:
 def loss(algo: str, **settings: Any) -> Callable[[Case], Answer]:
     """The loss of an update in one micro-batch and its gradients, with the figures that go with it
     averaged over the trained tokens, as the learner does."""
-    module, cfg = algos.module(algo), algos.config_class(algo)(**settings)
-    assert not cfg.problems(), cfg.problems()
 
     def answer(case: Case) -> Answer:
         x = inputs(case)
-        of_update = Objective(module, cfg, max_tokens=MAX_TOKENS, correction_mean=_mean(case, cfg))
-        out = of_update(x)
-        kept = x.mask if out.mask is None else x.mask & out.mask
-        responses = sequence.count(kept, x.sequence, x.num_sequences).gt(0).sum()
-        count = reduce.normaliser(cfg.loss_agg_mode, float(kept.sum()), float(responses))
-        total = torch.where(kept, out.per_token, 0.0).sum() / count
-        figures = {f"metric {n}": m[kept].double().mean() for n, m in out.metrics.items()}
-        return _with_gradients(case, total, logp=x.log_probs, entropy=x.entropy) | figures
+        out = algos.loss_of(x, algo, max_tokens=MAX_TOKENS, **settings)
+        gradients = _with_gradients(case, out.loss, logp=x.log_probs, entropy=x.entropy)
+        return gradients | _figures(out.metrics)
 
     return answer
+
+
+def _figures(metrics: dict[str, float]) -> Answer:
+    return {f"metric {n}": torch.tensor(m, dtype=torch.float64) for n, m in metrics.items()}
 
 
 def _with_gradients(case: Case, total: Tensor, **leaves: Tensor) -> Answer:
@@ -197,31 +193,30 @@ def _with_gradients(case: Case, total: Tensor, **leaves: Tensor) -> Answer:
     return {"loss": total.detach(), **found}
 
 
-def _mean(case: Case, cfg: AlgoConfig) -> float:
-    """What the trainer divides the weights of a step by."""
-    if not cfg.rollout_is_batch_normalize:
-        return 1.0
-    weights = correction.weights(cfg, case.packed("old") - case.packed("sampler"), *case.where)
-    total, count = correction.normalisation_sums(cfg, weights, *case.where).tolist()
-    return total / count
-
-
 def corrected(**settings: Any) -> Callable[[Case], Answer]:
     """Correction weights, the mask that rejection leaves, the figures of a step."""
-    cfg = algos.config_class("grpo")(**settings)
+    cfg = algos.config("grpo", **settings)
 
     def answer(case: Case) -> Answer:
         x = inputs(case)
-        log_w = x.old_log_probs - x.rollout_log_probs
-        left = correction.keep(cfg, log_w, *case.where) & x.mask
-        out = {"mask": case.padded(left.double())}
+        found = algos.loss_of(x, "grpo", **settings)
+        out = {"mask": case.padded(found.kept.double())}
         if cfg.rollout_is != "none":
-            weights = correction.weights(cfg, log_w, *case.where) / _mean(case, cfg)
+            log_w = x.old_log_probs - x.rollout_log_probs
+            weights = correction.weights(cfg, log_w, *case.where) / found.correction_mean
             out["weights"] = case.padded(torch.where(x.mask, weights, 0.0))
-        watch = Objective(algos.module("grpo"), cfg, max_tokens=MAX_TOKENS)
-        watch(x)
-        figures = watch.mismatch(lambda values, op="sum": list(values))
-        return out | {f"metric {n}": torch.tensor(v) for n, v in figures.items()}
+        return out | _figures(found.metrics)
+
+    return answer
+
+
+def uncapped(**settings: Any) -> Callable[[Case], Answer]:
+    """The maximum of the weights before the cap, by verl's name, which has it for sequences."""
+    all_figures = corrected(**settings)
+
+    def answer(case: Case) -> Answer:
+        found = all_figures(case)["metric rollout_corr/rollout_is_uncapped_max"]
+        return {"metric rollout_corr/rollout_is_max": found}
 
     return answer
 

@@ -24,6 +24,7 @@ from algo_cases import (
     kept_weights,
     loss,
     overlong,
+    uncapped,
 )
 
 from rlcore import algos
@@ -519,8 +520,7 @@ def _verl_correction() -> Iterator[Check]:
             function=function,
             ask="correction",
             told=theirs,
-            ours=corrected(**mine),
-            **({"cases": KINDS} | more),
+            **({"ours": corrected(**mine), "cases": KINDS} | more),
         )
 
     for setting, theirs, mine in (*WEIGHTS, *REJECTIONS, GEOMETRIC):
@@ -551,6 +551,14 @@ def _verl_correction() -> Iterator[Check]:
         name = f"figures: weights, {setting}"
         moments = tuple(m for m in WEIGHT_MOMENTS if "sequence" not in setting or "max" not in m)
         yield row(name, theirs, mine, metrics=WEIGHT_COUNTS + moments, **figures)
+    setting, theirs, mine = WEIGHTS[2]
+    yield row(
+        f"figures: uncapped maximum, {setting}",
+        theirs,
+        mine,
+        metrics=("rollout_corr/rollout_is_max",),
+        **figures | {"ours": uncapped(**mine), "cases": KINDS},
+    )
     setting, theirs, mine = WEIGHTS[1]
     name = f"figures: weights, {setting}"
     yield row(name, theirs, mine, metrics=WEIGHT_COUNTS + WEIGHT_MOMENTS, **figures)

@@ -11,8 +11,7 @@ import torch
 
 from rlcore.algos import correction, fused, kl, mismatch, reduce
 from rlcore.algos.base import LOG_LIMIT, AlgoConfig
-from rlcore.ops.policy import PolicyInputs, PolicySpec
-from rlcore.tensors import LossInputs, LossOutput
+from rlcore.tensors import LossInputs, LossOutput, PolicyInputs, PolicySpec
 from rlcore.utils.errors import ConfigError
 
 
