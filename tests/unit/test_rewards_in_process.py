@@ -19,7 +19,8 @@ from rlcore.config.schema import RewardConfig
 class OwnConfig(RewardConfig):
     bonus: float = 0.5
 def score(sample, prompt, text, config):
-    return config.bonus * (sample.finish == "length") + len(text) + prompt.fields.get("more", 0)
+    bonus = config.bonus * (sample.finish == "length")
+    return bonus + len(text) + 100 * text.count("?") + prompt.fields.get("more", 0)
 """
 RESPONSES = [
     "so \\boxed{1/2}",
