@@ -259,6 +259,8 @@ class RewardResult(Record):
     score: float
     details: dict[str, float] = {}
     """Further numbers of the reward function, logged as metrics `reward/<name>`."""
+    terms: tuple[float, ...] = ()
+    """Score of each term, if the reward is a sum; empty: it is not."""
     error: str = ""
     """Reason why `score` is a substitute, such as a timeout, crash or exception; empty if none."""
     latency_s: float = 0.0
@@ -307,6 +309,9 @@ class Group(Record):
     """Final answer of each response (`RewardResult.answer`), in evaluations; empty: none."""
     excluded: tuple[bool, ...] = ()
     """Whether a callback excludes each response from training; empty: it excludes none."""
+    terms: tuple[tuple[float, ...], ...] = ()
+    """Score of each response by the terms of a sum of rewards (`RewardResult.terms`); empty: the
+    reward is no sum."""
 
 
 class History(Record):

@@ -6,6 +6,7 @@ l_i is the number of trained tokens of response i.
     estimator                     A_i                                              n = 1
     grpo                          (R_i - m) / (s + 1e-6)                           R / (1 + 1e-6)
     grpo, norm_adv_by_std off     R_i - m                                          R
+    gdpo                          whitened(sum_k w_k grpo_k)                       whitened(...)
     grpo_passk                    the best: (R_1st - R_2nd) / (s + 1e-6), others 0 ConfigError
     maxrl                         (R_i - m) / (m + 1e-6), R_i >= 0                 R
     rloo                          R_i - sum_{j != i} R_j / (n - 1)                 R
@@ -14,8 +15,9 @@ l_i is the number of trained tokens of response i.
     gpg                           alpha (R_i - m)                                  alpha R
     none                          0                                                0
 
-alpha is the number of responses of the step, divided by the number of responses with a reward other
-than 0. Whitening is over the trained tokens of the step:
+grpo_k is grpo of the rewards by term k of a sum of rewards, such as `--reward math:1,judge:0.5`,
+and w_k the weight of the term. alpha is the number of responses of the step, divided by the number
+of responses with a reward other than 0. Whitening is over the trained tokens of the step:
 
     whitened(A) = (A - mean A) / sqrt(var A + 1e-8)     var with N - 1 for N tokens
 
@@ -27,14 +29,16 @@ If all rewards of a group are equal, its advantages are exactly 0 before whiteni
 without trained tokens do not count in opo's baseline or in the whitening.
 
 Differs from verl: computations are in float64, without rounding if rewards are equal. Whitening
-over at most one token gives 0, where verl raises an error. For a group of one response, rloo gives
-the reward, as verl's `rloo`; verl's `rloo_vectorized` gives 0. maxrl equals its authors' function,
-whose group of one has the advantage R / 1e-6.
+over at most one token gives 0, where verl raises an error. TRL's normalize_then_sum is gdpo with
+1e-4 beside the deviations, and normalises the sums over the responses, not over their tokens. For a
+group of one response, rloo gives the reward, as verl's `rloo`; verl's `rloo_vectorized` gives 0.
+maxrl equals its authors' function, whose group of one has the advantage R / 1e-6.
 
 Sources: verl core_algos.compute_*_outcome_advantage; grpo arXiv:2402.03300, its mean alone
-arXiv:2503.20783 (Dr. GRPO), grpo_passk arXiv:2503.19595, maxrl arXiv:2602.02710
-(github.com/tajwarfahim/maxrl, compute_maxrl_outcome_advantage), rloo arXiv:2402.14740,
-reinforce_plus_plus_baseline arXiv:2501.03262, opo arXiv:2505.23585, gpg arXiv:2504.02546.
+arXiv:2503.20783 (Dr. GRPO), gdpo arXiv:2601.05242, grpo_passk arXiv:2503.19595, maxrl
+arXiv:2602.02710 (github.com/tajwarfahim/maxrl, compute_maxrl_outcome_advantage), rloo
+arXiv:2402.14740, reinforce_plus_plus_baseline arXiv:2501.03262, opo arXiv:2505.23585, gpg
+arXiv:2504.02546.
 """
 
 import math
@@ -58,12 +62,21 @@ class GroupRewards:
     trained: tuple[int, ...] = ()
     """Number of trained tokens of each response, for whitening; 0 if the response was dropped after
     sampling. Empty: no response was dropped."""
+    terms: tuple[tuple[float, ...], ...] = ()
+    """Scores of each response by the terms of a sum of rewards, for gdpo; empty: one reward."""
+    weights: tuple[float, ...] = ()
+    """Weight of each term."""
 
     def __post_init__(self) -> None:
         if not self.rewards or len(self.rewards) != len(self.lengths):
             raise ValueError(
                 f"a group has {len(self.rewards)} rewards and {len(self.lengths)} lengths: give "
                 "one of each for every response, at least one"
+            )
+        if self.terms and {len(t) for t in self.terms} != {len(self.weights)}:
+            raise ValueError(
+                f"a group has {len(self.weights)} weights and responses of "
+                f"{sorted({len(t) for t in self.terms})} terms: give one weight for each term"
             )
 
 
@@ -101,6 +114,21 @@ def grpo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
     for g in groups:
         scale = _scale(g.rewards, cfg)
         out.append([a / scale for a in _centred(g.rewards)])
+    return out
+
+
+def gdpo(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
+    """Return the weighted sum of grpo's advantages by each term of the reward; `outcome` then
+    whitens it. A term of large spread does not drown the others, as in a sum of rewards."""
+    out = []
+    for g in groups:
+        total = [0.0] * len(g.rewards)
+        for k, weight in enumerate(g.weights or (1.0,)):
+            rewards = [terms[k] for terms in g.terms] or list(g.rewards)
+            scale = _scale(rewards, cfg)
+            centred = _centred(rewards)
+            total = [t + weight * a / scale for t, a in zip(total, centred, strict=True)]
+        out.append(total)
     return out
 
 
@@ -182,7 +210,7 @@ def none(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
 
 OUTCOME: dict[str, Callable[[Groups, AlgoConfig], list[list[float]]]] = {
     f.__name__: f
-    for f in (grpo, grpo_passk, maxrl, rloo, reinforce_plus_plus_baseline, opo, gpg, none)
+    for f in (grpo, gdpo, grpo_passk, maxrl, rloo, reinforce_plus_plus_baseline, opo, gpg, none)
 }
 """Estimators with one advantage per response, by name; returns.py has those per token."""
 
@@ -203,7 +231,7 @@ def outcome(groups: Groups, cfg: AlgoConfig) -> list[list[float]]:
                     "function"
                 )
     out = OUTCOME[cfg.adv_estimator](groups, cfg)
-    if cfg.whiten_advantages or cfg.adv_estimator == "reinforce_plus_plus_baseline":
+    if cfg.whiten_advantages or cfg.adv_estimator in ("gdpo", "reinforce_plus_plus_baseline"):
         return whitened(out, groups)
     return out
 

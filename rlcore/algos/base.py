@@ -16,6 +16,7 @@ from rlcore.utils.bounds import above, at_least, finite
 Estimator = Literal[
     "grpo",
     "grpo_passk",
+    "gdpo",
     "maxrl",
     "rloo",
     "reinforce_plus_plus",
@@ -87,11 +88,11 @@ class AlgoConfig:
     """Advantage estimator, see rlcore/algos/advantage.py and returns.py; gae trains a critic, and
     none gives 0, for losses and KL terms that need no reward."""
     norm_adv_by_std: bool = True
-    """Whether to divide the advantages by their group's standard deviation (grpo, grpo_passk); off
-    in Dr. GRPO."""
+    """Whether to divide the advantages by their group's standard deviation (grpo, grpo_passk,
+    gdpo); off in Dr. GRPO."""
     whiten_advantages: bool = False
     """Whether to shift and scale the advantages of a step to mean 0 and variance 1 over all trained
-    tokens. Always on for reinforce_plus_plus, reinforce_plus_plus_baseline and gae."""
+    tokens. Always on for gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline and gae."""
     gamma: Share = 1.0
     """Discount factor of reinforce_plus_plus and gae."""
     lam: Share = 1.0

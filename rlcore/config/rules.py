@@ -169,7 +169,7 @@ def warnings(cfg: Config) -> list[str]:
     idle = {
         "gamma": a.adv_estimator not in ("gae", "reinforce_plus_plus"),
         "lam": a.adv_estimator != "gae",
-        "norm_adv_by_std": a.adv_estimator not in ("grpo", "grpo_passk"),
+        "norm_adv_by_std": a.adv_estimator not in ("grpo", "grpo_passk", "gdpo"),
         "kl_type": not a.kl_coef,
         "kl_reward_type": not a.kl_reward_coef,
         "kl_horizon": not a.kl_target,
@@ -483,8 +483,31 @@ def _batch(cfg: Config) -> list[str]:
     return []
 
 
-BY_GROUP = ("grpo", "grpo_passk", "maxrl", "rloo", "reinforce_plus_plus_baseline", "opo")
+BY_GROUP = ("grpo", "gdpo", "grpo_passk", "maxrl", "rloo", "reinforce_plus_plus_baseline", "opo")
 """Advantage estimators that need several responses to the same prompt."""
+
+
+def _gdpo(cfg: Config) -> list[str]:
+    """Return what gdpo cannot be combined with: it knows the terms of the reward, and no more."""
+    name = "--algo.adv_estimator gdpo"
+    if len(reward_sections(cfg.reward)) < 2:
+        return [
+            f"{name}: normalises each term of a sum of rewards, but --reward {cfg.select.reward} "
+            "is no sum; give one, such as --reward math:1,my_pkg.my_reward:0.5, or use grpo"
+        ]
+    a = cfg.algo
+    others = {
+        f"--algo.kl_reward_coef {a.kl_reward_coef:g}": a.kl_reward_coef,
+        f"--algo.overlong_share {a.overlong_share:g}": a.overlong_share,
+        f"--algo.equal_reward_groups {a.equal_reward_groups}": a.equal_reward_groups != "keep",
+        f"--env {cfg.select.env}": cfg.select.env,
+        "--debug.shuffle_rewards": cfg.debug.shuffle_rewards,
+    }
+    return [
+        f"{key}: acts on the sum of the rewards, and {name} on its terms; unset it, or use grpo"
+        for key, is_on in others.items()
+        if is_on
+    ]
 
 
 def _algo(cfg: Config) -> list[str]:
@@ -492,6 +515,8 @@ def _algo(cfg: Config) -> list[str]:
 
     algo = cfg.algo
     out = [*algo.problems(), *correction.problems(algo)]
+    if algo.adv_estimator == "gdpo":
+        out += _gdpo(cfg)
     if algo.adv_estimator in BY_GROUP and cfg.rollout.samples_per_prompt < 2:
         out.append(
             f"--rollout.samples_per_prompt {cfg.rollout.samples_per_prompt}: {algo.adv_estimator} "

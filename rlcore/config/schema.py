@@ -119,7 +119,8 @@ class DataConfig:
     system: str = ""
     """System message of the chat template; empty: none."""
     suffix: str = ""
-    """Text appended to every prompt, such as "Put the answer in \\boxed{}."."""
+    """Text appended to every prompt, such as "Put the answer in \\boxed{}.". A suffix that says how
+    to mark the answer is left out where the prompt of a row says so itself."""
     max_prompt_tokens: Annotated[int, above(0)] = 1024
     """Maximum number of tokens in a prompt; longer prompts are left out and reported."""
     bad_rows: Literal["skip", "refuse"] = "skip"

@@ -41,6 +41,12 @@ _BATCH_BYTES = 4 << 20
 _MOST_REASONS = 1000
 """Number of different reasons and columns that are counted; the counts of further ones are lost."""
 _NOT_ALNUM = re.compile(r"[\W_]+")
+_ASKS_FOR_MARK = re.compile(  # not a box that is part of the question
+    r"\b(?:in|within|inside|into|between|using|with|after|form|format)\b[^\w\\<#]*"
+    r"(?:\\+boxed\b|answer:|####|<answer>)",
+    re.IGNORECASE,
+)
+"""Instruction to mark the final answer, such as `within \\boxed{}` or `of the form Answer: X`."""
 
 Message = Mapping[str, Any]
 
@@ -332,6 +338,7 @@ def _read_into(
                 report.duplicate()
                 continue
             seen.add(key)
+        report.kept(asks_itself=not asked.messages[-1]["content"].endswith(config.suffix))
         prompts.append(prompt)
     report.tell(len(prompts) - first, config)
 
@@ -345,6 +352,7 @@ class RowReport:
         self._num_bad = 0
         self._num_long = 0
         self._num_duplicates = 0
+        self._num_asking = 0
         self._longest = (0, "", "")
         self._reasons: Counter[str] = Counter()
         self._columns: Counter[str] = Counter()
@@ -369,6 +377,10 @@ class RowReport:
         """Count a too long prompt; `bound` is "at least " if `num_tokens` is a lower bound."""
         self._num_long += 1
         self._longest = max(self._longest, (num_tokens, bound, place))
+
+    def kept(self, asks_itself: bool) -> None:
+        """Count a kept prompt. `asks_itself`: it has an instruction in place of data.suffix."""
+        self._num_asking += asks_itself
 
     def duplicate(self) -> None:
         """Count a prompt that an earlier row has."""
@@ -397,6 +409,13 @@ class RowReport:
         if num_kept:
             left_out = f", {n} duplicates left out" if (n := self._num_duplicates) else ""
             log.info("%s: %d prompts%s", self._path, num_kept, left_out)
+            if self._num_asking:
+                log.info(
+                    "%s: %d prompts say themselves how to mark the answer, so --data.suffix is not "
+                    "appended to them",
+                    self._path,
+                    self._num_asking,
+                )
             return
         if self._num_bad:
             columns = ", ".join(_shown(c) for c, _ in self._columns.most_common(10)) or "none"
@@ -721,8 +740,9 @@ def split_answers(asked: Any) -> tuple[Any, list[dict[str, Any]]]:
 
 def messages_of(asked: Any, config: PromptSettings, name: str = "") -> list[dict[str, Any]]:
     """Return the chat messages in a prompt field; a plain text becomes one user message. The suffix
-    is appended to the last message; data.system is added if there is no system message. `name`:
-    field's name for errors; default: data.prompt_field.
+    is appended to the last message, unless suffix and prompt both say how to mark the answer;
+    data.system is added if there is no system message. `name`: field's name for errors; default:
+    data.prompt_field.
 
     Raises:
         ValueError: the value is neither text nor a list of messages, or its last message is empty.
@@ -739,7 +759,9 @@ def messages_of(asked: Any, config: PromptSettings, name: str = "") -> list[dict
         messages.append(dict(m))
     if not messages[-1]["content"].strip():
         raise ValueError(f"field {key!r} is empty")
-    messages[-1]["content"] += config.suffix
+    asks = any(_ASKS_FOR_MARK.search(m["content"]) for m in messages)
+    if not (asks and _ASKS_FOR_MARK.search(config.suffix)):
+        messages[-1]["content"] += config.suffix
     if config.system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system})
     return messages

@@ -22,8 +22,6 @@ from rlcore.rewards import answers
 from rlcore.rewards.kind import RewardKind
 
 _LONGEST_ANSWER = 1000
-_TAIL_CHARS = 4000
-"""Number of last characters of a response that are searched if no mark precedes the answer."""
 _AGAIN_S = 0.2
 """Interval in seconds of the repeated time-out signal; a bare `except` may catch the first one."""
 _FORMULA = ("$", "\\boxed", "\\[", "\\(")
@@ -63,19 +61,25 @@ class MathReward:
         self._cached = lru_cache(1 << 14)(self._compare)
 
     def score(self, sample: Any, prompt: Prompt, text: str) -> float:
-        """Return 1 if the final answer equals `prompt.answer`, else 0."""
+        """Return 1 if the final answer equals `prompt.answer`, else 0. A response that was cut
+        states no answer in its last line, except in a box."""
+        text = answers.without_thinking(text)
         gold, answer = prompt.answer, answers.boxed(text)
         if answer is not None:
             return float(self._same(gold, answer))
+        is_cut = sample is not None and sample.finish == "length"
+        if is_cut:
+            text = text.rpartition("\n")[0]
         answer = answers.labelled(text)
         if answer is not None:
             is_number = answers.number_of(answers.normalise(answer)) is not None
             found = self._same(gold, answer) or not is_number and self._search(gold, answer)
             return float(found)  # text after the mark may contain the answer among other words
-        return float(not self._require and self._search(gold, text))
+        return float(not (self._require or is_cut) and self._search(gold, text))
 
     def answer(self, text: str) -> str:
         """Return the marked final answer of a response in a normal form; "" if none is marked."""
+        text = answers.without_thinking(text)
         return answers.normalise(answers.boxed(text) or answers.labelled(text) or "")
 
     def _same(self, gold: str, answer: str) -> bool:
@@ -96,11 +100,13 @@ class MathReward:
         return self._algebra(gold, answer, self._parse)
 
     def _search(self, gold: str, text: str) -> bool:
-        """Compare the gold answer with a text that has no answer mark: with the whole text, then
-        with the answer that math-verify extracts from the text."""
-        text = text[-_TAIL_CHARS:]
-        if answers.compare(self._gold(gold), answers.normalise(text), self._decimals):
+        """Compare the gold answer with the end of a text that has no answer mark: with all of it,
+        then with the choice that it states or the answer that math-verify extracts from it."""
+        ours, text = self._gold(gold), answers.end_of(text)
+        if answers.compare(ours, answers.normalise(text), self._decimals):
             return True
+        if (choice := answers.choice_of(ours)) and (stated := answers.stated_choice(text)):
+            return stated == choice
         return self._algebra(gold, text, lambda t: self._parse_text(t, parsing_timeout=None))
 
     def _algebra(self, gold: str, text: str, parse: Callable[[str], list[Any]]) -> bool:

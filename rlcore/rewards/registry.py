@@ -11,6 +11,7 @@ has one of these forms:
 subclass of `RewardConfig`, which becomes the section `--reward.*`.
 """
 
+import difflib
 import importlib
 import inspect
 import math
@@ -101,9 +102,11 @@ def resolve(name: str) -> RewardKind:
     if name.startswith(SCHEMES):
         return importlib.import_module("rlcore.rewards.http").kind(name)
     if "." not in name:
+        near = difflib.get_close_matches(name, REWARDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
             f"--reward {name}: allowed are {', '.join(REWARDS)}, a dotted path, an http address, "
-            "and sums such as math:1,exact:0.5"
+            f"and sums such as math:1,exact:0.5{hint}"
         )
     module, found = dotted.find("--reward", name)
     if inspect.ismodule(found):

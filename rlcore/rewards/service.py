@@ -270,6 +270,7 @@ class RewardService:
         return RewardResult(
             score=score,
             details=details,
+            terms=tuple(r.score for r in results),
             error="; ".join(errors),
             answer=next((r.answer for r in results if r.answer), ""),
             latency_s=latency,

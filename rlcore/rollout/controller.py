@@ -587,6 +587,7 @@ class Controller:
         observed = tuple(r.num_observed for r in requests)
         excluded = tuple(not r.is_trained for r in results if r)
         answers = tuple(r.answer for r in results if r)
+        terms = tuple(r.terms for r in results if r)
         return Group(
             id=state.work.id,
             prompt_index=state.work.prompt.index,
@@ -600,6 +601,7 @@ class Controller:
             observed=observed if any(observed) else (),
             answers=answers if any(answers) and not is_training(state.work.id) else (),
             excluded=excluded if any(excluded) else (),
+            terms=terms if any(terms) else (),
         )
 
     # ---- deadlines

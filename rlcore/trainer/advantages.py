@@ -13,6 +13,7 @@ from rlcore import algos
 from rlcore.algos import advantage, kl, returns, sequence, value
 from rlcore.data.packing import by_id
 from rlcore.records import Group, group_of, is_baseline, without_baseline
+from rlcore.rewards import registry
 from rlcore.tensors import Batch
 from rlcore.trainer.phases import made
 from rlcore.trainer.plan import StepPlan, overlong
@@ -59,15 +60,20 @@ def by_response(
     If the algorithm's module defines `advantages(groups, cfg)`, this function is the estimator."""
     lost = {} if penalties is None else _sums_by_row(run, plan, batches, penalties)
     trained = plan.owners().keys()
+    cfg, found = run.cfg.algo, []
+    weights: tuple[float, ...] = ()
+    if cfg.adv_estimator == "gdpo":
+        weights = tuple(part.weight for part in registry.parts_of(run.cfg.select.reward))
     groups = [
         advantage.GroupRewards(
             rewards=tuple(r.reward - lost.get(r.id, 0.0) for r in members),
             lengths=tuple(r.num_trained for r in members),
             trained=tuple(r.num_trained if r.id in trained else 0 for r in members),
+            terms=tuple(r.terms for r in members) if weights else (),
+            weights=weights,
         )
         for members in plan.groups
     ]
-    cfg, found = run.cfg.algo, []
     if groups and algos.estimator(run.algo, cfg) == "own":
         found = run.algo.advantages(groups, cfg)
         found = advantage.whitened(found, groups) if cfg.whiten_advantages else found

@@ -34,6 +34,8 @@ class TrainRow:
     """Number of response tokens that an environment inserted."""
     dataset: str = ""
     """Dataset of the prompt."""
+    terms: tuple[float, ...] = ()
+    """Score by each term of a sum of rewards; empty: the reward is no sum."""
 
     @property
     def num_trained(self) -> int:
@@ -223,13 +225,15 @@ def make(
                 group.prompt_length,
                 seen,
                 group.dataset,
+                terms,
             )
-            for ref, (score, reward), n, seen, finish in zip(
+            for ref, (score, reward), n, seen, finish, terms in zip(
                 group.refs,
                 given,
                 group.lengths,
                 group.observed or (0,) * len(group.refs),
                 group.finishes,
+                group.terms or ((),) * len(group.refs),
                 strict=True,
             )
             if finish != "failed"

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from rlcore.algos import grpo
 from rlcore.algos.base import AlgoConfig
@@ -147,3 +148,16 @@ def test_truncated_responses_leave_the_update_but_stay_in_the_baseline():
     todo = plan.make([cut], cfg, num_updates=1, num_ranks=1, seed=0, max_tokens=9)
     assert sorted(todo.owners()) == ["t0.0", "t0.1"]
     assert [r.reward for r in todo.groups[0]] == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_gdpo_gets_the_terms_of_a_sum_with_their_weights():
+    """Scores alone would prefer neither response. Of the first term the first is better, whose
+    weight is the larger one."""
+    run, _, batch = setting([[1.0, 1.0]], adv_estimator="gdpo")
+    run.cfg.select = SimpleNamespace(reward="exact:1,tests.scores.variety:0.5")
+    (group,) = groups([[1.0, 1.0]])
+    made = structs.replace(group, lengths=(2, 2), terms=((1.0, 0.0), (0.0, 2.0)))
+    todo = plan.make([made], run.cfg.algo, num_updates=1, num_ranks=1, seed=0)
+    (out,) = advantages.assign(run, todo, [batch], {})
+    found = of_responses(out)
+    assert found["t0.0"][0] > 0.8 and found["t0.1"] == [-a for a in found["t0.0"]]

@@ -53,6 +53,57 @@ def test_grpo_without_the_deviation_is_the_distance_to_the_mean():
     assert of(one(1, 0), "grpo", norm_adv_by_std=False) == [[0.5, -0.5]]
 
 
+def two_terms(*rows: tuple[float, float], lengths: tuple[int, ...]) -> GroupRewards:
+    """A group whose rewards are the first term and half the second."""
+    sums = tuple(a + b / 2 for a, b in rows)
+    return GroupRewards(sums, lengths, terms=rows, weights=(1.0, 0.5))
+
+
+def test_gdpo_normalises_each_term_of_the_reward_before_the_sum():
+    """The large term does not drown the small one, whose deviation is the same after division. Each
+    term has the mean 1/2 and the deviations 1, 10 times sqrt(1/2); the weights are 1 and 1/2."""
+    found = of([two_terms((1, 0), (0, 10), lengths=(1, 1))], "gdpo")[0]
+    a = 0.5 / (math.sqrt(0.5) + 1e-6) - 0.5 * 5 / (math.sqrt(50) + 1e-6)
+    assert found == pytest.approx(
+        [a / math.sqrt(2 * a * a + 1e-8), -a / math.sqrt(2 * a * a + 1e-8)]
+    )
+    drowned = of([two_terms((1, 0), (0, 10), lengths=(1, 1))], "grpo")[0]
+    assert drowned[0] < 0 < found[0]
+
+
+def test_gdpo_tells_apart_responses_of_the_same_sum():
+    assert of([two_terms((1, 0), (0, 2), lengths=(1, 1))], "grpo") == [[0, 0]]
+    first, second = of([two_terms((1, 0), (0, 2), lengths=(1, 1))], "gdpo")[0]
+    assert first > 0.7 and second == -first
+
+
+def test_gdpo_is_verls():
+    """Numbers of verl's compute_gdpo_outcome_advantage in float64 at 1dda039b, without the 1e-8
+    beside the number of tokens in its mean."""
+    groups = [
+        two_terms((1, 1), (1, 0), (0, 0), (0, 1), lengths=(1, 2, 3, 4)),
+        two_terms((1, 2), (0, 0), lengths=(5, 2)),
+    ]
+    assert [a for row in of(groups, "gdpo") for a in row] == pytest.approx(
+        [
+            1.3262305447844436,
+            0.45322946620856214,
+            -1.2927726909432002,
+            -0.419771612367319,
+            1.0859331124716076,
+            -1.0524752586303643,
+        ],
+        rel=1e-14,
+    )
+
+
+def test_gdpo_needs_a_weight_for_each_term():
+    with pytest.raises(
+        ValueError, match=r"1 weights and responses of \[2\] terms: give one weight"
+    ):
+        GroupRewards((1.0,), (1,), terms=((1.0, 0.0),), weights=(1.0,))
+
+
 def test_passk_gives_the_best_response_its_lead_over_the_second():
     assert of(one(1, 4, 3), "grpo_passk", norm_adv_by_std=False) == [[0, 1, 0]]
     std = math.sqrt((25 + 16 + 1) / 9 / 2 * 1)  # distances to 8/3: -5/3, 4/3, 1/3
@@ -123,6 +174,7 @@ def test_whitening_works_on_every_estimator():
         ("rloo", 0.7),
         ("opo", 0.7),
         ("gpg", 0.7),
+        ("gdpo", 0.0),
         ("reinforce_plus_plus_baseline", 0.0),  # the only tokens of the step have no spread
     ],
 )
@@ -212,7 +264,7 @@ def slow(name: str, groups: list[GroupRewards], by_std: bool, whitens: bool) -> 
         mean = 0.0 if alone else r.sum() / len(r)
         std = 1.0 if alone else torch.sqrt(((r - r.mean()) ** 2).sum() / (len(r) - 1))
         scale = std + 1e-6 if by_std else 1.0
-        if name == "grpo":
+        if name in ("grpo", "gdpo"):  # a single reward
             a = (score[i] - mean) / scale
         elif name == "grpo_passk":
             best = all(score[i] > score[j] for j in others)
@@ -230,7 +282,7 @@ def slow(name: str, groups: list[GroupRewards], by_std: bool, whitens: bool) -> 
         else:
             a = score[i] - mean
         out[i] = a * mask[i]
-    if name == "reinforce_plus_plus_baseline" or whitens:
+    if name in ("gdpo", "reinforce_plus_plus_baseline") or whitens:
         out = whiten(out, mask) if mask.sum() > 1 else torch.zeros_like(out)
     return out
 

@@ -199,6 +199,34 @@ def test_maxrl_needs_rewards_of_0_or_more_and_groups(words, said):
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "",
+            "--algo.adv_estimator gdpo: normalises each term of a sum of rewards, but --reward",
+        ),
+        ("--reward exact:1,math:0.5", ""),
+        ("--reward exact,math --algo.kl_reward_coef 0.1", "--algo.kl_reward_coef 0.1: acts on the"),
+        ("--reward exact,math --algo.overlong_share 0.2", "--algo.overlong_share 0.2: acts on the"),
+        (
+            "--reward exact,math --algo.equal_reward_groups drop",
+            "--algo.equal_reward_groups drop: acts on the sum of the rewards, and ",
+        ),
+        ("--reward exact,math --debug.shuffle_rewards", "--debug.shuffle_rewards: acts on the sum"),
+        ("--reward exact,math --env tools", "--env tools: acts on the sum of the rewards, and "),
+        (
+            "--reward exact,math --rollout.samples_per_prompt 1",
+            "--rollout.samples_per_prompt 1: gdpo",
+        ),
+    ],
+)
+def test_gdpo_needs_a_sum_of_rewards_and_nothing_that_acts_on_the_sum(words: str, said: str):
+    base = ["--model.path", "m", "--data.train", "label", "--data.val", "label"]
+    found = rules.broken(parse([*base, "--algo.adv_estimator", "gdpo", *words.split()]))
+    assert any(line.startswith(said) for line in found) if said else found == [], found
+
+
+@pytest.mark.parametrize(
     ("argv", "key"),
     [
         (["--rollout.process", "inline"], "--rollout.process inline"),

@@ -59,6 +59,39 @@ def _train(*files, **keys):
     return load(DataConfig(train=files, **keys), "train", TOKENIZER, 0)
 
 
+BOXED = " Put the final answer within \\boxed{}."
+
+
+@pytest.mark.parametrize(
+    ("asked", "suffix", "is_added"),
+    [
+        ("2 + 3?", BOXED, True),
+        ("2 + 3?\nReason step by step, and put your final answer within \\boxed{}.", BOXED, False),
+        ('2 + 3?\nLet\'s think and output the final answer after "####".', BOXED, False),
+        ("The last line should be of the form Answer: $Answer (without quotes).\n2?", BOXED, False),
+        ("2 + 3? Return the result in <answer> </answer> tags.", BOXED, False),
+        (
+            [
+                {"role": "system", "content": "Answer in $\\boxed{x}$."},
+                {"role": "user", "content": "2?"},
+            ],
+            BOXED,
+            False,
+        ),
+        ("Let $\\boxed{N}$ be the number of divisors of N.", BOXED, True),  # the question's own
+        ("4x = 12 - \\boxed{\\phantom{2}}? The answer: one number.", BOXED, True),
+        ("2 + 3? Answer in \\boxed{}.", " Think first.", True),
+        ("2 + 3?", "", True),
+    ],
+)
+def test_no_prompt_asks_twice_how_to_mark_the_answer(write, caplog, asked, suffix, is_added):
+    caplog.set_level(logging.INFO)
+    rows = _train(write("a.jsonl", {"question": asked, "answer": "5"}), suffix=suffix)
+    text = asked if isinstance(asked, str) else asked[-1]["content"]
+    assert rows[0].text == text + suffix * is_added
+    assert ("1 prompts say themselves how to mark" in caplog.text) == (not is_added)
+
+
 def _row(question, answer="1", **more):
     return {"question": question, "answer": answer, **more}
 

@@ -487,6 +487,7 @@ def test_a_weighted_sum_names_its_terms_and_the_one_that_failed(make, tmp_path):
         half, broken = _score(service, "half", "raise")
     assert half.score == 2 * 0.5 + 0.5 * 4
     assert half.details == {"hostile": 0.5, "other": 4.0} and half.error == ""
+    assert half.terms == (0.5, 4.0) and broken.terms == (-1.0, 5.0)
     assert broken.score == 2 * -1.0 + 0.5 * 5
     assert broken.error == "ZeroDivisionError: division by zero (hostile)"
     assert reasons_of(broken.error + "; timeout after 2 s (b)") == ["exception", "timeout"]

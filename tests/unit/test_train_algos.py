@@ -30,6 +30,12 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "all_rejected": ("--algo.rollout_rs", "token_k2", "--algo.rollout_rs_threshold", 1e-30),
     "ppo_is": ("--algo.bypass_mode",),
     "truncated": ("--algo.truncated_responses", "drop", "--rollout.max_tokens", 12),
+    "gdpo": (
+        "--algo.adv_estimator",
+        "gdpo",
+        "--reward",
+        "tests.scores.variety:1,tests.scores.half:0.5",
+    ),
     "own": ("--algo", "tests.own_algo", "--algo.push", 0.5),
     "warm_critic": ("--algo", "ppo", "--critic.warmup_steps", 1),
 }
@@ -131,6 +137,13 @@ def test_the_kl_in_the_reward_is_measured_and_steered(found: Found) -> None:
     assert second["actor/reward_kl_penalty_coeff"] != pytest.approx(0.1)
     first, second = found.rows("kl_loss")
     assert second["actor/kl_loss_coeff"] > first["actor/kl_loss_coeff"] == 0.1
+
+
+def test_gdpo_whitens_and_shows_each_term_of_the_reward(found: Found) -> None:
+    for row in found.rows("gdpo"):
+        assert row["critic/advantages/mean"] == pytest.approx(0, abs=1e-5)
+        total = row["reward/variety"] + 0.5 * row["reward/half"]
+        assert row["critic/score/mean"] == pytest.approx(total)
 
 
 def test_an_algorithm_of_ones_own_brings_its_keys_its_advantages_and_its_metrics(

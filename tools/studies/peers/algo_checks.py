@@ -178,6 +178,8 @@ ESTIMATORS: tuple[tuple[str, str, Settings], ...] = (
     ("grpo", OUTCOME, {}),
     ("grpo", OUTCOME, {"groups": "pairs"}),
     ("grpo", OUTCOME, {"norm_adv_by_std": False}),
+    ("gdpo", OUTCOME, {}),  # of one reward; test_algos_advantage.py has verl's numbers for two
+    ("gdpo", OUTCOME, {"groups": "pairs"}),
     ("grpo_passk", OUTCOME, {"groups": "pairs"}),
     ("grpo_passk", OUTCOME, {"groups": "pairs", "norm_adv_by_std": False}),
     ("rloo", OUTCOME, {}),
@@ -190,7 +192,7 @@ ESTIMATORS: tuple[tuple[str, str, Settings], ...] = (
     ("gae", "compute_gae_advantage_return", {"gamma": 1.0, "lam": 1.0}),
     ("gae", "compute_gae_advantage_return", {"gamma": 0.97, "lam": 0.9}),
 )
-ROUNDED = (("grpo", {}), ("gpg", {}))
+ROUNDED = (("grpo", {}), ("gdpo", {}), ("gpg", {}))
 ROUNDED_WHY = "verl has the std of a group of one and gpg's alpha in float32"
 
 
