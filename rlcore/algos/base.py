@@ -15,8 +15,8 @@ from rlcore.utils.bounds import above, at_least, finite
 
 Estimator = Literal[
     "grpo",
-    "grpo_passk",
     "gdpo",
+    "grpo_passk",
     "maxrl",
     "rloo",
     "reinforce_plus_plus",
