@@ -130,6 +130,10 @@ class AlgoConfig:
     lower_upper, such as 0.5_2.0, or upper alone (lower is then 1 / upper). A k2 or k3 rule takes an
     upper bound. Empty: 0.5_2.0 for token_k1 and seq_sum_k1, 0.999_1.001 for seq_mean_k1, 0.01 for
     seq_mean_k3."""
+    off_policy_mask_threshold: Annotated[float, at_least(0)] = 0.0
+    """Off-policy sequence mask. A token of negative advantage has no policy loss if the mean of
+    log(p_sampler / p) over its response exceeds this threshold. The token still counts in
+    denominators, KL and entropy. 0: off."""
     bypass_mode: bool = False
     """Whether to use the sampler's log-probs as old log-probs instead of recomputing them. The
     loss's ratio then corrects mismatch and staleness at once (PPO-IS), and rollout_is affects only
@@ -148,6 +152,9 @@ class AlgoConfig:
     kl_type: KL = "k3"
     """Estimator of the KL in the loss. k1 has gradient 0 in expectation, k2 that of KL(p || p_ref),
     k3 that of KL(p_ref || p). k1+ and k3+ have the values of k1 and k3 and the gradient of k2."""
+    kl_unbiased: bool = False
+    """Whether to multiply the KL in the loss by p / p_old. On samples of p_old, k1 and k3 then have
+    value and gradient of KL(p || p_ref) in expectation."""
     kl_reward_coef: Annotated[float, at_least(0)] = 0.0
     """Coefficient of the KL to the reference model that is subtracted from the reward of each
     token."""
@@ -177,4 +184,9 @@ class AlgoConfig:
     def problems(self) -> list[str]:
         """Return one error message per conflict between settings, with key, value and allowed
         values. An algorithm extends this method for its own keys."""
+        if self.kl_coef and self.kl_unbiased and self.kl_type not in ("k1", "k3", "low_var_kl"):
+            return [
+                f"--algo.kl_type {self.kl_type}: multiplied by p / p_old (algo.kl_unbiased), it "
+                "has not the gradient of the KL; use k1, k3 or low_var_kl, or leave kl_unbiased out"
+            ]
         return []

@@ -20,12 +20,20 @@ loss; they have no lower bound. Rejected tokens do not count in the denominators
 are computed over all trained tokens of a response, before any rejection. Equal log-probs give
 weight 1 exactly and are never rejected.
 
+    off_policy_mask_threshold d   no policy loss if A_t < 0 and mean_t log(p_sampler / p) > d
+
+The mask compares the sampler with p of the current update, so it sees mismatch, staleness and the
+updates of this step. Unlike rejection, it leaves the token in the denominators and in the KL, as in
+its sources; so N is known before the update.
+
 Differs from verl: k3 is computed by expm1, the bounds of k1 must enclose 1, and each rule has its
 own threshold (verl: one for all). Weights outside the mask are finite; verl's are 0.
 
 Sources: verl rollout_corr_helper.compute_rollout_correction_weights and
 compute_rollout_rejection_mask; TIS, fengyao.notion.site/off-policy-rl; MIS and geometric rejection,
-richardli.xyz/rl-collapse; IcePop, arXiv:2510.18855.
+richardli.xyz/rl-collapse; IcePop, arXiv:2510.18855; the mask, DeepSeek-V3.2, arXiv:2512.02556
+section 3.1, TRL `get_off_policy_mask`, slime `compute_opsm_mask` (with p_old for p_sampler, unless
+use_rollout_logprobs).
 Shapes: T packed tokens, B sequences. `log_w` [T] is log p_old - log p_sampler.
 """
 
@@ -37,6 +45,7 @@ from torch import Tensor
 
 from rlcore.algos import sequence as sequences
 from rlcore.algos.base import LOG_LIMIT, AlgoConfig
+from rlcore.tensors import LossInputs
 from rlcore.utils.errors import ConfigError
 
 DEFAULTS = {
@@ -107,6 +116,18 @@ def keep(
             value = figure(value.double(), *where)[sequence].to(value.dtype)
         out &= ~((value < rule.lower) | (value > rule.upper))
     return out | ~mask
+
+
+def off_policy(cfg: AlgoConfig, x: LossInputs, trained: Tensor) -> Tensor:
+    """Return which tokens have no policy loss by off_policy_mask_threshold, [T] bool.
+
+    Args:
+        x: loss inputs with the final advantages.
+        trained: [T] mask of trained tokens before rejection.
+    """
+    gap = (x.rollout_log_probs - x.log_probs).detach().double()
+    drift = sequences.mean(gap, trained, x.sequence, x.num_sequences)
+    return (x.advantage < 0) & (drift > cfg.off_policy_mask_threshold)[x.sequence]
 
 
 def thresholds(cfg: AlgoConfig) -> list[Rule]:

@@ -43,6 +43,17 @@ def problems(name: str, cfg: AlgoConfig) -> list[str]:
             "--train.fused_loss: --algo.rollout_is sequence weights each token by all tokens of "
             "its response; use token or none, or turn fused_loss off"
         )
+    if cfg.off_policy_mask_threshold:
+        out.append(
+            f"--train.fused_loss: --algo.off_policy_mask_threshold "
+            f"{cfg.off_policy_mask_threshold:g} masks a token by all tokens of its response; set "
+            "it to 0, or turn fused_loss off"
+        )
+    if cfg.kl_coef and cfg.kl_unbiased:
+        out.append(
+            "--train.fused_loss: --algo.kl_unbiased multiplies the KL by a ratio, which cannot be "
+            "fused; leave it out, or turn fused_loss off"
+        )
     given = ",".join(cfg.rollout_rs)
     if cfg.rollout_rs and (cfg.rollout_rs != ("token_k1",) or cfg.bypass_mode):
         out.append(

@@ -49,7 +49,11 @@ class GKDConfig(AlgoConfig):
 
     def problems(self) -> list[str]:
         out = super().problems()
-        for key, usual in (("adv_estimator", "none"), ("rollout_is", "none")):
+        for key, usual in (
+            ("adv_estimator", "none"),
+            ("rollout_is", "none"),
+            ("off_policy_mask_threshold", 0),
+        ):
             if getattr(self, key) != usual:
                 out.append(
                     f"--algo.{key} {getattr(self, key)}: has no effect with --algo gkd; leave it "
