@@ -42,6 +42,7 @@ Aggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
 KL = Literal["k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k3+"]
+Weighting = Literal["none", "token", "sequence", "geometric"]
 Share = Annotated[float, at_least(0, at_most=1)]
 Cap = Annotated[
     float,
@@ -114,9 +115,10 @@ class AlgoConfig:
     overlong_penalty: Annotated[float, at_least(0)] = 1.0
     """Reward subtracted from a response of rollout.max_tokens tokens, if overlong_share > 0."""
 
-    rollout_is: Literal["none", "token", "sequence"] = "token"
+    rollout_is: Weighting = "token"
     """Importance weight min(p_old / p_sampler, threshold) on the policy loss. `token`: of each
-    token. `sequence`: of the whole response (product over tokens). `none`: no weight."""
+    token. `sequence`: of the whole response (product over tokens). `geometric`: geometric mean over
+    the response's tokens. `none`: no weight."""
     rollout_is_threshold: Cap = 2.0
     """Upper bound of the rollout_is weight; inf: no truncation."""
     rollout_is_batch_normalize: bool = False

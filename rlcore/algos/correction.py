@@ -5,6 +5,7 @@
     rollout_is   weight                                        name
     token        min(w_t, C)                                   TIS; C = inf: vanilla IS
     sequence     min(prod_t w_t, C) on every token             sequence TIS
+    geometric    min(exp(mean_t log w_t), C) on every token    AReaL's sequence level
 
     rollout_rs   keeps the token or the whole response if
     token_k1     lower <= 1 / w_t <= upper                     token MIS; with a weight: IcePop
@@ -57,6 +58,10 @@ DEFAULTS = {
 """Default thresholds of the rules, used if rollout_rs_threshold is empty."""
 
 
+WHOLE = {"sequence": sequences.total, "geometric": sequences.mean}
+"""Figure of log w over a response's tokens, for the levels whose weight is that of the response."""
+
+
 class Rule(NamedTuple):
     """One rejection rule of rollout_rs, with the inclusive bounds of its statistic."""
 
@@ -72,19 +77,19 @@ def weights(
     kept = torch.where(mask, log_w.detach(), 0.0)
     if cfg.rollout_is == "none":
         return torch.ones_like(kept)
-    if cfg.rollout_is == "sequence":
-        sums = sequences.total(kept.double(), mask, sequence, num_sequences)
-        kept = sums[sequence].to(kept.dtype)
+    if cfg.rollout_is in WHOLE:
+        of_response = WHOLE[cfg.rollout_is](kept.double(), mask, sequence, num_sequences)
+        kept = of_response[sequence].to(kept.dtype)
     return kept.clamp(-LOG_LIMIT, LOG_LIMIT).exp().clamp(max=cfg.rollout_is_threshold)
 
 
 def normalisation_sums(
     cfg: AlgoConfig, weights: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
 ) -> Tensor:
-    """Return sum and count of the weights, [2] float64, over trained tokens. If rollout_is is
-    `sequence`, count each sequence with trained tokens once. Summed over all ranks, the two numbers
-    give the mean for rollout_is_batch_normalize."""
-    if cfg.rollout_is == "sequence":
+    """Return sum and count of the weights, [2] float64, over trained tokens. If a weight is that of
+    a whole sequence, count each sequence with trained tokens once. Summed over all ranks, the two
+    numbers give the mean for rollout_is_batch_normalize."""
+    if cfg.rollout_is in WHOLE:
         weights = sequences.mean(weights.double(), mask, sequence, num_sequences)
         mask = sequences.count(mask, sequence, num_sequences) > 0
     kept = torch.where(mask, weights.double(), 0.0)

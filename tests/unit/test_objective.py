@@ -58,6 +58,7 @@ def of(name: str, x: LossInputs, **settings) -> tuple[torch.Tensor, torch.Tensor
 CORRECTIONS = [
     {"rollout_is": "token"},
     {"rollout_is": "sequence"},
+    {"rollout_is": "geometric"},
     {"rollout_is": "token", "rollout_is_threshold": float("inf")},
     {"rollout_rs": ("token_k1", "seq_mean_k1", "seq_mean_k3")},
 ]
@@ -338,7 +339,12 @@ def episode() -> LossInputs:
 
 
 @pytest.mark.parametrize(
-    ("kind", "weights"), [("token", [1.2, 1.5, 0.55, 2]), ("sequence", [1.8, 1.8, 1.65, 1.65])]
+    ("kind", "weights"),
+    [
+        ("token", [1.2, 1.5, 0.55, 2]),
+        ("sequence", [1.8, 1.8, 1.65, 1.65]),
+        ("geometric", [1.8**0.5, 1.8**0.5, 1.65**0.5, 1.65**0.5]),
+    ],
 )
 def test_correction_weights_are_of_each_token_or_each_row_of_an_episode(kind, weights):
     _, plain, _ = of("grpo", episode(), rollout_is="none")

@@ -25,6 +25,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "kl_loss": ("--algo.kl_coef", 0.1, "--algo.kl_type", "k3+", "--algo.kl_target", 1e-6),
     "kl_token": ("--algo.kl_reward_coef", 0.1, "--algo.adv_estimator", "reinforce_plus_plus"),
     "sequence_is": ("--algo.rollout_is", "sequence", "--algo.rollout_is_batch_normalize"),
+    "geometric_is": ("--algo.rollout_is", "geometric"),
     "rejected": ("--algo.rollout_rs", "token_k1", "--algo.rollout_rs_threshold", 1.001),
     "all_rejected": ("--algo.rollout_rs", "token_k2", "--algo.rollout_rs_threshold", 1e-30),
     "off_policy_mask": ("--algo.off_policy_mask_threshold", 1e-6),
