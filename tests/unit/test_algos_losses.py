@@ -375,13 +375,14 @@ def test_vespo_weighs_whole_responses_smoothly():
 
 def test_vespo_forgets_responses_far_off_and_holds_their_log_ratios_at_twenty():
     x = inputs([900.0, -900.0, -15.0, -15.0], [1.0, 1.0, 1.0, 1.0], [1, 1, 2])
-    low = math.exp(3 - 40)
+    low = math.exp(0.1 * -20 + 3)
     check(
         "vespo",
         x,
         loss=[0.0, low, low, low],
         grad=[0.0, -low, -low, -low],
         metrics={},
+        k_pos=0.1,
     )
 
 
