@@ -44,6 +44,7 @@ Aggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
 KL = Literal["k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k3+"]
+Weighting = Literal["none", "token", "sequence", "geometric"]
 Share = Annotated[float, at_least(0, at_most=1)]
 Cap = Annotated[
     float,
@@ -118,9 +119,10 @@ class AlgoConfig:
     overlong_penalty: Annotated[float, at_least(0)] = 1.0
     """Reward subtracted from a response of rollout.max_tokens tokens, if overlong_share > 0."""
 
-    rollout_is: Literal["none", "token", "sequence"] = "token"
+    rollout_is: Weighting = "token"
     """Importance weight min(p_old / p_sampler, threshold) on the policy loss. `token`: of each
-    token. `sequence`: of the whole response (product over tokens). `none`: no weight."""
+    token. `sequence`: of the whole response (product over tokens). `geometric`: geometric mean over
+    the response's tokens. `none`: no weight."""
     rollout_is_threshold: Cap = 2.0
     """Upper bound of the rollout_is weight; inf: no truncation."""
     rollout_is_batch_normalize: bool = False
@@ -134,6 +136,10 @@ class AlgoConfig:
     lower_upper, such as 0.5_2.0, or upper alone (lower is then 1 / upper). A k2 or k3 rule takes an
     upper bound. Empty: 0.5_2.0 for token_k1 and seq_sum_k1, 0.999_1.001 for seq_mean_k1, 0.01 for
     seq_mean_k3."""
+    off_policy_mask_threshold: Annotated[float, at_least(0)] = 0.0
+    """Off-policy sequence mask. A token of negative advantage has no policy loss if the mean of
+    log(p_sampler / p) over its response exceeds this threshold. The token still counts in
+    denominators, KL and entropy. 0: off."""
     bypass_mode: bool = False
     """Whether to use the sampler's log-probs as old log-probs instead of recomputing them. The
     loss's ratio then corrects mismatch and staleness at once (PPO-IS), and rollout_is affects only
@@ -152,6 +158,9 @@ class AlgoConfig:
     kl_type: KL = "k3"
     """Estimator of the KL in the loss. k1 has gradient 0 in expectation, k2 that of KL(p || p_ref),
     k3 that of KL(p_ref || p). k1+ and k3+ have the values of k1 and k3 and the gradient of k2."""
+    kl_unbiased: bool = False
+    """Whether to multiply the KL in the loss by p / p_old. On samples of p_old, k1 and k3 then have
+    value and gradient of KL(p || p_ref) in expectation."""
     kl_reward_coef: Annotated[float, at_least(0)] = 0.0
     """Coefficient of the KL to the reference model that is subtracted from the reward of each
     token."""
@@ -181,4 +190,9 @@ class AlgoConfig:
     def problems(self) -> list[str]:
         """Return one error message per conflict between settings, with key, value and allowed
         values. An algorithm extends this method for its own keys."""
+        if self.kl_coef and self.kl_unbiased and self.kl_type not in ("k1", "k3", "low_var_kl"):
+            return [
+                f"--algo.kl_type {self.kl_type}: multiplied by p / p_old (algo.kl_unbiased), it "
+                "has not the gradient of the KL; use k1, k3 or low_var_kl, or leave kl_unbiased out"
+            ]
         return []

@@ -5,6 +5,7 @@
     rollout_is   weight                                        name
     token        min(w_t, C)                                   TIS; C = inf: vanilla IS
     sequence     min(prod_t w_t, C) on every token             sequence TIS
+    geometric    min(exp(mean_t log w_t), C) on every token    AReaL's sequence level
 
     rollout_rs   keeps the token or the whole response if
     token_k1     lower <= 1 / w_t <= upper                     token MIS; with a weight: IcePop
@@ -20,12 +21,20 @@ loss; they have no lower bound. Rejected tokens do not count in the denominators
 are computed over all trained tokens of a response, before any rejection. Equal log-probs give
 weight 1 exactly and are never rejected.
 
+    off_policy_mask_threshold d   no policy loss if A_t < 0 and mean_t log(p_sampler / p) > d
+
+The mask compares the sampler with p of the current update, so it sees mismatch, staleness and the
+updates of this step. Unlike rejection, it leaves the token in the denominators and in the KL, as in
+its sources; so N is known before the update.
+
 Differs from verl: k3 is computed by expm1, the bounds of k1 must enclose 1, and each rule has its
 own threshold (verl: one for all). Weights outside the mask are finite; verl's are 0.
 
 Sources: verl rollout_corr_helper.compute_rollout_correction_weights and
 compute_rollout_rejection_mask; TIS, fengyao.notion.site/off-policy-rl; MIS and geometric rejection,
-richardli.xyz/rl-collapse; IcePop, arXiv:2510.18855.
+richardli.xyz/rl-collapse; IcePop, arXiv:2510.18855; the mask, DeepSeek-V3.2, arXiv:2512.02556
+section 3.1, TRL `get_off_policy_mask`, slime `compute_opsm_mask` (with p_old for p_sampler, unless
+use_rollout_logprobs).
 Shapes: T packed tokens, B sequences. `log_w` [T] is log p_old - log p_sampler.
 """
 
@@ -37,6 +46,7 @@ from torch import Tensor
 
 from rlcore.algos import sequence as sequences
 from rlcore.algos.base import LOG_LIMIT, AlgoConfig
+from rlcore.tensors import LossInputs
 from rlcore.utils.errors import ConfigError
 
 DEFAULTS = {
@@ -46,6 +56,10 @@ DEFAULTS = {
     "seq_mean_k3": "0.01",
 }
 """Default thresholds of the rules, used if rollout_rs_threshold is empty."""
+
+
+WHOLE = {"sequence": sequences.total, "geometric": sequences.mean}
+"""Figure of log w over a response's tokens, for the levels whose weight is that of the response."""
 
 
 class Rule(NamedTuple):
@@ -63,20 +77,20 @@ def weights(
     kept = torch.where(mask, log_w.detach(), 0.0)
     if cfg.rollout_is == "none":
         return torch.ones_like(kept)
-    if cfg.rollout_is == "sequence":
-        sums = sequences.total(kept.double(), mask, sequence, num_sequences)
-        kept = sums[sequence].to(kept.dtype)
+    if cfg.rollout_is in WHOLE:
+        of_response = WHOLE[cfg.rollout_is](kept.double(), mask, sequence, num_sequences)
+        kept = of_response[sequence].to(kept.dtype)
     return kept.clamp(-LOG_LIMIT, LOG_LIMIT).exp().clamp(max=cfg.rollout_is_threshold)
 
 
 def normalisation_sums(
     cfg: AlgoConfig, log_w: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
 ) -> Tensor:
-    """Return sum and count of the weights, [2] float64, over trained tokens. If rollout_is is
-    `sequence`, count each sequence with trained tokens once. Summed over all ranks, the two numbers
-    give the `mean`."""
+    """Return sum and count of the weights, [2] float64, over trained tokens. If a weight is that of
+    a whole sequence, count each sequence with trained tokens once. Summed over all ranks, the two
+    numbers give the `mean`."""
     found = weights(cfg, log_w, mask, sequence, num_sequences).double()
-    if cfg.rollout_is == "sequence":
+    if cfg.rollout_is in WHOLE:
         found = sequences.mean(found, mask, sequence, num_sequences)
         mask = sequences.count(mask, sequence, num_sequences) > 0
     kept = torch.where(mask, found, 0.0)
@@ -114,6 +128,18 @@ def keep(
             value = figure(value.double(), *where)[sequence].to(value.dtype)
         out &= ~((value < rule.lower) | (value > rule.upper))
     return out | ~mask
+
+
+def off_policy(cfg: AlgoConfig, x: LossInputs, trained: Tensor) -> Tensor:
+    """Return which tokens have no policy loss by off_policy_mask_threshold, [T] bool.
+
+    Args:
+        x: loss inputs with the final advantages.
+        trained: [T] mask of trained tokens before rejection.
+    """
+    gap = (x.rollout_log_probs - x.log_probs).detach().double()
+    drift = sequences.mean(gap, trained, x.sequence, x.num_sequences)
+    return (x.advantage < 0) & (drift > cfg.off_policy_mask_threshold)[x.sequence]
 
 
 def thresholds(cfg: AlgoConfig) -> list[Rule]:

@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 import torch
 
 from rlcore.algos import ratio
-from rlcore.algos.base import LOG_LIMIT, AlgoConfig, Clip, DualClip
+from rlcore.algos.base import LOG_LIMIT, AlgoConfig, Clip, DualClip, Weighting
 from rlcore.tensors import LossInputs, LossOutput
 from rlcore.utils.bounds import above
 
@@ -29,7 +29,7 @@ from rlcore.utils.bounds import above
 class DecoupledPPOConfig(AlgoConfig):
     """Keys of `--algo decoupled_ppo`."""
 
-    rollout_is: Literal["none", "token", "sequence"] = "none"
+    rollout_is: Weighting = "none"
     """Importance weight p_old / p_sampler that the objective applies. Must be `none` if algo.behave
     is not `none`, because algo.behave already applies this weight."""
     behave: Literal["token_mask", "truncate", "none"] = "token_mask"

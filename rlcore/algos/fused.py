@@ -7,6 +7,7 @@ are known before the logits are read or depend on this token only.
 from typing import Protocol
 
 from rlcore.algos.base import AlgoConfig
+from rlcore.algos.correction import WHOLE
 
 NAMES = ("ppo", "grpo", "dapo", "dr_grpo")
 """Algorithms whose policy loss is `ratio.clipped` times the correction weight."""
@@ -38,10 +39,21 @@ def problems(name: str, cfg: AlgoConfig) -> list[str]:
             f"--train.fused_loss: --algo.teacher_kl_coef {cfg.teacher_kl_coef:g} cannot be fused, "
             "since advantages then depend on log-probs; set it to 0, or turn fused_loss off"
         )
-    if cfg.rollout_is == "sequence" and not cfg.bypass_mode:
+    if cfg.rollout_is in WHOLE and not cfg.bypass_mode:
         out.append(
-            "--train.fused_loss: --algo.rollout_is sequence weights each token by all tokens of "
-            "its response; use token or none, or turn fused_loss off"
+            f"--train.fused_loss: --algo.rollout_is {cfg.rollout_is} weights each token by all "
+            "tokens of its response; use token or none, or turn fused_loss off"
+        )
+    if cfg.off_policy_mask_threshold:
+        out.append(
+            f"--train.fused_loss: --algo.off_policy_mask_threshold "
+            f"{cfg.off_policy_mask_threshold:g} masks a token by all tokens of its response; set "
+            "it to 0, or turn fused_loss off"
+        )
+    if cfg.kl_coef and cfg.kl_unbiased:
+        out.append(
+            "--train.fused_loss: --algo.kl_unbiased multiplies the KL by a ratio, which cannot be "
+            "fused; leave it out, or turn fused_loss off"
         )
     given = ",".join(cfg.rollout_rs)
     if cfg.rollout_rs and (cfg.rollout_rs != ("token_k1",) or cfg.bypass_mode):

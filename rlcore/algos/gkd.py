@@ -18,12 +18,12 @@ policy or from the data; --data.demonstration_share mixes both in every update.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from rlcore.algos.base import AlgoConfig, Estimator, Share
+from rlcore.algos.base import AlgoConfig, Estimator, Share, Weighting
 from rlcore.tensors import LossInputs, LossOutput
 
 LEAST = 1e-6
@@ -40,7 +40,7 @@ class GKDConfig(AlgoConfig):
 
     adv_estimator: Estimator = "none"
     """Advantage estimator; the loss has no advantages."""
-    rollout_is: Literal["none", "token", "sequence"] = "none"
+    rollout_is: Weighting = "none"
     """Importance weight of the policy loss; the loss compares distributions, so it has none."""
     beta: Share = 0.5
     """Share of the teacher in the mixture m; 0: forward KL, 1: reverse KL."""
@@ -49,7 +49,11 @@ class GKDConfig(AlgoConfig):
 
     def problems(self) -> list[str]:
         out = super().problems()
-        for key, usual in (("adv_estimator", "none"), ("rollout_is", "none")):
+        for key, usual in (
+            ("adv_estimator", "none"),
+            ("rollout_is", "none"),
+            ("off_policy_mask_threshold", 0),
+        ):
             if getattr(self, key) != usual:
                 out.append(
                     f"--algo.{key} {getattr(self, key)}: has no effect with --algo gkd; leave it "

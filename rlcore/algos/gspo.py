@@ -11,7 +11,8 @@ token level, a token's advantage and weight act only on that token.
 Differs from the paper: GSPO-token is the default, because verl computes it and correction weights
 are per token; log s is at most 10, as in verl.
 Equals verl `compute_policy_loss_gspo` (token), TRL importance_sampling_level "sequence" with
-loss_type "grpo".
+loss_type "grpo". LUSPO (arXiv:2602.05261, TRL loss_type "luspo") multiplies the loss of a response
+by its length: level sequence, loss_agg_mode seq-mean-token-sum, clips of 2e-3 and 2.5e-3.
 """
 
 from dataclasses import dataclass

@@ -5,7 +5,8 @@
 
 Differs from the paper, whose d is the sum over the response: here d is per token, as in ROLL.
 d is not clamped, because its gradient pulls p back to p_old even if d is large. The correction
-weight multiplies both terms, as in ROLL. Equals ROLL pg_variant "kimi15" (`_compute_kimi15_loss`).
+weight multiplies both terms, as in ROLL. Equals ROLL pg_variant "kimi15" (`_compute_kimi15_loss`)
+and verl `compute_policy_loss_dro`, the gradient of DRO (arXiv:2405.19107), with tau = dro_beta.
 """
 
 from dataclasses import dataclass

@@ -10,6 +10,10 @@
     low_var_kl  k3 of d clamped to +-20, then clamped to +-10    0 if clamped
     k1+, k3+    as k1, k3                                        as k2 (straight through)
 
+With kl_unbiased, the objective multiplies the estimate by p / p_old. The samples are those of
+p_old, so value and gradient of k1 and k3 are then those of KL(p || p_ref) in expectation.
+DeepSeek-V3.2, arXiv:2512.02556 section 3.1; TRL use_bias_correction_kl, slime use_unbiased_kl.
+
 Differs from verl: k3 is exact; verl's k3 is its low_var_kl. exp(d) - 1 is computed as expm1(d),
 because the plain difference would be rounding noise for nearly equal log-probs.
 

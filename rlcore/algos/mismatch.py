@@ -21,7 +21,8 @@ trained tokens, "[mean]" over responses with trained tokens. t indexes a respons
                                             tokens; of responses if rollout_is is sequence)
       rollout_is_eff_sample_size            (mean u)^2 / mean u^2
       rollout_is_ratio_fraction_{high,low}  share of uncapped weights above C, below 1/C (of
-                                            tokens; of responses if rollout_is is sequence)
+                                            tokens; of responses if rollout_is is sequence or
+                                            geometric)
       rollout_rs_masked_fraction            share of rejected tokens
       rollout_rs_seq_masked_fraction        share of responses with a rejected token
     training/
@@ -56,6 +57,7 @@ from torch import Tensor
 
 from rlcore.algos import sequence as sequences
 from rlcore.algos.base import LOG_LIMIT, AlgoConfig
+from rlcore.algos.correction import WHOLE
 from rlcore.tensors import LossInputs
 
 # Outside the range of the following bounds, `unhealthy` returns a note for the step line.
@@ -187,7 +189,10 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
 
     limited = log_w.clamp(-LOG_LIMIT, LOG_LIMIT)
     cap = cfg.rollout_is_threshold
-    weight = (log_w_sum[x.sequence] if cfg.rollout_is == "sequence" else limited).exp()
+    log_u = log_w_sum  # [B]
+    if cfg.rollout_is in WHOLE:
+        log_u = WHOLE[cfg.rollout_is](log_w, *where).clamp(-LOG_LIMIT, LOG_LIMIT)
+    weight = (log_u[x.sequence] if cfg.rollout_is in WHOLE else limited).exp()
     capped = weight.clamp(max=cap)
     w_sum = log_w_sum.exp()  # [B]
 
@@ -221,8 +226,8 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
         "w_response": w_sum,
         "w2_response": w_sum.square(),
         "w_score": w_sum * sequences.mean(x.score.double(), *where),
-        "high_response": w_sum > cap,
-        "low_response": w_sum < 1 / cap,
+        "high_response": log_u.exp() > cap,
+        "low_response": log_u.exp() < 1 / cap,
         "max_diff": max_diff,
         "mean_diff": mean_diff,
         "above_half": max_diff > 0.5,
@@ -301,7 +306,7 @@ def metrics(added: Sequence[float], highest: Sequence[float], cfg: AlgoConfig) -
     if correlation is not None:
         out["training/rollout_actor_probs_pearson_corr"] = correlation
     if cfg.rollout_is != "none" and not (cfg.bypass_mode and cfg.has_ratio):
-        whole = cfg.rollout_is == "sequence"
+        whole = cfg.rollout_is in WHOLE
         high, low = ("high_response", "low_response") if whole else ("high", "low")
         out |= {
             "rollout_corr/rollout_is_mean": s["weight"] / n,

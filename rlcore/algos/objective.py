@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from rlcore.algos import correction, fused, kl, mismatch, reduce
+from rlcore.algos import correction, fused, kl, mismatch, ratio, reduce
 from rlcore.algos.base import LOG_LIMIT, AlgoConfig
 from rlcore.tensors import LossInputs, LossOutput, PolicyInputs, PolicySpec
 from rlcore.utils.errors import ConfigError
@@ -57,7 +57,7 @@ class Objective:
         x, keep, log_w = self._corrected(x)
         if self._watches:
             self._sums.append(mismatch.sums(x, log_w, trained, cfg, self._version))
-        x, teacher = self._taught(x, trained)
+        x, added = self._taught(x, trained)
         out = self._algo.loss(x, cfg)
         if out.mask is not None:
             if not cfg.drops_tokens:
@@ -67,12 +67,20 @@ class Objective:
                 )
             keep = keep & out.mask
         policy = out.per_token
+        if cfg.off_policy_mask_threshold:
+            masked = correction.off_policy(cfg, x, trained)
+            policy = torch.where(masked, 0.0, policy)
+            added["rollout_corr/off_policy_masked_fraction"] = masked.float()
         total = policy
-        metrics = {
-            "actor/pg_loss": policy.detach(),
-            "actor/ppo_kl": (x.old_log_probs - x.log_probs).detach(),
-            "actor/entropy": x.entropy.detach(),
-        } | (out.metrics | teacher)
+        metrics = (
+            {
+                "actor/pg_loss": policy.detach(),
+                "actor/ppo_kl": (x.old_log_probs - x.log_probs).detach(),
+                "actor/entropy": x.entropy.detach(),
+            }
+            | out.metrics
+            | added
+        )
         if cfg.entropy_coef:
             total = total - cfg.entropy_coef * x.entropy
         if cfg.kl_coef:
@@ -80,6 +88,8 @@ class Objective:
             # Outside the mask, a large log-prob difference would make the KL's gradients NaN.
             ref = torch.where(trained, x.ref_log_probs, x.log_probs.detach())
             divergence = kl.estimate(cfg.kl_type, x.log_probs, ref)
+            if cfg.kl_unbiased:
+                divergence = divergence * ratio.log_ratio(x).exp()
             total = total + cfg.kl_coef * self._kl_scale * divergence
             metrics["actor/kl_loss"] = divergence.detach()
         weight = reduce.weights(

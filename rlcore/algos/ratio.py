@@ -1,4 +1,5 @@
-"""Functions that losses share: the ratio of learner to old policy, and PPO's clipped loss.
+"""Functions that losses share: the ratio of learner to old policy, PPO's clipped loss, and the
+tokens of largest covariance.
 
 Shapes: T packed tokens of one micro-batch.
 """
@@ -37,3 +38,23 @@ def clipped(
         policy = torch.where(over, ceiling, policy)
         metrics["actor/pg_clipfrac_lower"] = over.float()
     return policy, metrics
+
+
+def covariance(x: LossInputs) -> Tensor:
+    """Return (A - mean A) (log p - mean log p) of each token, [T], detached, with means over the
+    trained tokens of the micro-batch; -inf outside the mask."""
+    count = x.mask.sum().clamp(min=1)
+
+    def centred(values: Tensor) -> Tensor:
+        return values - torch.where(x.mask, values, 0.0).sum() / count
+
+    product = centred(x.advantage) * centred(x.log_probs.detach())
+    return torch.where(x.mask, product, -torch.inf)
+
+
+def largest(values: Tensor, allowed: Tensor, mask: Tensor, share: float) -> Tensor:
+    """Return the max(1, share N) tokens of largest value among the allowed ones, or all of these,
+    [T] bool; N: tokens in the mask. Does not wait for the device."""
+    order = torch.where(allowed, values, -torch.inf).argsort(descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return allowed & (rank < (mask.sum().double() * share).floor().clamp(min=1))

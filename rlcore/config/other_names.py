@@ -148,6 +148,7 @@ TRL = {
     "multi_objective_aggregation": "algo.adv_estimator: gdpo, for normalize_then_sum",
     "num_generations": "rollout.samples_per_prompt",
     "num_iterations": "train.epochs",
+    "off_policy_mask_threshold": "algo.off_policy_mask_threshold",
     "output_dir": "run.dir",
     "per_device_train_batch_size": "train.tokens_per_micro_batch, in tokens",
     "report_to": "log.wandb",
@@ -157,6 +158,7 @@ TRL = {
     "scale_rewards": "algo.norm_adv_by_std",
     "teacher_model_name_or_path": "teacher.models",
     "temperature": "rollout.temperature",
+    "use_bias_correction_kl": "algo.kl_unbiased",
     "use_vllm": "rollout.engine",
     "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "vllm_importance_sampling_correction": "algo.rollout_is",
@@ -191,6 +193,7 @@ SLIME = {
     "moe_z_loss_coeff": "train.moe_z_loss_coef",
     "n_samples_per_prompt": "rollout.samples_per_prompt",
     "num_rollout": "run.steps",
+    "opsm_delta": "algo.off_policy_mask_threshold",
     "optimizer_cpu_offload": "train.offload_optimizer",
     "over_sampling_batch_size": "tail.eta_prompts, as a factor",
     "pipeline_model_parallel_size": "train.pp",
@@ -209,6 +212,7 @@ SLIME = {
     "use_rollout_routing_replay": "algo.routing_replay: rollout",
     "use_routing_replay": "algo.routing_replay: old",
     "use_tis": "algo.rollout_is",
+    "use_unbiased_kl": "algo.kl_unbiased",
 }
 """Keys of rlcore that correspond to slime's arguments, by argument."""
 

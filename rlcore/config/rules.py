@@ -171,6 +171,7 @@ def warnings(cfg: Config) -> list[str]:
         "lam": a.adv_estimator != "gae",
         "norm_adv_by_std": a.adv_estimator not in ("grpo", "grpo_passk", "gdpo"),
         "kl_type": not a.kl_coef,
+        "kl_unbiased": not a.kl_coef,
         "kl_reward_type": not a.kl_reward_coef,
         "kl_horizon": not a.kl_target,
         "overlong_penalty": not a.overlong_share,

@@ -157,6 +157,7 @@ METRICS = [
     Metric("rollout_corr/rollout_is_ratio_fraction_low", "", "share of weights below 1 / the cap"),
     Metric("rollout_corr/rollout_rs_masked_fraction", "", "share of tokens rejected by rollout_rs"),
     Metric("rollout_corr/rollout_rs_seq_masked_fraction", "", "share of responses with rejections"),
+    Metric("rollout_corr/off_policy_masked_fraction", "", "tokens without loss by the mask"),
     *_spread(
         "training/rollout_probs_diff",
         "",

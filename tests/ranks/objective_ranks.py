@@ -39,6 +39,10 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
             "loss_agg_mode": "seq-mean-token-mean",
         },
     ),
+    "grpo, responses masked, unbiased KL": (
+        "grpo",
+        {"off_policy_mask_threshold": 0.01, "kl_coef": 0.1, "kl_unbiased": True},
+    ),
     "reinforce past the old policy": ("reinforce", {"bypass_mode": True}),
     "opd": ("opd", {"teacher_kl_coef": 0.5}),
     "gkd": ("gkd", {"beta": 0.3}),

@@ -13,18 +13,22 @@ from hypothesis import strategies as st
 
 from rlcore import algos
 from rlcore.algos import (
+    clip_cov,
     correction,
     dapo,
     decoupled_ppo,
+    dppo,
     gpg,
     grpo,
     kimi15,
+    kl_cov,
     ppo,
     reduce,
     reinforce,
     sapo,
     tis_ratio01,
     topr,
+    vespo,
 )
 from rlcore.algos.base import AlgoConfig
 from rlcore.config import resolve
@@ -90,6 +94,13 @@ def test_a_dotted_path_is_any_module_with_a_loss():
         (topr.TOPRConfig(negative_weight=-0.5), "--algo.negative_weight -0.5: must be 0 or more"),
         (tis_ratio01.TISRatio01Config(clip_min=2.0), "--algo.clip_min 2.0: must be at most"),
         (decoupled_ppo.DecoupledPPOConfig(behave_cap=0.0), "--algo.behave_cap 0: must be above"),
+        (vespo.VESPOConfig(lambda_neg=0.0), "--algo.lambda_neg 0: must be above 0"),
+        (dppo.DPPOConfig(clip_low=-0.1), "--algo.clip_low -0.1: must be 0 or more"),
+        (kl_cov.KLCovConfig(kl_cov_ratio=1.5), "--algo.kl_cov_ratio 1.5: must be above 0 and"),
+        (
+            clip_cov.ClipCovConfig(clip_cov_lb=6.0),
+            "--algo.clip_cov_lb 6: must be below algo.clip_cov_ub 5; ",
+        ),
         (
             decoupled_ppo.DecoupledPPOConfig(rollout_is="token"),
             "--algo.rollout_is token: decoupled_ppo weighs by p_old / p_sampler itself",

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlcore.algos import correction
-from rlcore.algos.base import AlgoConfig, Rejection
+from rlcore.algos.base import AlgoConfig, Rejection, Weighting
 
 NAN, INF = math.nan, math.inf
 examples = settings(max_examples=50, deadline=None)
 RULES = get_args(Rejection)
+LEVELS = [level for level in get_args(Weighting) if level != "none"]
 LOG_RATIOS = st.lists(st.floats(-3, 3), min_size=1, max_size=30)
 
 
@@ -70,12 +71,18 @@ def test_a_sequence_weight_is_the_product_of_its_tokens_on_all_of_them():
     assert found[2] == []
 
 
+def test_a_geometric_weight_is_the_geometric_mean_of_the_tokens_of_a_response():
+    found = weights([[LN2, -3 * LN2], [3 * LN2, LN2], []], rollout_is="geometric")
+    assert found[0] == pytest.approx([0.5, 0.5]) and found[1] == pytest.approx([2, 2])
+    assert found[2] == []
+
+
 def test_without_correction_every_weight_is_one():
     assert weights([[LN2, -5.0]], rollout_is="none") == [[1, 1]]
 
 
 def test_log_ratios_are_clamped_at_twenty():
-    for level in ("token", "sequence"):
+    for level in LEVELS:
         found = weights([[900.0], [-900.0]], rollout_is=level, rollout_is_threshold=INF)
         assert found == [[math.exp(20)], [math.exp(-20)]]
 
@@ -107,10 +114,11 @@ def test_gradient_noise_at_w_16_grows_with_the_square_of_the_weight(cap, factor)
 @examples
 @given(LOG_RATIOS)
 def test_with_an_infinite_cap_the_weight_is_vanilla_importance_sampling(ratios):
-    for level in ("token", "sequence"):
+    for level in LEVELS:
         found = weights([ratios], rollout_is=level, rollout_is_threshold=INF)[0]
-        total = min(max(math.fsum(ratios), -20.0), 20.0)
-        want = [math.exp(v) for v in (ratios if level == "token" else [total] * len(ratios))]
+        whole = math.fsum(ratios) / (len(ratios) if level == "geometric" else 1)
+        whole = min(max(whole, -20.0), 20.0)
+        want = [math.exp(v) for v in (ratios if level == "token" else [whole] * len(ratios))]
         assert found == pytest.approx(want, rel=1e-12)
 
 
@@ -125,7 +133,7 @@ def test_a_sequence_weight_is_the_product_of_the_token_weights(rows):
 
 
 @examples
-@given(LOG_RATIOS, st.floats(1.0, 10.0), st.sampled_from(["token", "sequence"]))
+@given(LOG_RATIOS, st.floats(1.0, 10.0), st.sampled_from(LEVELS))
 def test_truncation_changes_nothing_below_the_cap_and_holds_the_rest_at_it(ratios, cap, level):
     free = weights([ratios], rollout_is=level, rollout_is_threshold=INF)[0]
     assert weights([ratios], rollout_is=level, rollout_is_threshold=cap)[0] == [
@@ -134,7 +142,7 @@ def test_truncation_changes_nothing_below_the_cap_and_holds_the_rest_at_it(ratio
 
 
 @examples
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.sampled_from(["token", "sequence"]))
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.sampled_from(LEVELS))
 def test_equal_log_probs_are_a_no_op(lengths, level):
     rows = [[0.0] * n for n in lengths]
     assert weights(rows, rollout_is=level) == [[1.0] * n for n in lengths]
@@ -152,7 +160,7 @@ def test_what_stands_outside_the_mask_has_no_influence(ratios, garbage, rule):
     bound = "0.8_1.3" if rule.endswith("k1") else "0.05"
     cfg = rules(rule, at=(bound,))
     assert kept(cfg, rows, garbage) == kept(cfg, rows, 0.0)
-    for level in ("token", "sequence"):
+    for level in LEVELS:
         assert weights(rows, garbage, rollout_is=level) == weights(rows, 0.0, rollout_is=level)
 
 
@@ -177,7 +185,7 @@ def test_weights_of_nearly_0_are_not_divided_by_their_mean():
 @given(st.lists(st.lists(st.floats(-1, 1), max_size=6), min_size=2, max_size=6), st.data())
 def test_sums_of_two_ranks_are_the_sums_of_the_whole(rows, data):
     cut = data.draw(st.integers(1, len(rows) - 1))
-    cfg = AlgoConfig(rollout_is=data.draw(st.sampled_from(["token", "sequence"])))
+    cfg = AlgoConfig(rollout_is=data.draw(st.sampled_from(LEVELS)))
 
     def sums(part: list[list[float]]) -> Tensor:
         log_w, *where = packed(part)
@@ -280,6 +288,8 @@ def reference(cfg: AlgoConfig, rows: list[list[float]]) -> tuple[list, list]:
     for row in rows:
         ratios = [math.exp(v) for v in row]
         product = math.prod(ratios)
+        if cfg.rollout_is == "geometric" and row:
+            product **= 1 / len(row)
         w = ratios if cfg.rollout_is == "token" else [product] * len(row)
         out_w.append([min(v, cap) for v in w])
         keeps = [True] * len(row)
@@ -323,7 +333,7 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("rule", RULES)
 def test_weights_and_rejection_agree_with_the_slow_reference(rule, level):
     g = torch.Generator().manual_seed(RULES.index(rule))

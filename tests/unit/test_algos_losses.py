@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlcore import algos
-from rlcore.algos import reduce
+from rlcore.algos import dppo, ratio, reduce
 from rlcore.tensors import LossInputs, LossOutput
 
 F64 = torch.float64
@@ -36,6 +36,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("decoupled_ppo", {"behave": "truncate", "behave_cap": 1.2, "clip_dual": 2.0}),
     ("decoupled_ppo", {"behave": "token_mask", "behave_cap": 1.2}),
     ("decoupled_ppo", {"behave": "none"}),
+    ("dppo", {"divergence": "kl", "clip_low": 0.02, "clip_high": 0.02}),
+    ("clip_cov", {"clip_cov_ratio": 0.5, "clip_cov_lb": 0.0}),
+    ("kl_cov", {"kl_cov_ratio": 0.5}),
 ]
 """Every algorithm as it comes, and those of its options that take another path."""
 every = pytest.mark.parametrize(("name", "keys"), VARIANTS)
@@ -358,6 +361,155 @@ def test_kimi15_pulls_back_by_the_squared_log_ratio():
     check("kimi15", x, loss=[1.1], grad=[-0.9], metrics={})
 
 
+def test_vespo_weighs_whole_responses_smoothly():
+    """W is 1.5 x 0.5 = 3/4 twice; phi = W^2 e^(3/4) for A > 0 and W^3 e^(2/4) for A < 0."""
+    good, bad = 0.75**2 * math.exp(0.75), 0.75**3 * math.exp(0.5)
+    check(
+        "vespo",
+        inputs([UP, DOWN, UP, DOWN], [1.0, 1.0, -2.0, -2.0], [2, 2]),
+        loss=[good, good, -2 * bad, -2 * bad],
+        grad=[-good, -good, 2 * bad, 2 * bad],
+        metrics={"algo/phi": [good, good, bad, bad]},
+    )
+
+
+def test_vespo_forgets_responses_far_off_and_holds_their_log_ratios_at_twenty():
+    x = inputs([900.0, -900.0, -15.0, -15.0], [1.0, 1.0, 1.0, 1.0], [1, 1, 2])
+    low = math.exp(0.1 * -20 + 3)
+    check(
+        "vespo",
+        x,
+        loss=[0.0, low, low, low],
+        grad=[0.0, -low, -low, -low],
+        metrics={},
+        k_pos=0.1,
+    )
+
+
+def test_dppo_bounds_the_move_of_the_probability_not_the_ratio():
+    """p is 1/2 and p_old 0.3, then 0.7: 0.2 away. A move of 0.2 in the wrong direction is free."""
+    logs = [math.log(0.5 / 0.3)] * 2 + [math.log(0.5 / 0.7)] * 2
+    x = replace(inputs(logs, [1.0, -1.0, 1.0, -1.0]), log_probs=t([math.log(0.5)] * 4))
+    x = replace(x, old_log_probs=t([0.3, 0.3, 0.7, 0.7]).log())
+    x.log_probs.requires_grad_()
+    slopes = [-0.5 / 0.3, 0.5 / 0.3, -0.5 / 0.7, 0.5 / 0.7]
+    for low, high, cut in ((0.19, 0.19, [1, 0, 0, 1]), (0.21, 0.19, [1, 0, 0, 0])):
+        grad = [s * (1 - c) for s, c in zip(slopes, cut, strict=True)]
+        check(
+            "dppo",
+            x,
+            loss=[s * math.log(0.5) for s in grad],
+            grad=grad,
+            metrics={"actor/pg_clipfrac": cut},
+            clip_low=low,
+            clip_high=high,
+        )
+
+
+def test_dppo_by_kl_of_token_or_not():
+    """KL((0.3, 0.7) || (0.5, 0.5)) = 0.0823, the same for 0.7."""
+    x = inputs([0.0] * 4, [1.0, -1.0, 1.0, -1.0])
+    x = replace(
+        x,
+        log_probs=t([math.log(0.5)] * 4),
+        old_log_probs=t([0.3, 0.3, 0.7, 0.7]).log(),
+    )
+    far = 0.3 * math.log(0.3 / 0.5) + 0.7 * math.log(0.7 / 0.5)
+    for bound, cut in ((far - 1e-4, [1, 0, 0, 1]), (far + 1e-4, [0, 0, 0, 0])):
+        out = run("dppo", x, divergence="kl", clip_low=bound, clip_high=bound)
+        assert out.metrics["actor/pg_clipfrac"].tolist() == cut
+        assert (out.per_token == 0).tolist() == [bool(c) for c in cut]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dppo_by_kl_is_finite_where_rounding_makes_a_probability_one_or_more(dtype):
+    """A token that became certain has risen by a large KL."""
+    new, old = (torch.tensor(v, dtype=dtype) for v in ([0.0, 1e-7, 0.0], [-1.0, -1.0, 0.0]))
+    found = dppo.divergence("kl", new, old)
+    assert found.isfinite().all() and (found[:2] > 10).all() and found[2] == 0
+
+
+def test_dppo_caps_the_weight_of_a_rare_token():
+    x = inputs([0.0, 0.0], [-1.0, -1.0])
+    x = replace(x, log_probs=t([-8.0, -8.0]).requires_grad_(), old_log_probs=t([-12.0, -9.0]))
+    check(
+        "dppo",
+        x,
+        loss=[20 * -8.0, math.e * -8.0],
+        grad=[20.0, math.e],
+        metrics={"actor/pg_clipfrac": [0, 0], "actor/pg_clipfrac_lower": [1, 0]},
+    )
+
+
+def test_the_covariance_is_that_of_advantage_and_log_prob_over_the_mask():
+    """Means over the first three tokens: A 1, log p -2."""
+    x = inputs([0.0] * 4, [0.0, 0.0, 3.0, 50.0], mask=[True, True, True, False])
+    x = replace(x, log_probs=t([-3.0, -2.0, -1.0, -9.0]))
+    assert ratio.covariance(x).tolist() == [1.0, 0.0, 2.0, -math.inf]
+
+
+@pytest.mark.parametrize(
+    ("share", "cut"), [(0.01, 1), (0.25, 1), (0.5, 2), (0.75, 3), (0.99, 3), (1.0, 3)]
+)
+def test_clip_cov_cuts_that_share_of_the_tokens_within_the_bounds(share, cut):
+    """Covariances 12, 12, 12 and 108 of four tokens; the bounds are 11 and 13."""
+    x = inputs([0.0] * 4, [1.0, 1.0, 1.0, 13.0])
+    x = replace(x, log_probs=t([-2.0, -2.0, -2.0, 14.0]), old_log_probs=t([-2.0, -2.0, -2.0, 14.0]))
+    assert ratio.covariance(x).tolist() == [12.0, 12.0, 12.0, 108.0]
+    out = run("clip_cov", x, clip_cov_ratio=share, clip_cov_lb=11.0, clip_cov_ub=13.0)
+    chosen = out.metrics["algo/cov_clipped"]
+    assert chosen.sum() == cut and chosen[3] == 0
+    assert torch.equal(out.per_token, torch.where(chosen > 0, 0.0, -x.advantage))
+    assert out.mask is None, "they stay in the denominators"
+
+
+def test_clip_cov_leaves_out_what_the_clip_has_cut():
+    x = inputs([UP, 0.0, 0.0], [4.0, 1.0, 1.0])
+    x = replace(x, log_probs=t([-1.0, -4.0, -4.0]), old_log_probs=t([-1.0 - UP, -4.0, -4.0]))
+    assert ratio.covariance(x).tolist() == [4.0, 1.0, 1.0]
+    keys = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.5}
+    out = run("clip_cov", x, **keys)
+    assert out.metrics["algo/cov_clipped"].tolist() == [0, 1, 1]
+    assert out.metrics["actor/pg_clipfrac"].tolist() == [1, 0, 0]
+
+
+def test_clip_cov_draws_at_random_and_the_same_again():
+    """Of 400 equal tokens in two halves, about as many are cut on each side."""
+    n = 400
+    x = inputs([0.0] * n, [1.0, -1.0] * (n // 2))
+    logp = t([-1.0, -3.0] * (n // 2))
+    x = replace(x, log_probs=logp, old_log_probs=logp)
+    keys = {"clip_cov_ratio": 0.25, "clip_cov_lb": 0.5}
+    cut = run("clip_cov", x, **keys).metrics["algo/cov_clipped"]
+    assert cut.sum() == 100 and 30 < cut[: n // 2].sum() < 70
+    assert torch.equal(run("clip_cov", x, **keys).metrics["algo/cov_clipped"], cut)
+
+
+def test_kl_cov_pulls_the_tokens_of_largest_covariance_back():
+    """Covariances 1.5, 0, 0 and 2.5; the first and the last token are the largest two."""
+    x = inputs([UP, UP, DOWN, DOWN], [1.0, 0.0, 0.0, -3.0])
+    x = replace(x, log_probs=t([-1.0, -2.0, -2.0, -3.0]).requires_grad_())
+    old = x.log_probs.detach() - t([UP, UP, DOWN, DOWN])
+    x = replace(x, old_log_probs=old)
+    assert ratio.covariance(x).tolist() == [1.5, 0.0, 0.0, 2.5]
+    check(
+        "kl_cov",
+        x,
+        loss=[-1.5, 0.0, 0.0, 1.5 + 0.1 * math.log(2)],
+        grad=[-1.5, 0.0, 0.0, 1.5 - 0.1],
+        metrics={"algo/cov_pulled": [0, 0, 0, 1]},
+        ppo_kl_coef=0.1,
+    )
+    check(
+        "kl_cov",
+        x,
+        loss=[-1.5 + UP, 0.0, 0.0, 1.5 + math.log(2)],
+        grad=[-1.5 + 1, 0.0, 0.0, 1.5 - 1],
+        metrics={"algo/cov_pulled": [1, 0, 0, 1]},
+        kl_cov_ratio=0.5,
+    )
+
+
 @pytest.mark.parametrize("name", ["gpg", "reinforce"])
 def test_the_plain_policy_gradient(name):
     x = inputs([UP, DOWN], [2.0, -3.0], correction=[1.0, 0.5])
@@ -525,11 +677,12 @@ def test_tokens_outside_the_mask_change_nothing(name, keys, seed, data):
         assert torch.equal(got[key][x.mask], want[key][x.mask]), key
 
 
-@pytest.mark.parametrize("name", POLICY)
+@pytest.mark.parametrize("name", [name for name in POLICY if name != "clip_cov"])
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 999))
 def test_at_ratio_one_the_gradient_is_that_of_reinforce(name, seed):
-    """-A times the token's share in the aggregation, for every algorithm as it comes."""
+    """-A times the token's share in the aggregation, for every algorithm as it comes. clip_cov cuts
+    tokens at any ratio."""
     x = random_inputs(seed, [4, 2, 3, 2])
     own = x.log_probs.detach()
     x = replace(x, old_log_probs=own, rollout_log_probs=own, correction=torch.ones_like(own))
@@ -565,6 +718,19 @@ def test_both_levels_of_gspo_are_one_where_a_sequence_has_one_advantage(seed, cl
     both = [step("gspo", x, level=v, clip_low=clip, clip_high=clip) for v in ("token", "sequence")]
     assert both[0][0] == pytest.approx(both[1][0], rel=1e-14)
     torch.testing.assert_close(both[0][1], both[1][1], rtol=1e-12, atol=1e-15)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 999))
+def test_luspo_is_gspo_with_every_response_times_its_length(seed):
+    x = random_inputs(seed, [4, 1, 3, 2])
+    keys = {"level": "sequence", "clip_low": 2e-3, "clip_high": 2.5e-3}
+    length = torch.zeros(4).double().index_add(0, x.sequence, x.mask.double())[x.sequence]
+    longer = replace(x, correction=x.correction * length)
+    gspo = step("gspo", longer, "seq-mean-token-mean", **keys)
+    luspo = step("gspo", x, "seq-mean-token-sum", **keys)
+    assert luspo[0] == pytest.approx(gspo[0], rel=1e-6)  # 1 / |o_i| is float32
+    torch.testing.assert_close(luspo[1], gspo[1], rtol=1e-6, atol=1e-9)
 
 
 @settings(max_examples=20, deadline=None)

@@ -131,6 +131,29 @@ def kimi15(s: Sequence, tau: float = 0.1) -> Found:
     )
 
 
+def vespo(s: Sequence, pos: tuple[float, float], neg: tuple[float, float]) -> Found:
+    ratio = math.exp(min(max(math.fsum(s.d), -20.0), 20.0))
+
+    def weight(i: int) -> float:
+        k, decay = pos if s.a[i] >= 0 else neg
+        return ratio**k * math.exp(decay * (1 - ratio))
+
+    return weighed(s, weight)
+
+
+def dppo(s: Sequence, kind: str, low: float, high: float, cap: float = 20.0) -> Found:
+    def weight(i: int) -> float:
+        new, old = math.exp(s.logp[i]), math.exp(s.logp[i] - s.d[i])
+        size = abs(new - old)
+        if kind == "kl":
+            size = old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
+        if (s.a[i] > 0 and new > old and size > high) or (s.a[i] < 0 and new < old and size > low):
+            return 0.0
+        return min(math.exp(s.d[i]), cap)
+
+    return weighed(s, weight)
+
+
 CASES: dict[str, tuple[str, dict[str, Any], Callable[[Sequence], Found]]] = {
     "ppo": ("ppo", {}, ppo),
     "ppo, no dual": ("ppo", {"clip_dual": 0.0, "clip_low": 0.1}, lambda s: ppo(s, 0.1, 0.2, 0)),
@@ -179,6 +202,23 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[Sequence], Found]]] = {
     ),
     "tis_ratio01": ("tis_ratio01", {}, lambda s: weighed(s, lambda i: min(math.exp(s.d[i]), 1.0))),
     "kimi15": ("kimi15", {}, kimi15),
+    "vespo": ("vespo", {}, lambda s: vespo(s, (2, 3), (3, 2))),
+    "vespo, others": (
+        "vespo",
+        {"k_pos": 0.5, "lambda_pos": 1.0, "k_neg": 1.5, "lambda_neg": 0.2},
+        lambda s: vespo(s, (0.5, 1.0), (1.5, 0.2)),
+    ),
+    "dppo": ("dppo", {}, lambda s: dppo(s, "tv", 0.15, 0.15)),
+    "dppo, uneven": (
+        "dppo",
+        {"clip_low": 0.1, "clip_high": 0.3, "clip_max": 2.0},
+        lambda s: dppo(s, "tv", 0.1, 0.3, 2.0),
+    ),
+    "dppo, kl": (
+        "dppo",
+        {"divergence": "kl", "clip_low": 0.05, "clip_high": 0.1},
+        lambda s: dppo(s, "kl", 0.05, 0.1),
+    ),
     "gpg": ("gpg", {}, lambda s: weighed(s, lambda i: 1.0)),
     "reinforce": ("reinforce", {}, lambda s: weighed(s, lambda i: 1.0)),
 }
@@ -195,7 +235,7 @@ def batch(seed: int, per_token_advantage: bool) -> tuple[LossInputs, torch.Tenso
 
     old, advantage = -noise().abs(), noise(5)[rows]
     x = LossInputs(
-        log_probs=(old + noise().clamp(-3, 3)).requires_grad_(),
+        log_probs=(old + noise().clamp(-3, 3)).clamp(max=-1e-3).requires_grad_(),
         entropy=noise(),
         mask=torch.rand(len(rows), generator=g) < 0.7,
         score=noise(5)[rows],
@@ -214,8 +254,10 @@ def batch(seed: int, per_token_advantage: bool) -> tuple[LossInputs, torch.Tenso
 def test_every_algorithm_has_a_reference():
     assert {name for name, _, _ in CASES.values()} == set(algos.NAMES) - {
         "opd",
-        "gkd",
-    }  # test_gkd.py
+        "gkd",  # test_gkd.py
+        "clip_cov",
+        "kl_cov",  # below
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -243,3 +285,49 @@ def test_loss_and_gradient_equal_the_slow_reference(case, per_token_advantage):
             assert grad[at].tolist() == pytest.approx(slopes, rel=1e-12, abs=1e-13)
             seen += sum(s != 0 for s in slopes)
     assert seen > 20, "the gradient of hardly any token was compared"
+
+
+@pytest.mark.parametrize("share", [1e-3, 0.3, 1.0])
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_losses_by_covariance_equal_the_slow_reference(name, share):
+    """Tokens ranked over the whole micro-batch. Those that clip_cov cuts are a random choice, so
+    they are taken from its metric, after a count and a check of each."""
+    seen = 0
+    for seed in range(12):
+        x, u = batch(seed, per_token_advantage=seed % 2 == 0)
+        at = x.mask.nonzero().flatten().tolist()
+        columns = (x.log_probs.detach(), x.old_log_probs, x.advantage, x.correction, u)
+        logp, old, a, w, u_t = (c[at].tolist() for c in columns)
+        cov = [(a_t - mean(a)) * (p - mean(logp)) for a_t, p in zip(a, logp, strict=True)]
+        count = max(1, int(share * len(at)))
+        keys = {f"{name}_ratio": share}
+        if name == "clip_cov":
+            keys |= {"clip_cov_lb": 0.1, "clip_cov_ub": 0.9}
+        out = algos.module(name).loss(x, algos.config_class(name)(**keys))
+        [grad] = torch.autograd.grad(torch.where(x.mask, out.per_token * u, 0.0).sum(), x.log_probs)
+        pairs = []
+        if name == "clip_cov":
+            cut = (out.metrics["algo/cov_clipped"][at] > 0).tolist()
+            plain = [
+                clip(math.exp(p - q), a_t, 0.2, 0.2, 0)
+                for p, q, a_t in zip(logp, old, a, strict=True)
+            ]
+            allowed = [
+                0.1 < c < 0.9 and (slope != 0 or a_t == 0)
+                for c, (_, slope), a_t in zip(cov, plain, a, strict=True)
+            ]
+            assert sum(cut) == min(count, sum(allowed))
+            assert all(ok for ok, chosen in zip(allowed, cut, strict=True) if chosen)
+            pairs = [(0.0, 0.0) if c else p for c, p in zip(cut, plain, strict=True)]
+        else:
+            bound = sorted(cov)[-count]
+            for p, q, a_t, c in zip(logp, old, a, cov, strict=True):
+                r, sign = math.exp(p - q), math.copysign(1.0, p - q)
+                pull = 1.0 if c >= bound else 0.0
+                pairs.append((-r * a_t + pull * abs(p - q), -r * a_t + pull * sign))
+        want = [loss * w_t for (loss, _), w_t in zip(pairs, w, strict=True)]
+        slopes = [s * w_t * v for (_, s), w_t, v in zip(pairs, w, u_t, strict=True)]
+        assert out.per_token[at].tolist() == pytest.approx(want, rel=1e-12, abs=1e-13)
+        assert grad[at].tolist() == pytest.approx(slopes, rel=1e-12, abs=1e-13)
+        seen += count
+    assert seen >= 12

@@ -170,6 +170,20 @@ def test_a_step_whose_weights_are_all_capped_is_not_healthy():
     assert found == "mismatch: max |dp| 0.005, k1 -0.01, k3 5e-05, ess 1, max w 1.4e+02"
 
 
+def test_geometric_weights_by_hand():
+    """1/4 on two tokens, whose product is 1/16, and 3/2 on one; C = 2."""
+    cfg = AlgoConfig(rollout_is="geometric")
+    rows = [logs((0.5, 0.25), (0.5, 0.0625)), logs((0.25, 0.375))]
+    m = figures(sums(rows, cfg), cfg=cfg)
+    prefix = "rollout_corr/rollout_is_"
+    assert m[prefix + "mean"] == pytest.approx((0.25 + 0.25 + 1.5) / 3)
+    assert (m[prefix + "min"], m[prefix + "max"]) == pytest.approx((0.25, 1.5))
+    assert m[prefix + "ratio_fraction_high"] == 0 and m[prefix + "ratio_fraction_low"] == 0.5
+    cfg = AlgoConfig(rollout_is="geometric", rollout_is_threshold=5.0)
+    m = figures(sums(rows, cfg), cfg=cfg)
+    assert m[prefix + "ratio_fraction_low"] == 0, "1/16 is below 1/5, the geometric mean is not"
+
+
 def test_rejection_by_hand():
     """Bounds of 1/w are 0.4 and 2.5: the token with w = 4 goes."""
     cfg = AlgoConfig(rollout_rs=("token_k1",), rollout_rs_threshold=("0.4_2.5",))
@@ -425,7 +439,7 @@ def test_nothing_is_read_back_from_the_device():
         if isinstance(getattr(x, f.name), torch.Tensor)
     }
     x = replace(x, **moved)
-    cfg = AlgoConfig(rollout_is="sequence", rollout_rs=("token_k1", "seq_mean_k1"))
+    cfg = AlgoConfig(rollout_is="geometric", rollout_rs=("token_k1", "seq_mean_k1"))
     where = (x.mask, x.sequence, x.num_sequences)
     log_w = torch.zeros_like(x.log_probs)
     assert correction.keep(cfg, log_w, *where).shape == log_w.shape

@@ -302,7 +302,7 @@ def test_the_recorded_command_has_no_folder_of_this_machine(tool, tmp_path):
 
 def test_the_committed_result_agrees_where_it_must():
     result = json.loads((ROOT / "tools" / "results" / "compare_algos.json").read_text())
-    assert set(result["versions"]) == {"verl", "trl", "areal", "roll"}
+    assert set(result["versions"]) == {"verl", "trl", "areal", "roll", "slime"}
     assert {r["rlcore"] for r in result["rows"]} >= set(algos.NAMES) - {"opd", "gkd"}
     for row in result["rows"]:
         assert row["verdict"] == "same" or not row["must_agree"], row["name"]

@@ -105,6 +105,7 @@ def test_a_tail_of_nothing_gives_no_gradient_and_no_nan() -> None:
         ({"rollout_is": "token"}, "rollout_is token"),
         ({"adv_estimator": "grpo"}, "adv_estimator grpo"),
         ({"teacher_kl_coef": 0.5}, "teacher_kl_coef 0.5"),
+        ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold 0.5"),
     ],
 )
 def test_keys_without_an_effect_are_refused(settings: dict[str, Any], key: str) -> None:

@@ -231,10 +231,13 @@ def test_the_configuration_refuses_fused_loss_exactly_where_it_cannot_be(algo: s
     assert not [x for x in rules.broken(config(algo, fused=False)) if "fused_loss" in x]
     if algo in ("ppo", "grpo", "dapo", "dr_grpo"):
         assert not named
-        (line,) = [
-            x for x in rules.broken(config(algo, rollout_is="sequence")) if "fused_loss" in x
-        ]
-        assert "use token or none" in line
+        for level in ("sequence", "geometric"):
+            found = rules.broken(config(algo, rollout_is=level))
+            (line,) = [x for x in found if "fused_loss" in x]
+            assert f"rollout_is {level} " in line and "use token or none" in line
+        for keys in ({"off_policy_mask_threshold": 0.5}, {"kl_coef": 0.1, "kl_unbiased": True}):
+            (line,) = [x for x in rules.broken(config(algo, **keys)) if "fused_loss" in x]
+            assert f"--algo.{list(keys)[-1]} " in line and "turn fused_loss off" in line
     else:
         assert len(named) == 1 and algo in named[0] and "turn it off" in named[0]
 

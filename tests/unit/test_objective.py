@@ -58,6 +58,7 @@ def of(name: str, x: LossInputs, **settings) -> tuple[torch.Tensor, torch.Tensor
 CORRECTIONS = [
     {"rollout_is": "token"},
     {"rollout_is": "sequence"},
+    {"rollout_is": "geometric"},
     {"rollout_is": "token", "rollout_is_threshold": float("inf")},
     {"rollout_rs": ("token_k1", "seq_mean_k1", "seq_mean_k3")},
 ]
@@ -139,6 +140,139 @@ def test_kl_and_entropy_enter_with_their_coefficients():
     assert torch.allclose(x.entropy.grad[x.mask], torch.tensor(-0.01, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean"])
+def test_the_off_policy_mask_drops_the_policy_loss_of_drifted_bad_responses_alone(agg):
+    """log(p_sampler / p) has mean 0.4 in the responses 1 (A = -0.5) and 2 (A = 2), and 0 in 0."""
+    x = inputs()
+    gap = torch.tensor([0, 0, 0, 0, 9, 0.2, 0.4, 0.6, 9, 0.2, 0.4, 0.6], dtype=torch.float64)
+    x = replace(x, rollout_log_probs=x.log_probs.detach() + gap)
+    settings = {"rollout_is": "none", "loss_agg_mode": agg}
+    plain = of("grpo", x, **settings)
+    for threshold, masked in ((0.41, []), (0.39, [5, 6, 7])):
+        _, gradient, kept = of("grpo", x, off_policy_mask_threshold=threshold, **settings)
+        want = plain[1].clone()
+        want[masked] = 0
+        assert torch.equal(gradient, want) and plain[1][5:8].all()
+        assert torch.equal(kept, x.mask), "masked tokens stay in the denominators"
+
+
+def masked_share(x: LossInputs, threshold: float, **settings) -> list[float]:
+    """The mask's metric at the trained tokens."""
+    cfg = algos.config_class("grpo")(off_policy_mask_threshold=threshold, **settings)
+    out = Objective(algos.module("grpo"), cfg, max_tokens=10)(x)
+    found = out.metrics["rollout_corr/off_policy_masked_fraction"]
+    return found[x.mask].tolist()
+
+
+def test_the_off_policy_mask_takes_the_mean_over_all_trained_tokens_before_rejection():
+    x = inputs()
+    own = x.log_probs.detach()
+    sampler, old = own.clone(), own.clone()
+    sampler[5] += 3.0
+    x = replace(x, rollout_log_probs=sampler, old_log_probs=old)
+    rejects = {"rollout_rs": ("token_k1",)}
+    assert not of("grpo", x, rollout_is="none", **rejects)[2][5], "token 5 is rejected"
+    assert masked_share(x, 0.99, **rejects) == [0, 0, 0, 1, 1, 1, 0, 0, 0]
+    assert masked_share(x, 1.01, **rejects) == [0] * 9
+
+
+def test_the_off_policy_mask_compares_the_sampler_with_the_policy_in_training():
+    """An old policy far from both plays no part; a sampler below the policy is no drift."""
+    x = inputs()
+    own = x.log_probs.detach()
+    assert masked_share(replace(x, rollout_log_probs=own, old_log_probs=own + 5), 0.1) == [0] * 9
+    assert masked_share(replace(x, rollout_log_probs=own - 5, old_log_probs=own), 0.1) == [0] * 9
+
+
+def test_the_off_policy_mask_is_of_each_token_where_advantages_are():
+    x = inputs()
+    signs = torch.tensor([-1, 1, -1, 0] * 3, dtype=torch.float64)
+    x = replace(x, advantage=signs, rollout_log_probs=x.log_probs.detach() + 1)
+    assert masked_share(x, 0.5) == [0, 1, 0] * 3
+
+
+def test_the_off_policy_mask_sees_the_advantages_that_a_teacher_has_changed():
+    x = inputs()
+    x = replace(x, rollout_log_probs=x.log_probs.detach() + 1, advantage=torch.zeros_like(x.score))
+    x = replace(x, teacher_log_probs=x.old_log_probs - 1)
+    assert masked_share(x, 0.5, teacher_kl_coef=1.0) == [1] * 9
+
+
+def test_a_masked_token_keeps_its_kl_and_its_entropy():
+    x = replace(inputs(), rollout_log_probs=inputs().log_probs.detach() + 1)
+    keys = {"kl_coef": 0.1, "entropy_coef": 0.01, "rollout_is": "none"}
+    cfg = algos.config_class("grpo")(off_policy_mask_threshold=0.5, **keys)
+    out = Objective(algos.module("grpo"), cfg, max_tokens=10)(x)
+    d = x.ref_log_probs - x.log_probs
+    want = 0.1 * (d.exp() - 1 - d) - 0.01 * x.entropy
+    assert torch.allclose(out.per_token[5:8], want[5:8], rtol=1e-12)
+
+
+def test_a_nan_is_not_masked_so_that_the_loss_shows_it():
+    x = inputs()
+    own = x.log_probs.detach().clone()
+    own[5] = float("nan")
+    found = Objective(
+        algos.module("grpo"),
+        algos.config_class("grpo")(off_policy_mask_threshold=0.5),
+        max_tokens=10,
+    )(replace(x, log_probs=own))
+    assert found.per_token[5].isnan()
+
+
+def outcomes(**settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Value and gradient (by the logits) of the expected KL term under p_old, all outcomes
+    enumerated; then those of KL(p || p_ref)."""
+    g = torch.Generator().manual_seed(3)
+    logits, old, ref = torch.randn(3, 7, generator=g, dtype=torch.float64)
+    logits.requires_grad_()
+    logp, old, ref = logits.log_softmax(0), old.log_softmax(0), ref.log_softmax(0)
+    one = torch.ones(7, dtype=torch.float64)
+    x = LossInputs(
+        log_probs=logp,
+        entropy=one,
+        mask=torch.ones(7, dtype=torch.bool),
+        score=one,
+        advantage=0 * one,
+        old_log_probs=old,
+        rollout_log_probs=old,
+        correction=one,
+        ref_log_probs=ref,
+        sequence=torch.arange(7),
+        num_sequences=7,
+        versions=torch.zeros(7, dtype=torch.int32),
+    )
+    cfg = algos.config_class("grpo")(kl_coef=1.0, **settings)
+    out = Objective(algos.module("grpo"), cfg, max_tokens=10)(x)
+    expected, exact = (old.exp() * out.per_token).sum(), (logp.exp() * (logp - ref)).sum()
+    both = [torch.autograd.grad(v, logits, retain_graph=True)[0] for v in (expected, exact)]
+    return expected.detach(), both[0], exact.detach(), both[1]
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3", "low_var_kl"])
+def test_the_unbiased_kl_has_value_and_gradient_of_the_kl_on_samples_of_the_old_policy(kind):
+    value, gradient, exact, slope = outcomes(kl_type=kind, kl_unbiased=True)
+    torch.testing.assert_close(value, exact, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, slope, rtol=1e-12, atol=1e-12)
+    value, gradient, _, _ = outcomes(kl_type=kind)
+    assert (value - exact).abs() > 0.01 and (gradient - slope).abs().max() > 0.01
+
+
+def test_a_ratio_far_away_outside_the_mask_is_nothing_to_the_unbiased_kl():
+    x = inputs()
+    far = torch.where(x.mask, x.old_log_probs, -1e30)
+    keys = {"kl_coef": 0.1, "kl_unbiased": True}
+    near, found = of("grpo", x, **keys), of("grpo", replace(x, old_log_probs=far), **keys)
+    assert torch.equal(found[0], near[0]) and torch.equal(found[1], near[1])
+
+
+@pytest.mark.parametrize("kind", ["k2", "abs", "k1+", "k3+"])
+def test_an_estimator_that_the_ratio_makes_wrong_is_refused(kind):
+    cfg = algos.config_class("dapo")(kl_coef=0.1, kl_type=kind, kl_unbiased=True)
+    [said] = cfg.problems()
+    assert said.startswith(f"--algo.kl_type {kind}: multiplied by p / p_old")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dropping(AlgoConfig):
     drops_tokens: ClassVar[bool] = True
@@ -205,7 +339,12 @@ def episode() -> LossInputs:
 
 
 @pytest.mark.parametrize(
-    ("kind", "weights"), [("token", [1.2, 1.5, 0.55, 2]), ("sequence", [1.8, 1.8, 1.65, 1.65])]
+    ("kind", "weights"),
+    [
+        ("token", [1.2, 1.5, 0.55, 2]),
+        ("sequence", [1.8, 1.8, 1.65, 1.65]),
+        ("geometric", [1.8**0.5, 1.8**0.5, 1.65**0.5, 1.65**0.5]),
+    ],
 )
 def test_correction_weights_are_of_each_token_or_each_row_of_an_episode(kind, weights):
     _, plain, _ = of("grpo", episode(), rollout_is="none")

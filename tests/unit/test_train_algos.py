@@ -26,8 +26,11 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "kl_loss": ("--algo.kl_coef", 0.1, "--algo.kl_type", "k3+", "--algo.kl_target", 1e-6),
     "kl_token": ("--algo.kl_reward_coef", 0.1, "--algo.adv_estimator", "reinforce_plus_plus"),
     "sequence_is": ("--algo.rollout_is", "sequence", "--algo.rollout_is_batch_normalize"),
+    "geometric_is": ("--algo.rollout_is", "geometric"),
     "rejected": ("--algo.rollout_rs", "token_k1", "--algo.rollout_rs_threshold", 1.001),
     "all_rejected": ("--algo.rollout_rs", "token_k2", "--algo.rollout_rs_threshold", 1e-30),
+    "off_policy_mask": ("--algo.off_policy_mask_threshold", 1e-6),
+    "kl_unbiased": ("--algo.kl_coef", 0.1, "--algo.kl_unbiased"),
     "ppo_is": ("--algo.bypass_mode",),
     "truncated": ("--algo.truncated_responses", "drop", "--rollout.max_tokens", 12),
     "gdpo": (
@@ -117,6 +120,12 @@ def test_rejected_tokens_are_counted_and_leave_the_denominator(found: Found) -> 
     for row in found.rows("all_rejected"):
         assert row["rollout_corr/rollout_rs_masked_fraction"] == 1
         assert row["actor/skipped"] == 2 and "actor/grad_norm" not in row
+
+
+def test_masked_tokens_are_counted(found: Found) -> None:
+    for row in found.rows("off_policy_mask"):
+        assert 0 < row["rollout_corr/off_policy_masked_fraction"] < 1
+        assert row["actor/skipped"] == 0
 
 
 def test_bypass_asks_for_no_old_log_probs_and_applies_no_weight(found: Found) -> None:

@@ -1,17 +1,18 @@
 """rlcore's objectives against the public implementations that made them known.
 
-    .venv/bin/python tools/studies/compare_algos.py --roll-source DIR      # a minute after set-up
+    .venv/bin/python tools/studies/compare_algos.py --roll-source DIR --slime-source DIR
 
-Random cases go to each peer as a file; the peer's own functions answer, in a Python of their own
-and in float64, with loss and gradient, advantages, weights, masks and figures. rlcore answers from
-packed tokens. A row of the table is the largest difference over its cases, divided by the largest
-entry. Exit code 1: a row that must agree does not.
+A minute after set-up. Random cases go to each peer as a file; the peer's own functions answer, in a
+Python of their own and in float64, with loss and gradient, advantages, weights, masks and figures.
+rlcore answers from packed tokens. A row of the table is the largest difference over its cases,
+divided by the largest entry. Exit code 1: a row that must agree does not.
 
 A difference that is known has its reason under the table, and a row where the setting is matched.
 
 verl and AReaL get a virtual environment of their own, `.venvs/algo_peers` (about 1 GB), TRL has
-that of bench_vs_trl.py; both are made on the first call. ROLL is on no package index:
-`--roll-source` is a folder with its source. `--areal-source` takes AReaL from a folder as well.
+that of bench_vs_trl.py; both are made on the first call. ROLL and slime are on no package index:
+`--roll-source` and `--slime-source` are folders with their source. `--areal-source` takes AReaL
+from a folder as well.
 
 Cases: peers/algo_cases.py. Rows: peers/algo_checks.py. The peers' side: peers/*_algos.py.
 """
@@ -43,7 +44,7 @@ from rlcore.utils import env  # noqa: E402
 
 REQUIREMENTS = ("torch==2.13.0", "numpy~=2.4.6", "tensordict==0.10.0", "omegaconf==2.4.0")
 WITHOUT_DEPENDENCIES = ("verl==0.9.1", "areal==1.0.4")
-NAMES = ("verl", "trl", "areal", "roll")
+NAMES = ("verl", "trl", "areal", "roll", "slime")
 METRIC_TOLERANCE = 1e-6
 """verl counts its fractions in float32."""
 
@@ -65,8 +66,8 @@ def main() -> int:
     torch.set_num_threads(1)
     try:
         for peer in a.peer:
-            if peer == "roll" and not a.roll_source:
-                print("roll: left out, it is on no package index; give --roll-source FOLDER")
+            if peer in ("roll", "slime") and not sources(a)[peer]:
+                print(f"{peer}: left out, it is on no package index; give --{peer}-source FOLDER")
                 continue
             print(f"{peer} ...", flush=True)
             checks = algo_checks.of(peer)
@@ -97,21 +98,24 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--json", default="", help="write the rows and the versions to this file")
     p.add_argument("--peer", nargs="+", choices=NAMES, default=list(NAMES))
     p.add_argument("--roll-source", default="", help="folder that holds the package roll")
+    p.add_argument("--slime-source", default="", help="the same of slime")
     p.add_argument("--areal-source", default="", help="the same of areal; default: from PyPI")
     p.add_argument("--timeout", type=float, default=1800.0, help="seconds that one step may take")
     a = p.parse_args(argv)
-    for flag, folder, package in (
-        ("--roll-source", a.roll_source, "roll"),
-        ("--areal-source", a.areal_source, "areal"),
-    ):
-        if folder and not (Path(folder) / package).is_dir():
-            p.error(f"{flag} {folder}: has no folder {package}; give the root of a checkout")
+    for peer, folder in sources(a).items():
+        if folder and not (Path(folder) / peer).is_dir():
+            p.error(f"--{peer}-source {folder}: has no folder {peer}; give the root of a checkout")
     return a
+
+
+def sources(a: argparse.Namespace) -> dict[str, str]:
+    """The folder with the source of a peer, "" where none is given."""
+    return {"roll": a.roll_source, "slime": a.slime_source, "areal": a.areal_source}
 
 
 def named(a: argparse.Namespace, words: Sequence[str]) -> list[str]:
     """The command line with DIR in the place of folders of this machine."""
-    return ["DIR" if w in (a.roll_source, a.areal_source) else w for w in words]
+    return ["DIR" if w in sources(a).values() else w for w in words]
 
 
 # ---- the peers
@@ -128,7 +132,7 @@ def ask(
 ) -> tuple[list[Answers], dict[str, str]]:
     """The peer's answers to every check, and its versions."""
     python = trl_python(a.timeout) if peer == "trl" else peers_python(a.timeout)
-    source = {"roll": a.roll_source, "areal": a.areal_source}.get(peer, "")
+    source = sources(a).get(peer, "")
     jobs = [
         {"id": f"{number}/{name}", "case": name, "function": c.ask, "settings": c.told}
         for number, c in enumerate(checks)

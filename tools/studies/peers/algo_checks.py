@@ -65,7 +65,7 @@ class Check:
 
 def of(peer: str) -> list[Check]:
     """All rows of a peer."""
-    return list({"verl": _verl, "trl": _trl, "areal": _areal, "roll": _roll}[peer]())
+    return list(_PEERS[peer]())
 
 
 # ---- verl
@@ -329,6 +329,83 @@ def _verl_losses() -> Iterator[Check]:
         {},
         ours=OFF,
     )
+    yield from _verl_bounds()
+
+
+UNCLAMPED = "rlcore holds the log-ratio within +-20, verl's does not"
+
+
+def _verl_bounds() -> Iterator[Check]:
+    """Losses that bound divergence, covariance or the squared log-ratio."""
+    for kind, bound in (("tv", 0.15), ("kl", 0.05)):
+        mine = {"divergence": kind, "clip_low": bound, "clip_high": bound}
+        clips = _clips(bound, bound, 20.0)
+        for setting, more in (("", {}), (", TIS, cap 2", {"correction": TIS})):
+            yield _policy(
+                "dppo",
+                f"dppo_{kind}",
+                f"{kind} {bound}{setting}",
+                clips,
+                ours=(TIS if more else OFF) | mine,
+                metrics=FIGURES,
+                cases=TRAINED_ROWS,  # one of the others has a p above 1, which has no KL
+                **more,
+            )
+        far = {"cases": ("far",), "ours": OFF | mine}
+        yield _policy("dppo", f"dppo_{kind}", f"{kind} {bound}, beyond the clamps", clips, **far)
+    yield _policy(
+        "dppo",
+        "dppo_tv",
+        "tv .05 .3, weights up to 1.5",
+        _clips(0.05, 0.3, 1.5),
+        ours=OFF | {"clip_low": 0.05, "clip_high": 0.3, "clip_max": 1.5},
+        metrics=FIGURES,
+    )
+    # share, and the bounds of the covariance
+    for share, low, high in ((1.0, 1.0, 5.0), (1.0, 0.1, 0.9)):
+        yield _policy(
+            "clip_cov",
+            "clip_cov",
+            f"all tokens with {low} < covariance < {high}",
+            _clips(0.2, 0.2),
+            ours=OFF | {"clip_cov_ratio": share, "clip_cov_lb": low, "clip_cov_ub": high},
+            told={"loss_keys": {"clip_cov_ratio": share, "clip_cov_lb": low, "clip_cov_ub": high}},
+            metrics=KL_FIGURE,
+        )
+    yield _policy(
+        "clip_cov",
+        "clip_cov",
+        "a share of .05",
+        _clips(0.2, 0.2),
+        ours=OFF | {"clip_cov_ratio": 0.05, "clip_cov_lb": 0.1},
+        told={"loss_keys": {"clip_cov_ratio": 0.05, "clip_cov_lb": 0.1, "clip_cov_ub": 5.0}},
+        known="which tokens are cut is a random choice, which verl takes from torch's state",
+    )
+    for share, coef in ((2e-4, 1.0), (0.2, 0.3)):
+        for setting, more in (("", {}), (", TIS, cap 2", {"correction": TIS})):
+            yield _policy(
+                "kl_cov",
+                "kl_cov",
+                f"a share of {share}, coefficient {coef}{setting}",
+                {},
+                ours=(TIS if more else OFF) | {"kl_cov_ratio": share, "ppo_kl_coef": coef},
+                told={"loss_keys": {"kl_cov_ratio": share, "ppo_kl_coef": coef}},
+                **more,
+            )
+    beyond: Settings = {"cases": ("far",), "known": UNCLAMPED}
+    yield _policy("clip_cov", "clip_cov", "beyond the clamps", _clips(0.2, 0.2), **beyond)
+    yield _policy("kl_cov", "kl_cov", "beyond the clamps", {}, **beyond)
+    for setting, more in (("", {}), (", TIS, cap 2", {"correction": TIS})):
+        yield _policy(
+            "kimi15",
+            "dro",
+            f"tau 0.3{setting}",
+            {},
+            ours=(TIS if more else OFF) | {"tau": 0.3},
+            told={"loss_keys": {"dro_beta": 0.3}},
+            metrics=KL_FIGURE,
+            **more,
+        )
 
 
 def _verl_objective() -> Iterator[Check]:
@@ -570,10 +647,46 @@ def _verl_correction() -> Iterator[Check]:
 
 # ---- TRL
 
+# setting, rlcore's name and settings beside rollout_is none, TRL's settings
+TrlRow = tuple[str, str, Settings, Settings]
+UNBIASED = {"kl_coef": 0.1, "kl_unbiased": True}
+LUSPO = {
+    "level": "sequence",
+    "clip_low": 2e-3,
+    "clip_high": 2.5e-3,
+    "loss_agg_mode": "seq-mean-token-sum",
+}
+TRLS_LUSPO = {"level": "sequence", "epsilon": 2e-3, "epsilon_high": 2.5e-3}
+
+
+def _off_policy_masks() -> Iterator[TrlRow]:
+    """The mask under every denominator that TRL has, with thresholds that divide the cases."""
+    by_loss: tuple[TrlRow, ...] = (
+        ("token-mean", "dapo", {"clip_dual": 0.0}, {"loss_type": "dapo"}),
+        ("seq-mean-token-mean", "grpo", {"loss_agg_mode": MODES[2]}, {"loss_type": "grpo"}),
+        ("clip_dual 0", "dr_grpo", {}, {"loss_type": "dr_grpo", "epsilon_high": 0.2}),
+        ("", "cispo_m1", {}, {"loss_type": "cispo", "epsilon_high": 5.0}),
+        ("", "vespo", {}, {"loss_type": "vespo"}),
+    )
+    for setting, algo, mine, theirs in by_loss:
+        for threshold in (0.003, 0.1):
+            yield (
+                f"{setting}, responses off by {threshold} masked".lstrip(", "),
+                algo,
+                mine | {"off_policy_mask_threshold": threshold},
+                theirs | {"off_policy_mask": threshold},
+            )
+    both = {"kl_coef": 0.1, "entropy_coef": 0.02}
+    yield (
+        "token-mean, responses off by 0.1 masked, k3, entropy",
+        "grpo",
+        both | {"off_policy_mask_threshold": 0.1},
+        {"loss_type": "dapo", "beta": 0.1, "entropy_coef": 0.02, "off_policy_mask": 0.1},
+    )
+
 
 def _trl() -> Iterator[Check]:
-    # setting, rlcore's name and settings beside rollout_is none, TRL's settings
-    rows: tuple[tuple[str, str, Settings, Settings], ...] = (
+    rows: tuple[TrlRow, ...] = (
         ("seq-mean-token-mean", "grpo", {"loss_agg_mode": MODES[2]}, {"loss_type": "grpo"}),
         ("token-mean", "grpo", {}, {"loss_type": "bnpo"}),
         ("token-mean", "dapo", {"clip_dual": 0.0}, {"loss_type": "dapo"}),
@@ -615,6 +728,33 @@ def _trl() -> Iterator[Check]:
             {"tau_neg": 1.5},
             {"loss_type": "sapo", "sapo": [1.0, 1.5]},
         ),
+        ("", "vespo", {}, {"loss_type": "vespo"}),
+        (
+            "k 1, 2, lambda .5, 4",
+            "vespo",
+            {"k_pos": 1.0, "lambda_pos": 0.5, "k_neg": 2.0, "lambda_neg": 4.0},
+            {"loss_type": "vespo", "vespo": [1.0, 0.5, 2.0, 4.0]},
+        ),
+        ("LUSPO", "gspo", LUSPO, {"loss_type": "luspo", **TRLS_LUSPO}),
+        (
+            "LUSPO, KL, coefficient 0.1",
+            "gspo",
+            LUSPO | {"kl_coef": 0.1},
+            {"loss_type": "luspo", "beta": 0.1, **TRLS_LUSPO},
+        ),
+        *_off_policy_masks(),
+        (
+            "unbiased k3, coefficient 0.1",
+            "grpo",
+            {"kl_coef": 0.1, "kl_unbiased": True},
+            {"loss_type": "dapo", "beta": 0.1, "unbiased_kl": True},
+        ),
+        (
+            "seq-mean-token-mean, unbiased k3",
+            "grpo",
+            {"kl_coef": 0.1, "kl_unbiased": True, "loss_agg_mode": MODES[2]},
+            {"loss_type": "grpo", "beta": 0.1, "unbiased_kl": True},
+        ),
     )
     for setting, algo, mine, theirs in rows:
         if algo in ("grpo", "dr_grpo"):
@@ -627,6 +767,20 @@ def _trl() -> Iterator[Check]:
         {"loss_type": "sapo"},
         tolerance=1e-5,
         reason="TRL has the temperatures in float32, where 1.05 is not exact",
+    )
+    yield _trl_row(
+        "vespo",
+        "beyond the clamps",
+        {},
+        {"loss_type": "vespo"},
+        cases=("far",),
+    )
+    yield _trl_row(
+        "gspo",
+        "unbiased k3",
+        {"level": "sequence", "clip_low": 0.2, "clip_high": 0.28} | UNBIASED,
+        {"loss_type": "grpo", "level": "sequence", "beta": 0.1, "unbiased_kl": True},
+        known="with a ratio of sequences TRL multiplies the KL by it, rlcore by that of the token",
     )
     for setting, algo, mine, theirs in (rows[0], rows[3], rows[6]):
         mine = mine if algo == "gmpo" else {"clip_dual": 0.0, **mine}
@@ -684,6 +838,15 @@ def _areal() -> Iterator[Check]:
             single,
         ),
     )
+    whole = {"level": "sequence", "metric": "ratio", "agg": "mean"}
+    for cap in (1.2, 5.0):
+        weight = {"behave": "none", "rollout_is": "geometric", "rollout_is_threshold": cap}
+        given = f"geometric, cap {cap}"
+        rows += ((given, weight, whole | {"action": "clamp", "upper": cap}, None, single),)
+    rejected = {"rollout_rs": ("seq_mean_k1",), "rollout_rs_threshold": (f"{1 / 1.2!r}_inf",)}
+    kept = "AReaL keeps the tokens of a masked response in the denominator, rlcore takes them out"
+    mask = whole | {"action": "mask", "upper": 1.2}
+    rows += (("geometric, masked above 1.2", weight | rejected, mask, None, {"known": kept}),)
     for setting, mine, rejection, dual, more in rows:
         yield Check(
             peer="areal",
@@ -838,3 +1001,46 @@ def _roll_row(
         ours=loss(algo, **mine),
         known=known,
     )
+
+
+# ---- slime
+
+
+def _slime() -> Iterator[Check]:
+    """The off-policy mask, of each token where advantages are, and the KL under the ratio."""
+    masks = [
+        (f"responses off by {t} masked", {"off_policy_mask_threshold": t}, {"opsm_delta": t})
+        for t in (0.003, 0.1)
+    ]
+    for setting, mine, theirs in masks:
+        yield _slime_row(setting, mine, theirs)
+    single: Settings = {"tolerance": 1e-5, "reason": "slime takes the KL in float32"}
+    for kind in ("k1", "k3"):
+        ours = {"kl_coef": 0.1, "kl_type": kind, "kl_unbiased": True}
+        theirs = {"kl": [0.1, kind], "unbiased_kl": True}
+        yield _slime_row(f"unbiased {kind}", ours, theirs, **single)
+    setting, mine, theirs = masks[1]
+    ours = {"kl_coef": 0.1, "kl_type": "low_var_kl", "kl_unbiased": True}
+    yield _slime_row(
+        f"{setting}, unbiased low_var_kl",
+        mine | ours,
+        theirs | {"kl": [0.1, "low_var_kl"], "unbiased_kl": True},
+        cases=("near",),
+        **single,
+    )
+
+
+def _slime_row(setting: str, mine: Settings, theirs: Settings, **row: Any) -> Check:
+    return Check(
+        peer="slime",
+        name="grpo",
+        setting=setting,
+        function="policy_loss_function: compute_policy_loss, compute_opsm_mask, compute_approx_kl",
+        ask="loss",
+        told={"clips": [0.2, 0.28, 3.0], **theirs},
+        ours=loss("grpo", **OFF, **mine),
+        **row,
+    )
+
+
+_PEERS = {"verl": _verl, "trl": _trl, "areal": _areal, "roll": _roll, "slime": _slime}

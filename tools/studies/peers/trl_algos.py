@@ -31,6 +31,9 @@ def loss(
     beta: float = 0.0,
     entropy_coef: float = 0.0,
     sapo: tuple[float, float] = (1.0, 1.05),
+    vespo: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0),
+    off_policy_mask: float | None = None,
+    unbiased_kl: bool = False,
 ) -> Answer:
     """The loss of a batch in one micro-batch on one process, `gmpo` from trl.experimental."""
     logp, entropy = algo_peer.leaf(c["logp"]), algo_peer.leaf(c["entropy"])
@@ -49,7 +52,11 @@ def loss(
             sapo_temperature_pos=sapo[0],
             sapo_temperature_neg=sapo[1],
             steps_per_generation=1,
-            use_bias_correction_kl=False,
+            use_bias_correction_kl=unbiased_kl,
+            vespo_k_pos=vespo[0],
+            vespo_lambda_pos=vespo[1],
+            vespo_k_neg=vespo[2],
+            vespo_lambda_neg=vespo[3],
         ),
         aux_loss_enabled=False,
         beta=beta,
@@ -61,7 +68,9 @@ def loss(
         loss_type=loss_type,
         max_completion_length=max_tokens,
         model=SimpleNamespace(training=True),
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=off_policy_mask,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         top_entropy_quantile=1.0,
         use_adaptive_entropy=False,
         use_vllm=False,
@@ -76,6 +85,7 @@ def loss(
         "advantages": c["response_advantage"],
         "old_per_token_logps": c["old"],
         "ref_per_token_logps": c["ref"],
+        "sampling_per_token_logps": c["sampler"],
         "num_items_in_batch": c["mask"].sum(),
     }
     kind = GMPOTrainer if loss_type == "gmpo" else GRPOTrainer

@@ -25,6 +25,7 @@ def policy_loss(
     bypass: dict[str, Any] | None = None,
     kl: dict[str, Any] | None = None,
     entropy_coeff: float = 0.0,
+    loss_keys: dict[str, Any] | None = None,
     counts: dict[str, int] | None = None,
 ) -> Answer:
     """A registered policy loss with the correction before it and KL and entropy behind it, put
@@ -35,7 +36,9 @@ def policy_loss(
         strategy="fsdp",
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=1,
-        policy_loss=PolicyLossConfig(loss_mode=mode, rollout_correction=bypass or {}),
+        policy_loss=PolicyLossConfig(
+            loss_mode=mode, rollout_correction=bypass or {}, **(loss_keys or {})
+        ),
         **actor,
     )
     norm = {"loss_scale_factor": max_tokens, **(counts or {})}
