@@ -359,8 +359,8 @@ class TrainConfig:
     by bit; 20 % slower for sequences of mixed lengths. A CPU always does."""
     true_on_policy: bool = False
     """Whether sampler and learner compute the same log-probs, bit by bit, with batch-invariant
-    operations: for float32 on the CPU; as written, not run: SGLang's and Transformer Engine's on a
-    GPU. See rlcore/algos/TIS.md."""
+    operations: rlcore's for dense models in float32 on a CPU; on a GPU those of SGLang and
+    Transformer Engine (not yet run). See rlcore/algos/README.md."""
     fused_loss: bool = False
     """Whether to compute policy loss and gradient in one pass over the logits (only ppo, grpo, dapo
     and dr_grpo). Otherwise log-probs and their gradient are fused, and the loss itself runs in

@@ -82,6 +82,13 @@ def observe(learner: MegatronLearner, engine: TorchEngine) -> dict[str, Any]:
     return found | {"tokens": len(every_gap), "largest": float(every_gap.max())}
 
 
+def multiplies_by_row() -> bool:
+    """Return whether a small product's row does not depend on the other rows."""
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(300, 128, generator=g), torch.randn(128, 384, generator=g)
+    return torch.equal((a @ b)[:1], a[:1] @ b)
+
+
 def compare(rank: int, cases: Mapping[str, Mapping[str, Any]], on: bool = True) -> dict[str, Any]:
     """Return what `observe` finds in every case."""
     found = {}
@@ -89,16 +96,17 @@ def compare(rank: int, cases: Mapping[str, Mapping[str, Any]], on: bool = True) 
         train = {"true_on_policy": on, **case.get("train", {})}
         sizes = case.get("sizes", {})
         learner = ranks.make(train, arch=case.get("arch", "qwen3"), sizes=sizes)
+        by_row = multiplies_by_row()  # before the engine, which is in another process in most runs
         options = {"max_model_tokens": 64, "max_running": 9, "seed": 3}
         options |= {"true_on_policy": on, **case.get("engine", {})}
-        found[name] = observe(learner, TorchEngine(learner.hf, **options))
+        found[name] = observe(learner, TorchEngine(learner.hf, **options)) | {"by row": by_row}
         learner.close()
     return found
 
 
-def with_filters(rank: int) -> dict[str, tuple[list[list[int]], torch.Tensor]]:
+def with_filters(rank: int) -> dict[str, tuple[list[list[int]], torch.Tensor, bool]]:
     """Return tokens and log-probs of requests with several temperatures and filters in one batch,
-    by whether the engine is true on-policy."""
+    and `multiplies_by_row`, by whether the engine is true on-policy."""
     learner = ranks.make({})
     weights = [(name, tensor.clone()) for name, tensor in learner.export()]
     found = {}
@@ -114,6 +122,6 @@ def with_filters(rank: int) -> dict[str, tuple[list[list[int]], torch.Tensor]]:
         ]
         samples, _ = sample(engine, wanted)
         logps = torch.from_numpy(np.concatenate([s.logps for s in samples]))
-        found[str(on)] = [s.tokens.tolist() for s in samples], logps
+        found[str(on)] = [s.tokens.tolist() for s in samples], logps, multiplies_by_row()
     learner.close()
     return found

@@ -58,6 +58,7 @@ def gang() -> list[dict[str, Any]]:
 def must_be_equal(found: dict[str, Any]) -> None:
     assert found["tokens"] > 500
     assert found["largest"] == 0.0
+    assert found["by row"]
 
 
 @pytest.mark.parametrize("case", ALONE)
@@ -86,6 +87,6 @@ def test_without_the_mode_log_probs_differ() -> None:
 
 def test_filtered_and_greedy_requests_keep_the_log_probs_of_what_was_sampled() -> None:
     [found] = kit.run_ranks(1, "tests.ranks.on_policy_ranks:with_filters")
-    (tokens, logps), (same, others) = found["True"], found["False"]
-    assert tokens == same
+    (tokens, logps, by_row), (same, others, _) = found["True"], found["False"]
+    assert tokens == same and by_row
     assert (logps - others).abs().max() < 1e-5
