@@ -10,6 +10,7 @@ trained tokens, "[mean]" over responses with trained tokens. t indexes a respons
       log_ppl_diff             [mean] h_q - h_p; also _abs_diff, _diff_max, _diff_min
       ppl_ratio                [mean] exp(h_q - h_p)
       chi2_token, chi2_seq     mean w^2 - 1, [mean] (prod_t w)^2 - 1, log clamped to +-20
+      log_prob_diff_max        max over tokens of |log w|
       response_max_diff_*      mean and max over responses of max_t |p - q|
       response_mean_diff_*     mean and max over responses of mean_t |p - q|
       responses_above_half     share of responses with max_t |p - q| > 1/2
@@ -113,6 +114,7 @@ ADDED = (
 )
 """Names of the sums in `Sums.added`."""
 HIGHEST = (
+    "log_diff",
     "log_ppl_diff",
     "-log_ppl_diff",
     "diff",
@@ -247,6 +249,7 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
     added["staleness"] = torch.where(known, age, 0.0).sum()
     added["known_tokens"] = known.sum().double()
     spread = {
+        "log_diff": (log_w.abs(), trained),
         "log_ppl_diff": (log_ppl_diff, some),
         "diff": (diff, trained),
         "mean_diff": (mean_diff, some),
@@ -293,6 +296,7 @@ def metrics(added: Sequence[float], highest: Sequence[float], cfg: AlgoConfig) -
         "rollout_corr/chi2_token": s["w2"] / n - 1,
         "rollout_corr/chi2_seq": s["w2_response"] / b - 1,
         "rollout_corr/score_is": s["w_score"] / s["w_response"],
+        "rollout_corr/log_prob_diff_max": top["log_diff"],
         "rollout_corr/response_max_diff_mean": s["max_diff"] / b,
         "rollout_corr/response_max_diff_max": top["diff"],
         "rollout_corr/response_mean_diff_mean": s["mean_diff"] / b,

@@ -208,6 +208,7 @@ SLIME = {
     "sglang_ep_size": "rollout.ep",
     "sglang_mem_fraction_static": "rollout.gpu_memory_utilization",
     "tensor_model_parallel_size": "train.tp",
+    "true_on_policy_mode": "train.true_on_policy",
     "update_weight_buffer_size": "sync.bucket_mb",
     "use_rollout_routing_replay": "algo.routing_replay: rollout",
     "use_routing_replay": "algo.routing_replay: old",

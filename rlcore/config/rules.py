@@ -46,6 +46,7 @@ def broken(cfg: Config) -> list[str]:
         *_rollout(cfg),
         *_draft(cfg),
         *_train(cfg),
+        *_true_on_policy(cfg),
         *_lora(cfg),
         *_teacher(cfg),
         *_routing(cfg),
@@ -927,6 +928,47 @@ def _env(cfg: Config) -> list[str]:
     if cfg.algo.adv_estimator == "remax":
         out.append("--algo.adv_estimator remax: does not work with --env; use grpo")
     return out + env.problems()
+
+
+def _true_on_policy(cfg: Config) -> list[str]:
+    """Check settings under which sampler and learner would have log-probs of different bits."""
+    t, r = cfg.train, cfg.rollout
+    if not t.true_on_policy:
+        return []
+    te, dtype = t.transformer_impl == "te", engine_dtype(cfg)
+    ranks = "partial sums of ranks are added in an order that the other side does not have; set 1"
+    kept = "the learner's log-probs are over all tokens, not the kept ones; turn it off"
+    found = [
+        (t.tp > 1, f"train.tp {t.tp}", ranks),
+        (r.tp > 1, f"rollout.tp {r.tp}", ranks),
+        (te and t.cp > 1, f"train.cp {t.cp}", ranks),
+        (te and r.engine != "sglang", f"rollout.engine {r.engine}",
+         "Transformer Engine's kernels go with SGLang's; set sglang, or --train.transformer_impl "
+         "local on a CPU"),
+        (not te and r.engine != "torch", f"rollout.engine {r.engine}",
+         "the local layers' operations are the torch engine's; set torch, or "
+         "--train.transformer_impl te on a GPU"),
+        (dtype != cfg.model.dtype, f"rollout.dtype {dtype}",
+         f"the learner has model.dtype {cfg.model.dtype}; set auto"),
+        (r.quantize != "none", f"rollout.quantize {r.quantize}",
+         "the learner's weights are not rounded; set none"),
+        (r.top_k > 0, f"rollout.top_k {r.top_k}", kept),
+        (r.top_p < 1, f"rollout.top_p {r.top_p:g}", kept),
+        (r.min_p > 0, f"rollout.min_p {r.min_p:g}", kept),
+        (cfg.lora.rank > 0, f"lora.rank {cfg.lora.rank}",
+         "the sampler has the adapters in its weights, the learner adds their products; set 0"),
+        (t.fused_loss, "train.fused_loss", "it rounds log-probs otherwise; turn it off"),
+        (t.head_chunk_tokens > 0, f"train.head_chunk_tokens {t.head_chunk_tokens}",
+         "products of chunks are not batch-invariant; set 0"),
+        (te and t.share_prefix == "true", "train.share_prefix true",
+         "its attention is not Transformer Engine's; set auto"),
+        (te and r.fp32_lm_head is not False, f"rollout.fp32_lm_head {r.fp32_lm_head}",
+         "the learner's logits have model.dtype; set False"),
+        (cfg.select.mode == "async", "mode async",
+         "samples are of earlier weights than the learner's; use --mode sync or stream"),
+    ]  # fmt: skip
+    excluded = "train.true_on_policy excludes it, since"
+    return [f"--{key}: {excluded} {why}" for is_set, key, why in found if is_set]
 
 
 def _train(cfg: Config) -> list[str]:

@@ -362,6 +362,10 @@ class TrainConfig:
     deterministic: bool = False
     """Whether a GPU adds up gradients in a fixed order, so that a run or a resumed one repeats bit
     by bit; 20 % slower for sequences of mixed lengths. A CPU always does."""
+    true_on_policy: bool = False
+    """Whether sampler and learner compute the same log-probs, bit by bit, with batch-invariant
+    operations: rlcore's for dense models in float32 on a CPU; on a GPU those of SGLang and
+    Transformer Engine (not yet run). See rlcore/algos/README.md."""
     fused_loss: bool = False
     """Whether to compute policy loss and gradient in one pass over the logits (only ppo, grpo, dapo
     and dr_grpo). Otherwise log-probs and their gradient are fused, and the loss itself runs in

@@ -4,10 +4,15 @@ Weights are stored in fused buffers (query-key-value, gate-up, experts), transpo
 which makes matrix products of small batches faster. `views` maps every Hugging Face name to its
 part of a buffer, so that loading copies each tensor once, to its final place.
 
+With `batch_invariant`, every pass runs the learner's operations (`rlcore/ops`) in float32 on the
+CPU, on tokens without padding. The result of a token then has the learner's bits, whatever the
+batch, the cache and the division into passes.
+
 The head dimension of queries and keys is stored interleaved: RoPE rotates dimensions i and i + R/2
 of the first R together (R = D unless rotation is partial), so they are adjacent and form one
 complex number. Their D/R - 1 neighbours of the other dimensions are multiplied by 1. Dot products
-of queries and keys do not depend on this order.
+of queries and keys do not depend on this order, except in rounding: with `batch_invariant` the
+order is that on disk, as in the learner.
 
 All tensors of a layer may share one buffer (`make_layer` with `Flat`), and the caller may supply
 the layers (`CausalLM.allocate(layers)`). The judge uses both options to load its layers one by one
@@ -49,7 +54,7 @@ from rlcore.hf.quantize import (
     quantize_weight,
 )
 from rlcore.hf.rope import inverse_frequencies
-from rlcore.ops import native
+from rlcore.ops import attention, native, rows
 
 Span = tuple[int, int, int]
 """Range of batch rows: first, last (exclusive), and number of cache columns to attend to."""
@@ -74,6 +79,19 @@ class ForwardInputs:
     padding, and only attention is computed for them. None: no padding."""
     own_slots: Tensor | None = None
     """Result of `slots`, computed at the first use."""
+
+    def units(self, cache: Cache) -> "_Units":
+        """Return the attention's units: the new tokens of each row and the cached ones that the
+        last of them attends to."""
+        positions = self.positions.flatten()
+        positions = positions if self.place is None else positions[self.place]
+        slots, queries = self.slots().unique_consecutive(return_counts=True)
+        keys = positions[queries.cumsum(0) - 1] + 1
+        ends, heads = keys.cumsum(0), cache.kv_heads * cache.capacity
+        firsts = slots * heads - (ends - keys)  # of each row in the slab, less its keys before
+        column = torch.arange(int(ends[-1])) + firsts.repeat_interleave(keys)
+        index = (column[:, None] + torch.arange(0, heads, cache.capacity)).flatten()
+        return _Units(_boundaries(queries), _boundaries(keys), index, index + cache.slots * heads)
 
     def find(self, cache: Cache) -> Tensor:
         """Return the indices of the new tokens' cache entries (`cache_index`), without padding."""
@@ -101,6 +119,20 @@ class ForwardInputs:
             slots = torch.arange(self.slot, self.slot + rows).repeat_interleave(new)
             self.own_slots = slots if self.place is None else slots[self.place]
         return self.own_slots
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """Rows of a pass for the attention of packed sequences (`ops.attention`)."""
+
+    queries: Tensor  # [rows + 1] int32, cumulative number of new tokens
+    keys: Tensor  # [rows + 1] int32, cumulative number of attended columns
+    key_index: Tensor  # [all columns * K] indices of the keys in a cache slab viewed as [-1, D]
+    value_index: Tensor  # the same of the values
+
+
+def _boundaries(counts: Tensor) -> Tensor:
+    return F.pad(counts.cumsum(0), (1, 0)).int()
 
 
 @dataclass(slots=True)
@@ -185,11 +217,12 @@ def layer_numel(hf: HFConfig, dtype: torch.dtype) -> int:
 
 
 def make_layer(
-    hf: HFConfig, number: int, new: _New, *, rows_first: bool = False
+    hf: HFConfig, number: int, new: _New, *, rows_first: bool = False, interleaved: bool = True
 ) -> tuple[Layer, dict[str, Tensor]]:
     """Make layer `number` with tensors from `new`. Return the layer and its views: parts of its
     tensors by Hugging Face name, without the layer's prefix. With `rows_first`, matrices are [out,
-    in] in memory, as on disk: loading is a plain copy, but products of small batches are slower."""
+    in] in memory, as on disk: loading is a plain copy, but products of small batches are slower.
+    `interleaved`: whether RoPE's pairs of query and key dimensions are adjacent."""
     views: dict[str, Tensor] = {}
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -200,7 +233,7 @@ def make_layer(
     if hf.mla is not None:
         qkv, latent = _make_latent(hf, hf.mla, new, matrix, views)
     else:
-        qkv, bias, qk_norm = _make_heads(hf, new, matrix, views)
+        qkv, bias, qk_norm = _make_heads(hf, new, matrix, views, interleaved)
     norm1, out, norm2 = new(hidden), matrix(hf.num_heads * hf.value_dim, hidden), new(hidden)
     views["input_layernorm.weight"] = norm1
     views["post_attention_layernorm.weight"] = norm2
@@ -235,11 +268,11 @@ def make_layer(
 
 
 def _make_heads(
-    hf: HFConfig, new: _New, matrix: _Matrix, views: dict[str, Tensor]
+    hf: HFConfig, new: _New, matrix: _Matrix, views: dict[str, Tensor], interleaved: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Make the projections of query, key and value, their bias and the norms of heads."""
     queries, keys = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
-    hidden, pairs = hf.hidden_size, hf.rope.dims(hf.head_dim) // 2
+    hidden, pairs = hf.hidden_size, hf.rope.dims(hf.head_dim) // 2 if interleaved else 1
     width = hf.head_dim // pairs  # a pair and its neighbours that do not rotate
     qkv = matrix(hidden, queries + 2 * keys)
     bias = new(queries + 2 * keys) if hf.qkv_bias else None
@@ -304,8 +337,10 @@ class CausalLM:
         quantize: Quantize = "none",
         fp32_head: bool = False,
         records_routes: bool = False,
+        batch_invariant: bool = False,
     ):
         self.hf = hf
+        self._batch_invariant = batch_invariant
         self._records_routes = records_routes
         self._routes = torch.zeros(0, 0, 0, dtype=torch.int64)  # [T, layers, K] of the latest pass
         self.dtype = dtype
@@ -319,6 +354,7 @@ class CausalLM:
         inverse = inverse_frequencies(hf.rope_dim, hf.rope)
         angles = torch.outer(torch.arange(max_tokens).float(), inverse)
         cos_sin = torch.stack((angles.cos(), angles.sin()), -1) * hf.rope.attention_factor
+        self._cos, self._sin = cos_sin.unsqueeze(1).unbind(-1)  # [tokens, 1, D/2]
         turned = torch.view_as_complex(cos_sin).unsqueeze(-1)
         same = turned.new_ones(*angles.shape, hf.rope_dim // (2 * len(inverse)) - 1)
         wide = torch.complex128 if dtype == torch.float64 else torch.complex64
@@ -346,7 +382,7 @@ class CausalLM:
         if layers is None:
             layers = []
             for number in range(hf.num_layers):
-                layer, found = make_layer(hf, number, new)
+                layer, found = make_layer(hf, number, new, interleaved=not self._batch_invariant)
                 layers.append(layer)
                 views |= {layer_prefix(number) + name: view for name, view in found.items()}
             assert views.keys() == self.shapes.keys()
@@ -386,6 +422,8 @@ class CausalLM:
         states in the head's dtype: [B, S, hidden], or [T, hidden] if the step has padding."""
         hidden = self._run(step, cache, fill=False)
         assert hidden is not None
+        if self._batch_invariant:
+            return _norm(hidden, self._here.norm, self.hf.rms_norm_eps)
         return rms_norm(hidden.to(self._head_dtype), self._here.norm, self.hf.rms_norm_eps)
 
     def prefill(self, tokens: Tensor, cache: Cache) -> Tensor:
@@ -435,6 +473,8 @@ class CausalLM:
         if place is not None:
             tokens, positions = tokens[place], positions[place]
         x = weights.embed[tokens].to(self.dtype)
+        if self._batch_invariant:
+            return self._run_as_learner(x, positions, step, cache, fill)
         if not fill and not step.causal and (ops := self._native()):
             return self._run_native(ops, x, positions, step, cache)
         if self._records_routes:
@@ -488,7 +528,7 @@ class CausalLM:
     @property
     def decodes_natively(self) -> bool:
         """Whether decode steps run in native code, in which each row reads its own columns only."""
-        return self._native() is not None
+        return self._batch_invariant or self._native() is not None
 
     def _native(self) -> Any | None:
         """Return the native ops if they can run a decode step; they are for float32 on the CPU."""
@@ -511,6 +551,42 @@ class CausalLM:
                 layer.qk_norm, layer.out, layer.norm2, layer.gate_up, layer.down,
                 self.hf.rms_norm_eps,
             )  # fmt: skip
+        return x if step.place is not None else x.view(*step.tokens.shape, -1)
+
+    def _run_as_learner(
+        self, x: Tensor, positions: Tensor, step: ForwardInputs, cache: Cache, fill: bool
+    ) -> Tensor | None:
+        """Run all layers on the embeddings x [T, hidden] with the learner's operations, in its
+        order."""
+        hf, eps = self.hf, self.hf.rms_norm_eps
+        heads, kv, dim = hf.num_heads, hf.num_kv_heads, hf.head_dim
+        cos, sin = self._cos[positions], self._sin[positions]
+        key_index, value_index = step.find(cache)
+        units = step.units(cache)
+        for number, (layer, slab) in enumerate(zip(self._here.layers, cache.layers, strict=True)):
+            qkv = _norm(x, layer.norm1, eps) @ layer.qkv
+            if layer.qkv_bias is not None:
+                qkv = qkv + layer.qkv_bias
+            query, key, value = qkv.view(len(x), -1, dim).split((heads, kv, kv), 1)
+            if layer.qk_norm is not None:
+                query = _norm(query, layer.qk_norm[0], eps)
+                key = _norm(key, layer.qk_norm[heads], eps)
+            flat = slab.view(-1, dim)
+            flat[key_index] = rows.turn(key, cos, sin, back=False)
+            flat[value_index] = value
+            if fill and number + 1 == hf.num_layers:
+                return None
+            query = rows.turn(query, cos, sin, back=False)
+            # `index_select` is several times as fast as `flat[index]` here.
+            keys = flat.index_select(0, units.key_index).view(-1, kv, dim)
+            values = flat.index_select(0, units.value_index).view(-1, kv, dim)
+            most = 0  # the native kernel needs no lengths of the longest rows
+            mixed = attention.attend(
+                query, keys, values, units.queries, units.keys, most, most, hf.softmax_scale
+            )
+            x = x + mixed.flatten(1) @ layer.out
+            gate_up = _norm(x, layer.norm2, eps) @ layer.gate_up
+            x = x + rows.swiglu(gate_up) @ layer.down
         return x if step.place is not None else x.view(*step.tokens.shape, -1)
 
     def _input(self, h: Tensor) -> Tensor:
@@ -706,6 +782,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     # On the CPU, torch has no fused kernel, and F.rms_norm takes twice as many operations.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x * norm.mul_(norm).mul_(1 / size).add_(eps).rsqrt_()).mul_(weight)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm as the learner computes it on the CPU."""
+    return rows.rms_norm(x, weight, eps)[0].view(x.shape)
 
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -123,6 +124,8 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
         settings["recompute_granularity"] = train.recompute
         if train.recompute == "full":
             settings |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if train.true_on_policy and not local:
+        settings |= {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash}
     if hf.num_experts:
         settings |= {
             "num_moe_experts": hf.num_experts,
@@ -258,6 +261,11 @@ def build(
     if hf.num_experts:
         patch_moe_utils()
     config = transformer_config(hf, model, train)
+    if config.batch_invariant_mode:
+        # Import late, because the module needs Triton.
+        from megatron.core.transformer.custom_layers import batch_invariant_kernels
+
+        batch_invariant_kernels.enable_batch_invariant_mode()
     announce("layers", "Transformer Engine" if train.transformer_impl == "te" else "Megatron local")
     if config.gradient_accumulation_fusion:
         announce("weight gradients", "added up in float32 within the products")

@@ -13,6 +13,7 @@ from rlcore.hf import lora as peft
 from rlcore.hf.config import HFConfig
 from rlcore.hf.rope_settings import Rope
 from rlcore.mcore.layout import check_model
+from rlcore.ops import native
 from rlcore.utils.errors import ConfigError
 
 
@@ -30,6 +31,8 @@ def check(
     if lora.rank:
         _check_adapters(hf, train, lora)
     cuda = torch.cuda.is_available()
+    if train.true_on_policy:
+        _check_true_on_policy(hf, model, train, cuda)
     if model.dtype == "float64" and train.distributed_optimizer:
         raise ConfigError(
             "--model.dtype float64: Megatron's distributed optimizer keeps fp32 states; "
@@ -78,6 +81,33 @@ def check(
         raise ConfigError(
             "--train.apex True: Apex' extension fused_weight_gradient_mlp_cuda is not installed; "
             "build it with tools/setup.sh --apex or leave --train.apex off"
+        )
+
+
+def _check_true_on_policy(hf: HFConfig, model: ModelConfig, train: TrainConfig, cuda: bool) -> None:
+    """Check that sampler and learner have the same batch-invariant operations for this model."""
+    key = "--train.true_on_policy True"
+    if hf.num_experts or hf.mla:
+        what = "experts" if hf.num_experts else "latent attention"
+        raise ConfigError(f"{key}: supports dense models, and this one has {what}; turn it off")
+    if train.transformer_impl == "te":
+        return
+    if cuda:
+        raise ConfigError(
+            f"{key}: the local layers have batch-invariant operations only on a CPU; use "
+            "--train.transformer_impl te and --rollout.engine sglang on a GPU"
+        )
+    if model.dtype != "float32":
+        raise ConfigError(
+            f"--model.dtype {model.dtype}: on a CPU train.true_on_policy needs float32; set it, or "
+            "turn true_on_policy off"
+        )
+    if hf.rope_dim != hf.rope.dims(hf.rope_dim):
+        raise ConfigError(f"{key}: does not support RoPE of only a part of a head; turn it off")
+    if native.torch_ops("batch-invariant operations") is None:
+        raise ConfigError(
+            f"{key}: the batch-invariant operations are native code, which does not run here; run "
+            "bash tools/setup.sh, and leave RLCORE_NATIVE unset"
         )
 
 

@@ -118,7 +118,7 @@ class MegatronLearner:
             )
         self.device = torch.device(device) if device is not None else parallel.device()
         if self.device.type == "cpu":
-            replace_products()
+            replace_products(batch_invariant=train.true_on_policy)
         self.hf, self.head, self.temperature = hf, head, temperature
         self._role = "critic" if head == "value" else "actor"
         self.version = 0

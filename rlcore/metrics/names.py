@@ -126,6 +126,7 @@ METRICS = [
     Metric("rollout_corr/log_ppl_diff_max", "nats", "largest log perplexity difference"),
     Metric("rollout_corr/log_ppl_diff_min", "nats", "smallest log perplexity difference"),
     Metric("rollout_corr/ppl_ratio", "", "mean ratio of perplexities, learner over sampler"),
+    Metric("rollout_corr/log_prob_diff_max", "nats", "largest |log-prob difference| of a token"),
     *_spread(
         "rollout_corr/response_max_diff",
         "",

@@ -4,6 +4,9 @@ torch's products call MKL, which does not use AVX-512 on AMD processors: csrc/pr
 fast (`tools/bench_products.py`, figures in csrc/README.md). oneDNN, which is part of torch, is as
 fast, but compiles a kernel for each new number of rows, which takes longer than a small product.
 torch has no setting to leave MKL, so the kernel of `aten::mm` is replaced.
+
+A native product's row does not depend on the number of rows, while MKL has other kernels for few.
+With `batch_invariant`, products of all sizes run in native code, on every processor.
 """
 
 import functools
@@ -19,21 +22,24 @@ LEAST = 1 << 16
 """Multiplications below which a product stays with torch: a call from Python takes too long."""
 
 
-@functools.cache
-def replace_products() -> bool:
-    """Replace the kernel of `aten::mm` on the CPU in this process, if that is faster. Return
-    whether it was replaced."""
-    if not is_slow() or native.torch_ops("matrix products") is None:
+def replace_products(*, batch_invariant: bool = False) -> bool:
+    """Replace the kernel of `aten::mm` on the CPU in this process, if that is faster or products
+    must be batch-invariant. Return whether it was replaced."""
+    if not (batch_invariant or is_slow()) or native.torch_ops("matrix products") is None:
         return False
+    if True in _registered or batch_invariant in _registered:
+        return True
+    least = 1 if batch_invariant else LEAST
     library = torch.library.Library("aten", "IMPL")
-    _registered.append(library)  # the kernel is in place as long as the library exists
+    _registered[batch_invariant] = library
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-        library.impl("mm", multiply, "CPU")
+        library.impl("mm", functools.partial(multiply, least=least), "CPU")
     return True
 
 
-_registered: list[torch.library.Library] = []
+_registered: dict[bool, torch.library.Library] = {}
+"""Registered kernels by `batch_invariant`; a kernel is in place as long as its library exists."""
 
 
 def is_slow() -> bool:
@@ -47,10 +53,11 @@ def is_slow() -> bool:
     return "AuthenticAMD" in processor and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b for matrices [n, k] and [k, m]."""
+def multiply(a: Tensor, b: Tensor, least: int = LEAST) -> Tensor:
+    """Return a @ b for matrices [n, k] and [k, m], in native code from `least` multiplications
+    on."""
     (n, k), (depth, m) = a.shape, b.shape
-    if a.dtype is b.dtype is torch.float32 and k == depth and n * k * m >= LEAST:
+    if a.dtype is b.dtype is torch.float32 and k == depth and n * k * m >= least:
         out = a.new_zeros(n, m)
         torch.ops.rlcore_native.add_product(a, b.contiguous(), out)
         return out

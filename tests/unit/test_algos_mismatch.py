@@ -105,6 +105,7 @@ def test_differences_of_probabilities_by_hand():
     mean = 0.85 / 3
     assert m["training/rollout_probs_diff_mean"] == pytest.approx(mean)
     assert m["training/rollout_probs_diff_max"] == pytest.approx(0.6)
+    assert m["rollout_corr/log_prob_diff_max"] == pytest.approx(2 * LN2)
     std = math.sqrt((0.0625 + 0.36) / 3 - mean * mean)
     assert m["training/rollout_probs_diff_std"] == pytest.approx(std)
     assert m["rollout_corr/response_max_diff_mean"] == pytest.approx((0.25 + 0.6) / 2)
@@ -383,6 +384,7 @@ def reference(rows: list[Row], cap: float) -> dict[str, float]:
         "rollout_corr/log_ppl_diff_max": (h_q - h_p).max(),
         "rollout_corr/log_ppl_diff_min": (h_q - h_p).min(),
         "rollout_corr/ppl_ratio": (h_q - h_p).exp().mean(),
+        "rollout_corr/log_prob_diff_max": w[mask].log().abs().max(),
         "rollout_corr/chi2_token": w[mask].square().mean() - 1,
         "rollout_corr/chi2_seq": product.square().mean() - 1,
         "rollout_corr/rollout_is_mean": u.mean(),

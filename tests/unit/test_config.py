@@ -612,6 +612,55 @@ def test_adapters_have_rules(words, said):
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        "--rollout.temperature 0.7 --train.pp 2 --train.cp 2 --mode stream --rollout.draft ngram",
+        "--rollout.top_k 3",
+        "--rollout.top_p 0.9",
+        "--rollout.min_p 0.1",
+        "--rollout.quantize int8",
+        "--rollout.dtype bfloat16",
+        "--lora.rank 8",
+        "--train.tp 2",
+        "--train.fused_loss",
+        "--train.head_chunk_tokens 512",
+        "--mode async --cluster.rollout_ranks 1",
+        "--rollout.engine sglang",
+    ],
+)
+def test_what_gives_other_bits_is_refused_with_true_on_policy(words: str) -> None:
+    """The first key of every case, but for the first case, all of whose keys are supported."""
+    argv = ["--model.path", "m", "--data.train", "label", "--data.val", "label"]
+    argv += ["--model.dtype", "float32", *words.split()]
+    assert rules.broken(parse(argv)) == []
+    found = rules.broken(parse([*argv, "--train.true_on_policy"]))
+    keys = [line.partition(": train.true_on_policy excludes it, since ")[0] for line in found]
+    assert words.startswith(keys[0]) if keys else "--rollout.temperature" in words, found
+    assert len(keys) <= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--rollout.engine sglang --rollout.fp32_lm_head False", []),
+        ("--rollout.engine sglang", ["--rollout.fp32_lm_head None"]),
+        ("--rollout.fp32_lm_head False", ["--rollout.engine torch"]),
+        (
+            "--rollout.engine sglang --rollout.fp32_lm_head False --rollout.tp 2 --train.cp 2 "
+            "--train.share_prefix true",
+            ["--rollout.tp 2", "--train.cp 2", "--train.share_prefix true"],
+        ),
+    ],
+)
+def test_on_a_gpu_true_on_policy_is_sglang_with_transformer_engine(
+    words: str, said: list[str]
+) -> None:
+    argv = ["--model.path", "m", "--data.train", "label", "--data.val", "label"]
+    argv += ["--train.true_on_policy", "--train.transformer_impl", "te", *words.split()]
+    assert [line.partition(":")[0] for line in rules.broken(parse(argv))] == said
+
+
+@pytest.mark.parametrize(
     ("ranks", "tp", "said"),
     [
         (3, 1, ""),

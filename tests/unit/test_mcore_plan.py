@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,40 @@ def test_settings_that_cannot_work_here_are_refused(model: dict, train: dict, me
 
 
 GLM = HFConfig.from_dict(kit.tiny_config("glm4_moe"))
+MLA = HFConfig.from_dict(kit.tiny_config("deepseek_v3_dense"))
+
+
+@pytest.mark.parametrize(
+    ("hf", "dtype", "message"),
+    [
+        (MOE, "float32", "dense models, and this one has experts"),
+        (MLA, "float32", "dense models, and this one has latent attention"),
+        (HF, "bfloat16", "--model.dtype bfloat16: on a CPU train.true_on_policy"),
+        (replace(HF, rope=Rope(theta=1e4, partial=0.5)), "float32", "RoPE of only a part"),
+    ],
+)
+def test_models_without_batch_invariant_operations_are_refused(
+    monkeypatch: pytest.MonkeyPatch, hf: HFConfig, dtype: Any, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model, train = ModelConfig(dtype=dtype), TrainConfig(true_on_policy=True)
+    with pytest.raises(ValueError, match=message):
+        check(hf, model, train)
+
+
+def test_true_on_policy_needs_native_code_or_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    train, float32 = TrainConfig(true_on_policy=True), ModelConfig(dtype="float32")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="only on a CPU; use --train.transformer_impl te"):
+        check(HF, float32, train)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    check(HF, ModelConfig(), replace(train, transformer_impl="te"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("rlcore.ops.native.torch_ops", lambda *_: None)
+    with pytest.raises(ValueError, match="native code, which does not run here; run bash tools"):
+        check(HF, float32, train)
 
 
 @pytest.mark.parametrize(

@@ -82,12 +82,16 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
     }
     if r.engine == "torch":
         return settings | {
+            "true_on_policy": cfg.train.true_on_policy,
             "decode_floor_ms": cfg.debug.decode_floor_ms,
             "quantize": r.quantize,
             "draft": r.draft,
             "draft_settings": draft_settings(cfg),
         }
     check_engine(cfg, hf)
+    sglang = {k: _value(v) for k, _, v in (x.partition("=") for x in r.sglang_args)}
+    if cfg.train.true_on_policy:
+        sglang["enable_deterministic_inference"] = True
     return settings | {
         "memory_fraction": r.gpu_memory_utilization,
         "ep": r.ep,
@@ -95,7 +99,7 @@ def engine_settings(cfg: Config, hf: HFConfig, world: World) -> dict[str, Any]:
         "draft_width": cfg.draft.verify_tokens,
         "draft_settings": draft_settings(cfg),
         "draft_matcher": draft_matcher(cfg, world.device.type),
-        "sglang": {k: _value(v) for k, _, v in (x.partition("=") for x in r.sglang_args)},
+        "sglang": sglang,
         "deadline_s": cfg.cluster.timeout_s,
     }
 

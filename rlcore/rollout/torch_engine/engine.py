@@ -36,6 +36,7 @@ from rlcore.hf.cache import Cache
 from rlcore.hf.config import HFConfig
 from rlcore.hf.model import CausalLM, ForwardInputs, Span
 from rlcore.hf.quantize import Quantize
+from rlcore.ops.logprob import log_probs
 from rlcore.ops.products import replace_products
 from rlcore.protocols import InProcess, PauseMode, Tag
 from rlcore.records import (
@@ -396,7 +397,8 @@ class TorchEngine(InProcess):
     log-probs are those of the rounded model. `draft` verifies guesses of the next tokens in one
     forward; `draft_settings` are the fields of `DraftSettings`. With `tell_tokens`, progress events
     contain the new tokens. `fp32_head` computes the final norm and logits of a bfloat16 engine in
-    float32; wider dtypes ignore it.
+    float32; wider dtypes ignore it. `true_on_policy`: log-probs of samples without filters have
+    the bits of the learner's; needs float32 on the CPU, native code and a dense model.
     """
 
     def __init__(
@@ -415,6 +417,7 @@ class TorchEngine(InProcess):
         quantize: Quantize = "none",
         fp32_head: bool = False,
         records_routes: bool = False,
+        true_on_policy: bool = False,
         draft: Draft = "none",
         draft_settings: Mapping[str, Any] | None = None,
         rank: int = 0,
@@ -428,7 +431,8 @@ class TorchEngine(InProcess):
         """Version of the weights; -1 before the first weight update."""
         self._device = torch.device(device)
         if self._device.type == "cpu":
-            replace_products()
+            replace_products(batch_invariant=true_on_policy)
+        self._true_on_policy = true_on_policy
         self._dtype = getattr(torch, dtype)
         self._seed = seed
         self._max_running = max_running
@@ -448,6 +452,7 @@ class TorchEngine(InProcess):
             quantize=quantize,
             fp32_head=fp32_head,
             records_routes=records_routes,
+            batch_invariant=true_on_policy,
         )
         self._model.allocate()
         self._budget = 0
@@ -801,25 +806,28 @@ class TorchEngine(InProcess):
             for row, part in enumerate(batch):
                 tokens[row, : len(part)] = part
             begin = np.array(starts[done : done + len(batch)])
-            end = int((begin + [len(part) for part in batch]).max())
+            sizes = np.array([len(part) for part in batch])
+            is_real = np.arange(width) < sizes[:, None]
+            end = int((begin + sizes).max())
             # Padding is written behind the row's end. New tokens overwrite it before it is read.
             # Column `end` exists in the cache, because it is reserved for the row's last token.
             positions = np.minimum(begin[:, None] + np.arange(width), end)
+            place = torch.from_numpy(np.flatnonzero(is_real)) if self._true_on_policy else None
             step = ForwardInputs(
                 tokens=torch.from_numpy(tokens).to(self._device),
                 positions=torch.from_numpy(positions).to(self._device),
                 slot=slot + done,
                 spans=[(0, len(batch), end)],
                 causal=not begin.any(),
+                place=place,
             )
             self._model.fill(step, cache)
             if self._seats.routes is not None:
-                sizes = np.array([len(part) for part in batch])
-                of, at = np.nonzero(np.arange(width) < sizes[:, None])
+                of, at = np.nonzero(is_real)
                 seats = np.array([job.seat for job in jobs[done : done + len(batch)]])
                 routes = self._model.take_routes()[torch.from_numpy(of * width + at)]
                 self._seats.record(seats[of], begin[of] + at, routes)
-            self._totals.prefill(sum(map(len, batch)))
+            self._totals.prefill(int(sizes.sum()))
             done += len(batch)
 
     def _make_room(self) -> None:
@@ -849,11 +857,10 @@ class TorchEngine(InProcess):
         batch = self._batch
         assert self._cache is not None
         hidden = self._model.forward(batch.step, self._cache)
-        logits = self._model.logits(hidden[:, 0])
-        tokens, logps = sample(logits, batch.counter, batch.settings)
+        logits, seats = self._model.logits(hidden[:, 0]), self._row_seats()
+        tokens, logps = self._sample(logits, batch.counter, batch.settings, seats)
         found, found_logps = _to_host(tokens, logps)
         self._check_finite(found_logps, np.arange(len(self._rows)))
-        seats = self._row_seats()
         if (table := self._seats).routes is not None:
             table.record(
                 seats, table.prompt[seats] + table.count[seats] - 1, self._model.take_routes()
@@ -908,7 +915,8 @@ class TorchEngine(InProcess):
             place=flat[0],
         )
         hidden = self._model.forward(step, cache)
-        sampled, logps = sample(self._model.logits(hidden), flat[1], self._settings(seats[row]))
+        logits, settings = self._model.logits(hidden), self._settings(seats[row])
+        sampled, logps = self._sample(logits, flat[1], settings, seats[row])
         host, host_logps = _to_host(sampled, logps)
         self._check_finite(host_logps, row)
         found = np.full(is_real.shape, -1)
@@ -928,6 +936,24 @@ class TorchEngine(InProcess):
         if done.any():
             self._finish([self._rows[i] for i in np.flatnonzero(done)])
         return len(row), int(gained.sum())
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        counter: torch.Tensor,
+        settings: SamplingTensors,
+        seats: np.ndarray,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample a token per row of logits, whose requests have these seats. With `true_on_policy`,
+        the log-probs of rows without filters come from the learner's operation."""
+        tokens, logps = sample(logits, counter, settings)
+        if self._true_on_policy:
+            temperature = np.where(self._has_filters(seats), 0, self._seats.temperature[seats])
+            for value in np.unique(temperature[temperature > 0]).tolist():
+                rows = torch.from_numpy(np.flatnonzero(temperature == value))
+                where = {"vocab_size": self.hf.vocab_size, "temperature": value}
+                logps[rows] = log_probs(logits[rows], tokens[rows], **where).logp.double()
+        return tokens, logps
 
     def _check_finite(self, logps: np.ndarray, rows: np.ndarray) -> None:
         """Raise RuntimeError if a log-prob is not finite. `rows`: the row of each log-prob."""
@@ -977,7 +1003,7 @@ class TorchEngine(InProcess):
             plain=bool((scale == 1).all()),
         )
         top_k, top_p, min_p = table.top_k[seats], table.top_p[seats], table.min_p[seats]
-        rows = np.flatnonzero(((top_k > 0) | (top_p < 1) | (min_p > 0)) & ~greedy)
+        rows = np.flatnonzero(self._has_filters(seats) & ~greedy)
         if not len(rows):
             return plain
         return replace(
@@ -988,6 +1014,11 @@ class TorchEngine(InProcess):
             min_p=torch.from_numpy(min_p[rows]).to(device),
             few=bool(((top_k[rows] > 0) & (top_k[rows] <= MOST_KEPT)).all()),
         )
+
+    def _has_filters(self, seats: np.ndarray) -> np.ndarray:
+        """Return which requests sample from some of the tokens only, [N] bool."""
+        table = self._seats
+        return (table.top_k[seats] > 0) | (table.top_p[seats] < 1) | (table.min_p[seats] > 0)
 
     def _sort_rows(self, lengths: np.ndarray) -> bool:
         """If attention over short rows is padded too much, sort the batch rows by length. Return
