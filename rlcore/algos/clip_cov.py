@@ -7,8 +7,8 @@
 
 A positive covariance of advantage and log-prob lowers the entropy. Cut tokens still count in the
 denominators. Means and N are those of a micro-batch, as in verl, so that the gradient depends on
-train.tokens_per_micro_batch. The random numbers are seeded by the size of the micro-batch, so that
-a rerun chooses the same tokens.
+train.tokens_per_micro_batch. A token's random number depends on its place among the trained tokens,
+and is seeded by the number of sequences, so that a rerun chooses the same tokens.
 
 Equals verl `compute_policy_loss_clip_cov`, except for the random choice and the clamp of log r to
 +-20. Here pg_clipfrac counts PPO's clip and algo/cov_clipped the chosen tokens; verl counts the
@@ -60,8 +60,9 @@ def loss(x: LossInputs, cfg: ClipCovConfig) -> LossOutput:
     allowed = (
         (cov > cfg.clip_cov_lb) & (cov < cfg.clip_cov_ub) & (metrics["actor/pg_clipfrac"] == 0)
     )
-    seeded = torch.Generator().manual_seed(len(cov))
+    seeded = torch.Generator().manual_seed(x.num_sequences)
     draw = torch.rand(len(cov), generator=seeded).to(cov.device)
-    cut = ratio.largest(draw, allowed, x.mask, cfg.clip_cov_ratio)
+    place = (x.mask.cumsum(0) - 1).clamp(min=0)
+    cut = ratio.largest(draw[place], allowed, x.mask, cfg.clip_cov_ratio)
     metrics["algo/cov_clipped"] = cut.float()
     return LossOutput(per_token=torch.where(cut, 0.0, policy) * x.correction, metrics=metrics)
