@@ -40,12 +40,17 @@ def requests(name: str, vocab: int, groups: int = 6, **sampling: Any) -> list[Re
 
 
 def sample(engine: TorchEngine, wanted: list[Request]) -> tuple[list[Sample], int]:
-    """Return the samples in the order of the requests, and the number of preemptions."""
+    """Return the samples in the order of the requests, and the number of preemptions. Often
+    all running requests are prefilled again, at once and with what they have sampled."""
     engine.submit(wanted)
     found: dict[str, Sample] = {}
     preempted = 0
     while len(found) < len(wanted):
-        for event in engine.poll(1.0):
+        events = engine.poll(1.0)
+        if any(isinstance(event, Finished) for event in events):
+            engine.pause("recompute")
+            engine.resume()
+        for event in events:
             preempted += isinstance(event, Preempted)
             if isinstance(event, Finished):
                 found[event.id] = event.sample
