@@ -60,6 +60,9 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=140, help="maximum tokens per response")
     parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
     parser.add_argument("--engine", choices=("torch", "sglang"), default="torch", help="engine")
+    parser.add_argument(
+        "--true-on-policy", action="store_true", help="torch: equal bits with the learner"
+    )
     parser.add_argument("--child", action="store_true", help="run the engine in a child process")
     parser.add_argument("--sglang-args", nargs="*", default=(), help="SGLang arguments KEY=TEXT")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
@@ -77,6 +80,8 @@ def main() -> None:
         "seed": a.seed,
     }
     engine: Engine
+    if a.engine == "torch":
+        options["true_on_policy"] = a.true_on_policy
     if a.engine == "sglang":
         a.child = True
         options["sglang"] = dict(word.split("=", 1) for word in a.sglang_args)
