@@ -891,7 +891,7 @@ class MegatronLearner:
     def _metrics(self, normaliser: float) -> dict[str, float]:
         names = sorted(self._sums)
         numbers = (self._tokens, self._computed)
-        more = [torch.tensor(float(n), dtype=torch.float64, device=self.device) for n in numbers]
+        more = [torch.full((), n, dtype=torch.float64, device=self.device) for n in numbers]
         if self._routing is not None:
             more += self._routing.rerouted().to(self.device)
         figures = len(names) + len(more)
