@@ -7,7 +7,6 @@ are known before the logits are read or depend on this token only.
 from typing import Protocol
 
 from rlcore.algos.base import AlgoConfig
-from rlcore.algos.correction import WHOLE
 
 NAMES = ("ppo", "grpo", "dapo", "dr_grpo")
 """Algorithms whose policy loss is `ratio.clipped` times the correction weight."""
@@ -39,7 +38,7 @@ def problems(name: str, cfg: AlgoConfig) -> list[str]:
             f"--train.fused_loss: --algo.teacher_kl_coef {cfg.teacher_kl_coef:g} cannot be fused, "
             "since advantages then depend on log-probs; set it to 0, or turn fused_loss off"
         )
-    if cfg.rollout_is in WHOLE and not cfg.bypass_mode:
+    if cfg.rollout_is not in ("none", "token") and not cfg.bypass_mode:
         out.append(
             f"--train.fused_loss: --algo.rollout_is {cfg.rollout_is} weights each token by all "
             "tokens of its response; use token or none, or turn fused_loss off"
