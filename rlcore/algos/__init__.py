@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args
 
+import msgspec
+
 from rlcore.algos.base import AlgoConfig, Estimator
 from rlcore.utils import bounds
 from rlcore.utils.errors import ConfigError
@@ -99,7 +101,7 @@ def config(name: str, **settings: Any) -> AlgoConfig:
     cls = config_class(name)
     found = bounds.mistyped(cls, settings, "algo")
     if not found:
-        cfg = cls(**settings)
+        cfg = msgspec.convert(settings, cls)
         found = [*bounds.broken(cfg, "algo"), *cfg.problems(), *correction.problems(cfg)]
     if found:
         raise ConfigError("\n".join(found))

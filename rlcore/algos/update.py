@@ -83,7 +83,7 @@ def of_rows(
 
 
 def _present(rows: LossInputs | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of the rows by name, without those that are None."""
+    """Return the given tensors by name; a field that is None counts as not given."""
     if isinstance(rows, LossInputs):
         rows = {name: getattr(rows, name) for name in NAMES}
     return {name: value for name, value in rows.items() if value is not None}

@@ -21,6 +21,7 @@ from typing import Any
 
 from rlcore.config import other_names
 from rlcore.config.schema import Config, SelectConfig
+from rlcore.utils.bounds import wanted
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.secret import hide
 
@@ -265,11 +266,11 @@ def _value(kind: Any, chunk: list[str]) -> Any:
     if origin is list or (origin is tuple and args[1:] == (...,)):
         return origin(_one(given, args[0], word) for word in words)
     if not words:
-        raise ConfigError(f"{option}: needs a value, {_wanted(kind)}")
+        raise ConfigError(f"{option}: needs a value, {wanted(kind)}")
     if origin is tuple and len(words) == len(args):
         return tuple(_one(given, one, word) for one, word in zip(args, words, strict=True))
     if len(words) > 1:
-        raise ConfigError(f"{given}: takes one value, {_wanted(kind)}")
+        raise ConfigError(f"{given}: takes one value, {wanted(kind)}")
     return _one(given, kind, words[0])
 
 
@@ -292,26 +293,7 @@ def _one(given: str, kind: Any, word: str) -> Any:
     elif kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(word)
-    raise ConfigError(f"{given}: must be {_wanted(kind)}")
-
-
-_WANTED = {
-    bool: "true or false",
-    int: "a whole number (int)",
-    float: "a number (float)",
-    str: "a text",
-    Path: "a path",
-    types.NoneType: "None",
-}
-
-
-def _wanted(kind: Any) -> str:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Literal:
-        return "one of " + ", ".join(map(str, args))
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(_wanted, args))
-    return _WANTED.get(kind, f"a {kind}, which cannot be given on the command line")
+    raise ConfigError(f"{given}: must be {wanted(kind)}")
 
 
 def _with(section: Any, values: dict[str, Any]) -> Any:

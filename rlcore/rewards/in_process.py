@@ -1,6 +1,5 @@
 """Score of one response in this process: what a reward child computes, without a service."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from rlcore.records import Finish, Prompt, request_of, training_group
 from rlcore.rewards.kind import RewardKind, to_result
 from rlcore.rewards.registry import resolve
 from rlcore.rewards.wire import SampleInfo
+from rlcore.utils import bounds
 from rlcore.utils.errors import ConfigError
 
 
@@ -43,8 +43,8 @@ def score(
         keys: keys of the reward, as in `--reward.KEY`.
 
     Raises:
-        ConfigError: there is no such reward or key, a value has the wrong type, or the reward needs
-            processes of its own.
+        ConfigError: there is no such reward or key, a value has a wrong type or is out of range, or
+            the reward needs processes of its own.
     """
     if "," in kind:
         raise ConfigError(f"kind {kind}: is a sum; score its rewards one at a time")
@@ -61,19 +61,14 @@ def score(
         index=0, dataset="", tokens=np.zeros(0, np.int32), answer=gold, fields=dict(fields or {})
     )
     text = text.encode("utf-8", "replace").decode()  # as the service sends it
-    return to_result(found.score(_section(kind, found, keys)).score(sample, prompt, text)).score
+    return to_result(found.score(_section(found, keys)).score(sample, prompt, text)).score
 
 
-def _section(kind: str, found: RewardKind, keys: dict[str, Any]) -> RewardConfig:
-    known = found.config.__dataclass_fields__
-    for key in keys:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(
-                f"{key}: is no key of the reward {kind}; it has {', '.join(known)}{hint}"
-            )
-    try:
-        return msgspec.convert(keys, found.config)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"a key of the reward {kind}: {error}") from error
+def _section(found: RewardKind, keys: dict[str, Any]) -> RewardConfig:
+    problems = bounds.mistyped(found.config, keys, "reward")
+    if not problems:
+        section = msgspec.convert(keys, found.config)
+        problems = bounds.broken(section, "reward")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return section

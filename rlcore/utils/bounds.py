@@ -10,7 +10,10 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import inf
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 
 @dataclass(frozen=True)
@@ -115,34 +118,34 @@ def mistyped(section: type, given: Mapping[str, Any], key: str) -> list[str]:
             near = difflib.get_close_matches(name, hints, n=1)
             hint = f"did you mean --{key}.{near[0]}?" if near else f"keys are {', '.join(hints)}"
             out.append(f"--{key}.{name}: there is no such key; {hint}")
-        elif not _fits(value, hints[name]):
-            out.append(f"--{key}.{name} {value!r}: must be {_described(hints[name])}")
+            continue
+        try:
+            msgspec.convert(value, hints[name])
+        except msgspec.ValidationError:
+            out.append(f"--{key}.{name} {value!r}: must be {wanted(hints[name])}")
     return out
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a field with this type may hold the value."""
-    kind, options = typing.get_origin(hint), typing.get_args(hint)
-    if kind is typing.Literal:
-        return value in options
-    if kind is tuple:
-        return isinstance(value, tuple) and all(_fits(v, options[0]) for v in value)
-    if kind in (typing.Union, types.UnionType):
-        return any(_fits(value, option) for option in options)
-    if hint in (int, float):
-        return isinstance(value, (int, hint)) and not isinstance(value, bool)
-    return not isinstance(hint, type) or isinstance(value, hint)
+_WANTED = {
+    bool: "true or false",
+    int: "a whole number (int)",
+    float: "a number (float)",
+    str: "a text",
+    Path: "a path",
+    types.NoneType: "None",
+}
 
 
-def _described(hint: Any) -> str:
+def wanted(kind: Any) -> str:
     """Describe the values of a type, for an error."""
-    if typing.get_origin(hint) is typing.Literal:
-        return f"one of {', '.join(map(str, typing.get_args(hint)))}"
-    if typing.get_origin(hint) is tuple:
-        return f"a tuple, each {_described(typing.get_args(hint)[0])}"
-    return {bool: "True or False", int: "an integer", float: "a number", str: "a text"}.get(
-        hint, str(hint)
-    )
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(str, args))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(wanted, args))
+    if origin is tuple:
+        return f"a tuple, each {wanted(args[0])}"
+    return _WANTED.get(kind, f"a {kind}, which cannot be given on the command line")
 
 
 def _ranges(section: type) -> dict[str, Range]:

@@ -42,7 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = kit.cases(
 @pytest.fixture(autouse=True, scope="module")
 def _native() -> None:
     if native.torch_ops("batch-invariant operations") is None:
-        pytest.skip("no native build")
+        pytest.skip("the mode needs rlcore's native code: bash tools/setup.sh")
 
 
 @pytest.fixture(scope="module")

@@ -474,7 +474,8 @@ def test_clip_cov_leaves_out_what_the_clip_has_cut():
 
 
 def test_clip_cov_draws_at_random_and_the_same_again():
-    """Of 400 equal tokens in two halves, about as many are cut on each side."""
+    """All 400 tokens may be cut and 100 are, at random: about 50 in each half, and the same ones in
+    a second call."""
     n = 400
     x = inputs([0.0] * n, [1.0, -1.0] * (n // 2))
     logp = t([-1.0, -3.0] * (n // 2))

@@ -290,8 +290,8 @@ def test_loss_and_gradient_equal_the_slow_reference(case, per_token_advantage):
 @pytest.mark.parametrize("share", [1e-3, 0.3, 1.0])
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_losses_by_covariance_equal_the_slow_reference(name, share):
-    """Tokens ranked over the whole micro-batch. Those that clip_cov cuts are a random choice, so
-    they are taken from its metric, after a count and a check of each."""
+    """The reference ranks all tokens of the micro-batch. clip_cov chooses at random: its metric
+    names the cut tokens, and the test checks their number and that each may be cut."""
     seen = 0
     for seed in range(12):
         x, u = batch(seed, per_token_advantage=seed % 2 == 0)

@@ -220,12 +220,12 @@ def refused(name: str, rows: dict[str, Any], **settings: Any) -> list[str]:
 
 
 def test_every_wrong_setting_is_named() -> None:
-    wrong = {"clip_lo": 0.1, "kl_type": "k9", "rollout_rs": ["token_k1"], "clip_high": True}
+    wrong = {"clip_lo": 0.1, "kl_type": "k9", "rollout_rs": "token_k1", "clip_high": True}
     said = refused("grpo", padded(), **wrong)
     assert said[0] == "--algo.clip_lo: there is no such key; did you mean --algo.clip_low?"
     assert said[1].startswith("--algo.kl_type 'k9': must be one of k1, k2")
-    assert said[2].startswith("--algo.rollout_rs ['token_k1']: must be a tuple, each one of token")
-    assert said[3:] == ["--algo.clip_high True: must be a number"]
+    assert said[2].startswith("--algo.rollout_rs 'token_k1': must be a tuple, each one of token")
+    assert said[3:] == ["--algo.clip_high True: must be a number (float)"]
     wrong = {"clip_low": -1, "rollout_is_threshold": 0.5, "rollout_rs": ("token_k2",)}
     said = refused("grpo", padded(), **wrong, bypass_mode=True, rollout_is_batch_normalize=True)
     keys = [line.split(":")[0].split()[0] for line in said]

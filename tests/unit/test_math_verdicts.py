@@ -1,5 +1,5 @@
 """Verdicts of the math reward on answers and responses that were written to mislead it: the right
-verdict of each is known. `KNOWN_FAULTS` are those that it gets wrong."""
+verdict of each is known. `KNOWN_FAULTS`: answers that still get the wrong verdict."""
 
 import msgspec
 import pytest
@@ -243,7 +243,7 @@ def test_a_boxed_answer_gets_the_right_verdict(reward, gold, answer, right):
     assert reward.score(None, prompt_of(gold), f"so \\boxed{{{answer}}}.") == right
 
 
-@pytest.mark.xfail(strict=True, reason="a known fault; README of the rewards, Math")
+@pytest.mark.xfail(strict=True, reason="listed as open in rlcore/rewards/README.md, Math")
 @pytest.mark.parametrize(("gold", "answer", "right"), verdicts(KNOWN_FAULTS))
 def test_a_known_fault_is_still_one(reward, gold, answer, right):
     assert reward.score(None, prompt_of(gold), f"so \\boxed{{{answer}}}.") == right

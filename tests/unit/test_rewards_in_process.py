@@ -67,8 +67,13 @@ def test_a_score_is_that_of_the_children(kind, keys, finish, tmp_path, monkeypat
         ("mth", {}, "--reward mth: allowed are code, exact, judge, math, .*; did you mean math?"),
         ("exact,math", {}, "kind exact,math: is a sum; score its rewards one at a time"),
         ("code", {}, "kind code: runs in processes of its own"),
-        ("math", {"require_box": 1}, "require_box: is no key of the reward math; it has .*boxed?"),
-        ("math", {"decimals": "x"}, "a key of the reward math: Expected `int`, got `str`"),
+        (
+            "math",
+            {"require_box": 1},
+            "--reward.require_box: there is no such key; did you mean",
+        ),
+        ("math", {"decimals": "x"}, "--reward.decimals 'x': must be a whole number"),
+        ("math", {"timeout_s": -1.0}, "--reward.timeout_s -1: must be above 0"),
         ("no_such.fn", {}, "there is no module no_such; is it on PYTHONPATH"),
     ],
 )
