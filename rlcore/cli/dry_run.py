@@ -85,7 +85,7 @@ def show(cfg: Config, every: bool = False) -> int:
         tp = cfg.rollout.tp
         print(
             f"world        {_count(world, 'rank')}: tp {layout.tp} x cp {layout.cp} x "
-            f"pp {layout.pp} x dp {layout.dp}, ep {layout.ep}, vpp {layout.vpp}"
+            f"pp {layout.pp} x dp {layout.dp}, ep {layout.ep}, etp {layout.etp}, vpp {layout.vpp}"
             + (f", layers {' + '.join(map(str, layout.pp_layers))}" if layout.pp_layers else "")
             + (f" on the first {train_ranks}" if apart else "")
             + f"; {_count((apart or world) // tp, 'engine')} ({cfg.rollout.engine}) of "
@@ -236,9 +236,10 @@ def rank_map(layout: "ParallelLayout", world: int, per_node: int, tp: int) -> st
         stride *= size
     first = stride if stride < world else 0
     engine = (f"{first} + " if first else "") + (f"{tp} x engine" if tp > 1 else "engine")
+    spread = layout.expert_ranks
     return (
         f"rank map     rank = {' + '.join(terms) or '0'}, counted from 0"
-        + (f"; experts are sharded over {layout.ep} neighbours of a stage" if layout.ep > 1 else "")
+        + (f"; experts are sharded over {spread} neighbours of a stage" if spread > 1 else "")
         + f"; first rank of an engine = {engine}; node = rank / {per_node}"
     )
 

@@ -286,6 +286,9 @@ class TrainConfig:
     """Context parallel size."""
     ep: ParallelSize = 1
     """Expert parallel size."""
+    etp: ParallelSize = 1
+    """Expert tensor parallel size: number of ranks that divide each expert's matrices; independent
+    of train.tp. 1: experts are not divided."""
     distributed_optimizer: bool = True
     """Whether to shard optimizer states over the data-parallel ranks."""
     transformer_impl: Literal["local", "te"] = "local"

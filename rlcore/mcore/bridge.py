@@ -1,12 +1,13 @@
 """Convert Megatron's parameters to Hugging Face tensors and back, streamed.
 
 Megatron fuses query, key and value (by query group), and also gate and up. It splits parameters
-over tensor-, pipeline- and expert-parallel ranks. A `ParamPiece` maps one parameter of the unsplit
-model to the Hugging Face tensors that it contains.
+over tensor-, pipeline- and expert-parallel ranks; experts not over tensor- but over expert
+tensor-parallel (ETP) ranks. A `ParamPiece` maps one parameter of the unsplit model to the Hugging
+Face tensors that it contains.
 
 `load_hf`: each rank reads only its slice of each tensor. `shards`: each rank splits its own fused
 parameters into views, without communication. `export_hf` works in bundles of parameters: the ranks
-that own a bundle gather it over TP and split fused parameters, then broadcast over EP and PP. Every
+that own a bundle gather it over TP or ETP and split fused parameters, then broadcast over EP and PP. Every
 rank yields every tensor, in the order of `hf.names.expected`.
 
 LoRA adapters have pieces of their own, with PEFT's names. The weights that are exported contain
@@ -243,7 +244,7 @@ def _layer_pieces(hf: HFConfig, layer: int) -> list[ParamPiece]:
         gate_up = [f"{name}gate_proj.weight", f"{name}up_proj.weight"]
         down = [f"{name}down_proj.weight"]
         found.append(piece(f"{name}linear_fc1.weight", gate_up, "gate_up", e))
-        found.append(piece(f"{name}linear_fc2.weight", down, "copy", e))
+        found.append(piece(f"{name}linear_fc2.weight", down, "columns", e))
     if hf.shared_intermediate_size:
         name = "mlp.shared_experts."
         gate_up = [f"{name}gate_proj.weight", f"{name}up_proj.weight"]
@@ -274,7 +275,7 @@ def adapter_pieces(hf: HFConfig, lora: LoraConfig) -> list[ParamPiece]:
     adapted, found = peft.adapted(hf, lora), []
     for piece in pieces(hf):
         adapter = piece.name.removesuffix(".weight") + SUFFIX
-        is_column_parallel = piece.kind in ("qkv", "gate_up") and piece.expert < 0
+        is_column_parallel = piece.kind in ("qkv", "gate_up")
         kinds: tuple[Kind, Kind] = ("copy", "rows" if is_column_parallel else "copy")
         if piece.kind == "columns":
             kinds = "columns", "copy"
@@ -394,7 +395,7 @@ def _read(
     piece: ParamPiece, source: TensorSource, hf: HFConfig, layout: ParallelLayout, shape: Shape
 ) -> Tensor:
     """Read this rank's part of a parameter; the part has the shape `shape`."""
-    names, rank = piece.tensors, layout.tp_rank
+    names, rank = piece.tensors, _rank(piece, layout)
     match piece.kind:
         case "copy":
             return source.get(names[0])
@@ -407,12 +408,15 @@ def _read(
             part = source.get(names[0], (slice(start, stop),))
             missing = shape[0] - (stop - start)
             return torch.nn.functional.pad(part, (0, 0, 0, missing)) if missing else part
-        case "gate_up" if piece.expert >= 0:
-            return torch.cat([source.get(name) for name in names])
         case "gate_up":
             return torch.cat([source.get(name, (_nth(rank, shape[0] // 2),)) for name in names])
         case "qkv":
             return _read_qkv(names, source, hf, layout)
+
+
+def _rank(piece: ParamPiece, layout: ParallelLayout) -> int:
+    """Return the index of this rank among the ranks that divide the parameter."""
+    return layout.tp_rank if piece.expert < 0 else layout.etp_rank
 
 
 def _nth(rank: int, size: int) -> slice:
@@ -471,7 +475,7 @@ def _own_parts(
 ) -> list[tuple[int, int, int, Tensor]]:
     """Return (split dimension, first index, number of indices, view) for each Hugging Face tensor
     in this rank's part `local` of a parameter."""
-    rank = layout.tp_rank
+    rank = _rank(piece, layout)
     match piece.kind:
         case "copy":
             return [(0, 0, len(local), local)]
@@ -484,8 +488,7 @@ def _own_parts(
             start, stop = (min(i * len(local), hf.vocab_size) for i in (rank, rank + 1))
             return [(0, start, stop - start, local[: stop - start])]
         case "gate_up":
-            first = 0 if piece.expert >= 0 else rank
-            return [(0, first * len(half), len(half), half) for half in local.chunk(2)]
+            return [(0, rank * len(half), len(half), half) for half in local.chunk(2)]
         case "qkv":
             groups, held = _held_rows(hf, layout)
             grouped = local.unflatten(0, (groups, -1)).split([rows for _, rows in held], 1)
@@ -590,16 +593,19 @@ def _gather(
     hf: HFConfig,
     layout: ParallelLayout,
 ) -> list[Tensor]:
-    """Return a bundle's Hugging Face tensors. Except for experts, gather the bundle over TP."""
+    """Return a bundle's Hugging Face tensors. Gather the bundle over TP, experts over ETP."""
     local = [params[piece.name] for piece in bundle]
-    if layout.tp == 1 or bundle[0].expert >= 0:
+    kind, size = ("tensor_model", layout.tp)
+    if bundle[0].expert >= 0:
+        kind, size = ("expert_tensor", layout.etp)
+    if size == 1:
         parts = [[tensor] for tensor in local]
     else:
         flat = _flat(local)
-        every = flat.new_empty(layout.tp * flat.numel())
-        compat.all_gather(every, flat, group=_group("tensor_model"))
+        every = flat.new_empty(size * flat.numel())
+        compat.all_gather(every, flat, group=_group(kind))
         del flat  # freed, so that at most two bundles are in memory
-        rows = [row.split([tensor.numel() for tensor in local]) for row in every.chunk(layout.tp)]
+        rows = [row.split([tensor.numel() for tensor in local]) for row in every.chunk(size)]
         parts = [[row[i].view(tensor.shape) for row in rows] for i, tensor in enumerate(local)]
     return [
         tensor
@@ -609,7 +615,8 @@ def _gather(
 
 
 def _group(kind: str) -> dist.ProcessGroup:
-    """Return this rank's group of kind `tensor_model`, `pipeline_model` or `expert_model`."""
+    """Return this rank's parallel group: that of `tensor_model`, `pipeline_model`, `expert_model`
+    or `expert_tensor`."""
     # Import late: the shim must be installed first, and a single rank needs no groups.
     from megatron.core import parallel_state
 
@@ -617,7 +624,7 @@ def _group(kind: str) -> dist.ProcessGroup:
 
 
 def split(piece: ParamPiece, parts: Sequence[Tensor], hf: HFConfig) -> list[Tensor]:
-    """Split a parameter into its Hugging Face tensors; `parts` has one part per TP rank."""
+    """Split a parameter into its Hugging Face tensors; `parts` has one part per TP or ETP rank."""
     match piece.kind:
         case "copy":
             return [parts[0]]

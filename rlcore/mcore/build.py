@@ -79,7 +79,7 @@ def transformer_config(hf: HFConfig, model: ModelConfig, train: TrainConfig) -> 
         "pipeline_model_parallel_size": train.pp,
         "context_parallel_size": train.cp,
         "expert_model_parallel_size": train.ep,
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": train.etp,
         "sequence_parallel": train.sp and train.tp > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -165,6 +165,13 @@ def _forget_routes(moe: MoELayer, *_: object) -> None:
     if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
         dispatcher.probs = dispatcher.routing_map = None
         dispatcher.reversed_local_input_permutation_mapping = None
+
+
+def _own_groups(moe: MoELayer) -> None:
+    """Mark the experts' parameters, so that their gradients are summed over the ranks that hold
+    the same parts. With ep 1, Megatron takes the data-parallel ranks, also if etp is not tp."""
+    for param in moe.experts.parameters():
+        param.allreduce = False  # type: ignore[attr-defined]  # Megatron reads it
 
 
 def _block_spec(
@@ -300,6 +307,8 @@ def build(
         for module in chunk.modules():
             if isinstance(module, MoELayer):
                 module.register_forward_hook(_forget_routes)
+                if layout.has_own_expert_groups:
+                    _own_groups(module)
         chunks.append(chunk.to(device))
         if lora.rank:
             attach(chunk, hf, lora, recompute=train.recompute == "full")

@@ -152,6 +152,11 @@ def _check_adapters(hf: HFConfig, train: TrainConfig, lora: LoraConfig) -> None:
             f"--train.tp {train.tp}: with --lora.rank it must be at most the model's "
             f"{hf.num_kv_heads} key-value heads; use --train.pp or --train.cp for the rest"
         )
+    if lora.experts and train.etp > 1:
+        raise ConfigError(
+            f"--train.etp {train.etp}: adapters of experts are not divided; set --train.etp 1, or "
+            "leave --lora.experts off"
+        )
     if lora.experts and not hf.num_experts:
         raise ConfigError("--lora.experts: the model has no experts; unset it")
     if not peft.adapted(hf, lora):

@@ -41,7 +41,8 @@ def can_group(device: torch.device, dtype: torch.dtype) -> bool:
 
 def experts_of(config: TransformerConfig, device: torch.device) -> type[SequentialMLP]:
     """Return the class of a layer's experts, and announce the choice."""
-    sizes, dtype = (config.hidden_size, config.moe_ffn_hidden_size), config.params_dtype
+    width = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
+    sizes, dtype = (config.hidden_size, width), config.params_dtype
     why = ""
     if any(size * dtype.itemsize % _ALIGN for size in sizes):
         why = f"rows of {sizes[0]} or {sizes[1]} {dtype} are no multiple of {_ALIGN} bytes"

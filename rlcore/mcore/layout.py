@@ -1,8 +1,8 @@
 """Compute a rank's position in the parallel layout, without process groups and without Megatron.
 
 Rank order is Megatron's default, from fastest to slowest index: tensor, context, data, pipeline
-parallel. Expert-parallel ranks are adjacent inside one pipeline stage (expert tensor-parallel size
-is 1), so an expert group may span data-parallel ranks.
+parallel. For experts, a pipeline stage has an order of its own: expert tensor, expert, expert data
+parallel. So the ranks that share experts are adjacent, and may span data-parallel ranks.
 """
 
 import bisect
@@ -25,24 +25,36 @@ class ParallelLayout:
     vpp: int
     cp: int
     ep: int
+    etp: int
     dp: int
     tp_rank: int
     pp_rank: int
     cp_rank: int
     ep_rank: int
+    etp_rank: int
     dp_rank: int
     pp_layers: tuple[int, ...] = ()
     """Number of layers in each model chunk, in the order of the model; empty: equal numbers."""
 
     @property
     def edp(self) -> int:
-        """Return the number of ranks of a pipeline stage that hold the same experts."""
-        return self.world_size // (self.ep * self.pp)
+        """Return the number of ranks of a pipeline stage that hold the same parts of experts."""
+        return self.world_size // (self.expert_ranks * self.pp)
 
     @property
     def edp_rank(self) -> int:
-        """Return the index of this rank among the ranks that hold the same experts."""
-        return self.rank % (self.world_size // self.pp) // self.ep
+        """Return the index of this rank among the ranks that hold the same parts of experts."""
+        return self.rank % (self.world_size // self.pp) // self.expert_ranks
+
+    @property
+    def expert_ranks(self) -> int:
+        """Return the number of ranks that share the experts of a layer."""
+        return self.ep * self.etp
+
+    @property
+    def has_own_expert_groups(self) -> bool:
+        """Return whether gradients of experts are summed over other ranks than other gradients."""
+        return self.ep > 1 or self.etp != self.tp
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:
@@ -60,7 +72,7 @@ class ParallelLayout:
         """Return the global ranks that must run as many micro-batches as this rank: the smallest
         union of whole model-parallel and whole expert-parallel groups that contains this rank."""
         stage = self.world_size // self.pp
-        block, group = self.tp * self.cp, self.ep
+        block, group = self.tp * self.cp, self.expert_ranks
         low, high = self.dp_rank * block, (self.dp_rank + 1) * block
         while low % group or high % group or low % block or high % block:
             low -= low % group
@@ -126,10 +138,11 @@ def layout_of(train: TrainConfig, world_size: int, rank: int) -> ParallelLayout:
             "or lower one of them"
         )
     stage = world_size // train.pp
-    if stage % train.ep:
+    if stage % (train.ep * train.etp):
         raise ConfigError(
-            f"--train.ep {train.ep}: must divide the {stage} ranks of a pipeline stage; "
-            f"take a divisor of {stage}"
+            f"--train.ep {train.ep} --train.etp {train.etp}: their product "
+            f"{train.ep * train.etp} must divide the {stage} ranks of a pipeline stage; take a "
+            f"divisor of {stage}"
         )
     if train.vpp > 1 and train.pp == 1:
         raise ConfigError(
@@ -156,11 +169,13 @@ def layout_of(train: TrainConfig, world_size: int, rank: int) -> ParallelLayout:
         vpp=train.vpp,
         cp=train.cp,
         ep=train.ep,
+        etp=train.etp,
         dp=dp,
         tp_rank=tp_rank,
         pp_rank=pp_rank,
         cp_rank=cp_rank,
-        ep_rank=rank % stage % train.ep,
+        ep_rank=rank % stage // train.etp % train.ep,
+        etp_rank=rank % stage % train.etp,
         dp_rank=dp_rank,
         pp_layers=train.pp_layers,
     )
@@ -216,20 +231,20 @@ def check_model(hf: HFConfig, train: TrainConfig) -> None:
             f"the model's {hf.num_layers} layers; lower one of them, or set --train.pp_layers to "
             f"{stages} numbers of layers"
         )
-    if train.ep > 1 and not hf.num_experts:
-        raise ConfigError(
-            f"--train.ep {train.ep}: the model has no experts to distribute; use --train.ep 1"
-        )
+    for key, size in (("ep", train.ep), ("etp", train.etp)):
+        if size > 1 and not hf.num_experts:
+            raise ConfigError(
+                f"--train.{key} {size}: the model has no experts to distribute; use --train.{key} 1"
+            )
     if hf.num_experts and hf.num_experts % train.ep:
         raise ConfigError(
             f"--train.ep {train.ep}: must divide the model's {hf.num_experts} experts; "
             f"take a divisor of {hf.num_experts}"
         )
-    if hf.num_experts and train.tp > 1 and train.ep == 1:
-        # With ep 1, Megatron does not sum gradients of experts over tensor-parallel ranks.
+    if hf.num_experts and hf.moe_intermediate_size % train.etp:
         raise ConfigError(
-            f"--train.ep 1: under --train.tp {train.tp} Megatron does not add up the gradients of "
-            "experts that are not distributed; set --train.ep to 2 or more, or --train.tp 1"
+            f"--train.etp {train.etp}: must divide the width {hf.moe_intermediate_size} of the "
+            f"model's experts; take a divisor of {hf.moe_intermediate_size}"
         )
     if hf.num_experts and train.tp > 1 and not train.sp:
         raise ConfigError(

@@ -286,7 +286,8 @@ class MegatronLearner:
         return made
 
     def _describe(self) -> str:
-        sizes = {name: getattr(self.layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "dp")}
+        names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
+        sizes = {name: getattr(self.layout, name) for name in names}
         text = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
         train, lm = self._train, self.head == "lm"
         text += f", layers {' + '.join(map(str, train.pp_layers))}" if train.pp_layers else ""

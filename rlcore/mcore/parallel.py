@@ -23,7 +23,7 @@ class Groups:
     """Process groups of the train ranks that rlcore adds to Megatron's."""
 
     lockstep: dist.ProcessGroup | None
-    """Group of ranks that must run equally many micro-batches; None without expert parallelism."""
+    """Group of ranks that must run equally many micro-batches; None if no ranks share experts."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,7 +98,7 @@ def initialise(
             virtual_pipeline_model_parallel_size=train.vpp if train.vpp > 1 else None,
             context_parallel_size=train.cp,
             expert_model_parallel_size=train.ep,
-            expert_tensor_parallel_size=1,
+            expert_tensor_parallel_size=train.etp,
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         )
         groups = Groups(lockstep=_lockstep_group(train, layout, timeout_s))
@@ -120,7 +120,7 @@ def neighbours(size: int) -> dist.ProcessGroup:
 
 
 def _check_same(wanted: ParallelLayout, found: ParallelLayout) -> None:
-    for name in ("tp", "pp", "vpp", "cp", "ep", "pp_layers"):
+    for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "pp_layers"):
         ours, theirs = getattr(wanted, name), getattr(found, name)
         if ours != theirs:
             raise ValueError(
@@ -132,7 +132,7 @@ def _check_same(wanted: ParallelLayout, found: ParallelLayout) -> None:
 def _lockstep_group(
     train: TrainConfig, layout: ParallelLayout, timeout_s: float
 ) -> dist.ProcessGroup | None:
-    if layout.ep == 1:
+    if layout.expert_ranks == 1:
         return None
     mine = None
     done: set[tuple[int, ...]] = set()
@@ -155,6 +155,7 @@ def _check(layout: ParallelLayout) -> None:
         state.get_pipeline_model_parallel_rank(),
         state.get_context_parallel_rank(),
         state.get_expert_model_parallel_rank(),
+        state.get_expert_tensor_parallel_rank(),
         state.get_data_parallel_rank(),
         state.get_data_parallel_world_size(),
     )
@@ -163,6 +164,7 @@ def _check(layout: ParallelLayout) -> None:
         layout.pp_rank,
         layout.cp_rank,
         layout.ep_rank,
+        layout.etp_rank,
         layout.dp_rank,
         layout.dp,
     )

@@ -164,6 +164,7 @@ class SimJob:
             pp_layers=t.pp_layers,
             cp=t.cp,
             ep=t.ep,
+            etp=t.etp,
             recompute=t.recompute,
             micro_batch=t.tokens_per_micro_batch,
             updates=samples // (t.samples_per_update or samples),

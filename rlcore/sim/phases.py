@@ -31,6 +31,7 @@ class Layout:
     pp_layers: tuple[int, ...] = ()
     cp: int = 1
     ep: int = 1
+    etp: int = 1
     recompute: str = "none"
     micro_batch: int = 16_384
     """Maximum number of tokens in a micro-batch."""
@@ -212,8 +213,9 @@ def _traffic_s(model: ModelSize, gpu: Gpu, layout: Layout, c: Constants) -> floa
     """Return the seconds of traffic between the GPUs of a group, per token of a forward pass.
 
     Tensor parallelism reduces a layer's activations twice, context parallelism gathers its keys and
-    values, expert parallelism sends each token to its experts and back. A pass backward has twice
-    the traffic, as it has twice the operations.
+    values, expert parallelism sends each token to its experts and back. Ranks that divide experts
+    gather their tokens, and sum the outputs. A pass backward has twice the traffic, as it has twice
+    the operations.
     """
     layers, own = model.layers / layout.pp, 1 / layout.cp
     spans = layout.tp * layout.cp > gpu.per_node
@@ -225,9 +227,11 @@ def _traffic_s(model: ModelSize, gpu: Gpu, layout: Layout, c: Constants) -> floa
         seconds += layers * own * 2 * shared * (1 - model.kv_heads / layout.tp) / near
     gathered = model.layer_kv_bytes / min(layout.tp, model.kv_heads)
     seconds += layers * gathered * (layout.cp - 1) / layout.cp / (far if spans else near)
-    if model.experts and layout.ep > 1:
-        sent = 2 * model.experts_per_token * 2 * model.hidden * (layout.ep - 1) / layout.ep
-        seconds += layers * own / layout.tp * sent / (far if layout.ep > gpu.per_node else near)
+    if model.experts:
+        sent = layers * own / layout.tp * 2 * model.experts_per_token * 2 * model.hidden
+        share = (layout.ep - 1) / layout.ep
+        seconds += share * sent / (far if layout.ep * layout.etp > gpu.per_node else near)
+        seconds += (layout.etp - 1) * sent / (far if layout.etp > gpu.per_node else near)
     return seconds
 
 
@@ -236,7 +240,7 @@ def _reduce_s(model: ModelSize, gpu: Gpu, layout: Layout, c: Constants) -> float
     weights."""
     if layout.dp * layout.cp == 1:
         return 0.0
-    held = (model.dense + model.embeddings) / layout.tp + model.experts / layout.ep
+    held = (model.dense + model.embeddings) / layout.tp + model.experts / (layout.ep * layout.etp)
     if model.adapters:
         held = model.adapters / layout.tp
     gbs = gpu.network_gbs if layout.gpus > gpu.per_node else gpu.link_gbs
@@ -273,7 +277,7 @@ def update_weights_s(
     engines have GPUs of their own (`apart`)."""
     near, far = (constants.link * gbs * 1e9 for gbs in (gpu.link_gbs, gpu.network_gbs))
     sent = 2 * model.parameters / tp
-    spread = max(layout.tp * layout.pp * layout.cp, layout.ep)
+    spread = max(layout.tp * layout.pp * layout.cp, layout.ep * layout.etp)
     other = 1.0 if apart else max(0.0, 1 - gpu.per_node / spread)
     return sent * other / far + sent * (1 - other) / near
 

@@ -165,7 +165,7 @@ def layer_parameters(hf: HFConfig, layout: ParallelLayout, layer: int) -> tuple[
     for name, shape in layer_shapes(hf, layer).items():
         count = math.prod(shape)
         if ".experts." in name:
-            experts += count / layout.ep
+            experts += count / layout.expert_ranks
         elif "norm." in name or "_a_proj" in name or name.startswith("mlp.gate."):
             dense += count  # Each tensor-parallel rank holds norms, projections to latents, router.
         else:
@@ -259,11 +259,11 @@ def chunk_bytes(train: TrainConfig, kept: tuple[int, int]) -> int:
 def copied_bytes(
     hf: HFConfig, model: ModelConfig, layout: ParallelLayout, head: str, lora: LoraConfig
 ) -> int:
-    """Return the bytes of weights that Megatron's build holds twice beside all gradients. With
-    expert parallelism, experts have buffers of their own, which it fills last."""
+    """Return the bytes of weights that Megatron's build holds twice beside all gradients. Experts
+    with groups of their own have buffers of their own, which it fills last."""
     dense, experts = trained(hf, layout, head, lora)
     size = ITEMSIZE[model.dtype]
-    if layout.ep == 1:
+    if not layout.has_own_expert_groups:
         return size * (dense + experts)
     return max(size * experts, size * dense - max(size, 4) * experts)
 
@@ -291,12 +291,14 @@ def _activations(
     kept = 4 * hf.hidden_size * whole + heads
     if has_experts:
         # Tokens are held as sent, received, sorted by expert, and twice when sorted back. Experts
-        # keep input, gate and up, product, weighted product.
-        sent = hf.experts_per_token * whole
-        forward = kept + 5 * sent * hf.hidden_size
-        kept += sent * (hf.hidden_size + 4 * hf.moe_intermediate_size)
+        # keep input, gate and up, product, weighted product. Ranks that divide experts get the
+        # tokens of all of them, unsorted and sorted, and their outputs, which are then summed.
+        sent, etp = hf.experts_per_token * whole, train.etp
+        rows = 5 if etp == 1 else 4 + 3 * etp
+        forward = kept + rows * sent * hf.hidden_size
+        kept += sent * (etp * hf.hidden_size + 4 * hf.moe_intermediate_size)
         kept += 3 * hf.shared_intermediate_size / tp
-        backward = kept + 5 * sent * hf.hidden_size
+        backward = kept + rows * sent * hf.hidden_size
     else:
         kept += 3 * hf.intermediate_size / tp
         forward, backward = kept, 2 * kept  # backward also holds the gradients
@@ -311,7 +313,8 @@ def stacked_experts(hf: HFConfig, train: TrainConfig) -> int:
     on a GPU (mcore/experts.py): of gate and up, which are larger than down."""
     if not hf.num_experts or train.transformer_impl != "local":
         return 0
-    return hf.num_experts // train.ep * 2 * hf.moe_intermediate_size * hf.hidden_size
+    width = hf.moe_intermediate_size // train.etp
+    return hf.num_experts // train.ep * 2 * width * hf.hidden_size
 
 
 def kept_bytes(

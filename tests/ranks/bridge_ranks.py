@@ -33,6 +33,10 @@ EXPERTS = {
     "tp2 ep2": {"tp": 2, "ep": 2},
     "pp2 ep2": {"pp": 2, "ep": 2},
     "tp4 ep2": {"tp": 4, "ep": 2},
+    "tp2 of whole experts": {"tp": 2},
+    "etp2": {"etp": 2},
+    "tp2 ep2 etp2": {"tp": 2, "ep": 2, "etp": 2},
+    "pp2 tp2 etp2": {"pp": 2, "tp": 2, "etp": 2},
 }
 LAYOUTS = {
     "qwen2": DENSE | UNEQUAL,

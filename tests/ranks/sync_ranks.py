@@ -37,6 +37,8 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "ep4": {"ep": 4},
         "tp2 ep2": {"tp": 2, "ep": 2},
         "pp2 ep2": {"pp": 2, "ep": 2},
+        "etp2": {"etp": 2},
+        "tp2 ep2 etp2": {"tp": 2, "ep": 2, "etp": 2},
     },
     "glm4_moe": {"tp2 pp2 ep2": {"tp": 2, "pp": 2, "ep": 2}},
     "deepseek_v3": {"tp2 ep2": {"tp": 2, "ep": 2}},

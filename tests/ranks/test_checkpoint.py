@@ -37,6 +37,9 @@ SAVED: dict[str, dict[str, Any]] = {
     "ep2": {"layout": {"ep": 2} | DIST, "arch": "qwen3_moe"},
     "pp2 with a dense layer": {"layout": {"pp": 2} | DIST, "arch": "qwen3_moe_mixed"},
     "tp2 ep2 of routers with biases": {"layout": {"tp": 2, "ep": 2} | DIST} | BIASED,
+    "tp2 etp2 of routers with biases": {"layout": {"tp": 2, "etp": 2} | DIST} | BIASED,
+    "tp2 of whole experts": {"layout": {"tp": 2} | DIST} | BIASED,
+    "etp2": {"layout": {"etp": 2}} | BIASED,
     "cp2": {"layout": {"cp": 2} | DIST},
     "offloaded": {"layout": {"offload_optimizer": True} | DIST},
     "pp2 untied": {"layout": {"pp": 2} | DIST, "arch": "qwen2"},
@@ -55,6 +58,17 @@ RESHARDED: dict[str, dict[str, Any]] = {
         "layout": DIST,
         "arch": "qwen3_moe_mixed",
     },
+    "tp2 etp2 of routers with biases to ep2": {
+        "of": "tp2 etp2 of routers with biases",
+        "layout": {"ep": 2} | DIST,
+    }
+    | BIASED,
+    "tp2 of whole experts to etp2": {
+        "of": "tp2 of whole experts",
+        "layout": {"etp": 2} | DIST,
+    }
+    | BIASED,
+    "etp2 to tp2": {"of": "etp2", "layout": {"tp": 2} | DIST} | BIASED,
     "tp2 ep2 of routers with biases to pp2": {
         "of": "tp2 ep2 of routers with biases",
         "layout": {"pp": 2} | DIST,

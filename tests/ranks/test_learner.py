@@ -37,8 +37,17 @@ EXPERTS: dict[str, dict[str, Any]] = kit.cases(
         "ep2": {"ep": 2},
         "tp2 ep2": {"tp": 2, "ep": 2},
         "pp2 ep2 distributed optimizer": {"pp": 2, "ep": 2, "distributed_optimizer": True},
+        "tp2 of whole experts": {"tp": 2},
+        "tp2 of whole experts distributed optimizer": {"tp": 2, "distributed_optimizer": True},
+        "etp2": {"etp": 2},
+        "tp2 etp2": {"tp": 2, "etp": 2},
+        "pp2 etp2 distributed optimizer": {"pp": 2, "etp": 2, "distributed_optimizer": True},
+        "tp2 ep2 etp2": {"tp": 2, "ep": 2, "etp": 2, "distributed_optimizer": True},
+        "tp2 etp4 full recompute": {"tp": 2, "etp": 4, "recompute": "full"},
     },
     "ep2",
+    "tp2 etp2",
+    "pp2 etp2 distributed optimizer",
 )
 CASES = {name: {"layout": layout} for name, layout in DENSE.items()} | {
     name: {"layout": layout, "arch": "qwen3_moe"} for name, layout in EXPERTS.items()
@@ -69,6 +78,9 @@ GLM = {"arch": "glm4_moe"}
 CASES["ep2 of shared experts and expert groups"] = {"layout": {"ep": 2}} | GLM
 CASES["tp2 ep2 of shared experts and expert groups"] = {
     "layout": {"tp": 2, "ep": 2, "recompute": "full", "distributed_optimizer": True}
+} | GLM
+CASES["tp2 ep2 etp2 of shared experts with overlap"] = {
+    "layout": {"tp": 2, "ep": 2, "etp": 2, "moe_shared_expert_overlap": True}
 } | GLM
 CASES["tp2 ep2 of shared experts with overlap"] = {
     "layout": {"tp": 2, "ep": 2, "moe_shared_expert_overlap": True}

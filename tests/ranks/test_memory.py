@@ -17,6 +17,7 @@ DENSE = [
     {"pp": 2, "pp_layers": (3, 1)},
 ]
 EXPERTS = [{"ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2}]
+DIVIDED = [{"tp": 2}, {"etp": 2}, {"tp": 2, "etp": 2}]
 
 
 LORA = {"rank": 16}
@@ -29,6 +30,7 @@ LATENTS = {"q_lora_rank": 512}
     [
         ("qwen2", DENSE, ONE, {}),
         ("qwen3_moe", EXPERTS, TWO, {}),
+        ("qwen3_moe", DIVIDED, TWO, {}),
         ("deepseek_v3", EXPERTS, LATENTS, {}),
         ("qwen2", DENSE[1:3], TWO, LORA),
         pytest.param("qwen3_moe", EXPERTS, TWO, LORA | {"experts": True}, marks=pytest.mark.slow),

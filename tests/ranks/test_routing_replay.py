@@ -20,6 +20,7 @@ CASES: dict[str, dict[str, Any]] = kit.cases(
         "pp2 vpp2": {"pp": 2, "vpp": 2},
         "pp2 full recompute": {"pp": 2, "recompute": "full"},
         "cp2 tp2 ep2": {"cp": 2, "tp": 2, "ep": 2},
+        "tp2 ep2 etp2": {"tp": 2, "ep": 2, "etp": 2},
         "cp2 pp2 full recompute": {"cp": 2, "pp": 2, "recompute": "full"},
         "tp2 ep2 full recompute offloaded": {
             "tp": 2,

@@ -37,11 +37,13 @@ def test_ranks_stand_in_megatrons_order() -> None:
     assert [x.rank for x in at if x.is_leader] == [0, 4]
 
 
-@pytest.mark.parametrize(("tp", "pp", "cp", "ep"), list(product([1, 2], [1, 2], [1, 2], [1, 2, 4])))
+@pytest.mark.parametrize(
+    ("tp", "pp", "cp", "ep", "etp"), list(product([1, 2], [1, 2], [1, 2], [1, 2, 4], [1, 2]))
+)
 def test_replicas_partition_the_world_and_lockstep_is_closed(
-    tp: int, pp: int, cp: int, ep: int
+    tp: int, pp: int, cp: int, ep: int, etp: int
 ) -> None:
-    train = TrainConfig(tp=tp, pp=pp, cp=cp, ep=ep)
+    train = TrainConfig(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
     world = 16
     found = model_parallel_groups(train, world)
     assert sorted(rank for ranks in found for rank in ranks) == list(range(world))
@@ -54,8 +56,21 @@ def test_replicas_partition_the_world_and_lockstep_is_closed(
         for other in here.lockstep_ranks:
             there = layout_of(train, world, other)
             assert set(there.replica_ranks) <= lockstep
-            first = other // stage * stage + other % stage // ep * ep
-            assert set(range(first, first + ep)) <= lockstep
+            size = ep * etp
+            first = other // stage * stage + other % stage // size * size
+            assert set(range(first, first + size)) <= lockstep
+
+
+def test_ranks_that_divide_an_expert_are_adjacent() -> None:
+    at = [layout_of(TrainConfig(tp=1, ep=2, etp=2), 8, rank) for rank in range(8)]
+    assert [(x.etp_rank, x.ep_rank, x.edp_rank) for x in at[:5]] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (0, 1, 0),
+        (1, 1, 0),
+        (0, 0, 1),
+    ]
+    assert at[2].experts(4) == range(2, 4) and at[2].edp == 2
 
 
 def test_layers_of_interleaved_stages_alternate() -> None:
@@ -87,7 +102,8 @@ def test_numbers_of_layers_are_those_of_chunks_in_the_order_of_the_model() -> No
     ("changes", "world", "message"),
     [
         ({"tp": 2}, 3, "must divide the 3 train ranks"),
-        ({"ep": 3}, 4, "--train.ep 3: must divide the 4 ranks"),
+        ({"ep": 3}, 4, "--train.ep 3 --train.etp 1: their product 3 must divide the 4 ranks"),
+        ({"ep": 2, "etp": 4}, 4, "--train.etp 4: their product 8 must divide the 4 ranks"),
         ({"vpp": 2}, 2, "--train.vpp 2: interleaving needs pipeline stages"),
         (
             {"pp_layers": (3, 1)},
@@ -118,7 +134,8 @@ def test_a_layout_that_does_not_fit_the_world_is_refused(
         (HF, {"pp": 2, "pp_layers": (3, 2)}, "pp_layers 3 2: the sum 5 must be the model's 4 lay"),
         (HF, {"pp": 2, "vpp": 4}, "their product 8 must divide"),
         (HF, {"ep": 2}, "--train.ep 2: the model has no experts"),
-        (MOE, {"tp": 2}, "--train.ep 1: under --train.tp 2"),
+        (HF, {"etp": 2}, "--train.etp 2: the model has no experts"),
+        (MOE.with_(moe_intermediate_size=21), {"etp": 2}, "must divide the width 21"),
         (MOE, {"ep": 3}, "--train.ep 3: must divide the model's 4 experts"),
         (MOE, {"tp": 2, "ep": 2, "sp": False}, "needs sequence parallel"),
         (HF.with_(intermediate_size=49), {"tp": 2}, "MLP width 49"),
