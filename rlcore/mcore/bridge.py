@@ -7,8 +7,8 @@ Face tensors that it contains.
 
 `load_hf`: each rank reads only its slice of each tensor. `shards`: each rank splits its own fused
 parameters into views, without communication. `export_hf` works in bundles of parameters: the ranks
-that own a bundle gather it over TP or ETP and split fused parameters, then broadcast over EP and PP. Every
-rank yields every tensor, in the order of `hf.names.expected`.
+that own a bundle gather it over TP or ETP and split fused parameters, then broadcast over EP and
+PP. Every rank yields every tensor, in the order of `hf.names.expected`.
 
 LoRA adapters have pieces of their own, with PEFT's names. The weights that are exported contain
 them: `shards` then yields sums, not views.
@@ -595,9 +595,9 @@ def _gather(
 ) -> list[Tensor]:
     """Return a bundle's Hugging Face tensors. Gather the bundle over TP, experts over ETP."""
     local = [params[piece.name] for piece in bundle]
-    kind, size = ("tensor_model", layout.tp)
+    kind, size = "tensor_model", layout.tp
     if bundle[0].expert >= 0:
-        kind, size = ("expert_tensor", layout.etp)
+        kind, size = "expert_tensor", layout.etp
     if size == 1:
         parts = [[tensor] for tensor in local]
     else:

@@ -51,7 +51,8 @@ def test_the_shards_of_all_ranks_tile_every_tensor(
 ) -> None:
     """The plan refuses gaps, overlaps and a shard that a rank gives twice."""
     found = [rank[f"{arch} {name}"] for rank in shards]
-    experts = LAYOUTS[arch][name].get("ep", 1) > 1  # then no replica has all experts
+    sizes = LAYOUTS[arch][name]
+    experts = sizes.get("ep", 1) * sizes.get("etp", 1) > 1  # then no replica has all experts
     groups = {tuple(range(4)) if experts else tuple(f["replica"]) for f in found}
     for ranks in groups:
         holdings = {rank: [shard(row) for row in found[rank]["rows"]] for rank in ranks}
