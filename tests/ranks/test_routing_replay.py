@@ -146,6 +146,8 @@ APART: dict[str, tuple[object, ...]] = {
     "async": (*COARSE, *ASYNC, *ROLLOUT),
     "async in place": (*COARSE, *ASYNC, *ROLLOUT, "--async.weight_update", "in_place"),
     "dp2": (*COARSE, *ROLLOUT),
+    "tp2 etp2": (*COARSE, *ROLLOUT, "--train.tp", 2, "--train.etp", 2),
+    "etp2": (*COARSE, *ROLLOUT, "--train.etp", 2),
 }
 
 

@@ -269,6 +269,7 @@ def test_a_folder_of_other_projections_is_refused(tmp_path: Path) -> None:
     [
         ("qwen3", {}, {"tp": 4}, "--train.tp 4: with --lora.rank it must be at most the model's 2"),
         ("qwen3", {"experts": True}, {}, "--lora.experts: the model has no experts"),
+        ("qwen3_moe", {"experts": True}, {"etp": 2}, "--train.etp 2: adapters of experts are not"),
         ("qwen3_moe", {"targets": ("up_proj",)}, {}, "--lora.targets up_proj: are projections of"),
     ],
 )

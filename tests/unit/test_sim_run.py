@@ -110,6 +110,9 @@ def test_experts_pay_for_their_balance_and_their_tokens_way():
     way = sent * 7 / 8 / (LINK * 450e9) / 32
     assert near.token_s == pytest.approx(alone.token_s + busiest + way)
     assert far.token_s > near.token_s + sent * 15 / 16 / (LINK * 50e9) / 32 * 0.8
+    divided = training_cost(model, GPUS["H100"], Layout(gpus=32, ep=4, etp=2))
+    ways = sent * (3 / 4 + 1) / (LINK * 450e9) / 32  # to the experts, and to both ranks of each
+    assert divided.token_s == pytest.approx(alone.token_s + busiest + ways)
 
 
 def test_weights_and_states_move_over_the_links_that_they_have():
