@@ -21,6 +21,7 @@ OTHERS = {
         "mlp": "Megatron",
         "mlp.experts.submodules": "Megatron",
         "mlp.shared_experts.submodules": "Megatron",
+        "param": "torch: a parameter, marked for Megatron",
         "parts.mlp.submodules.experts": "Megatron",
         "spec": "Megatron",
         "parts": "Megatron",
