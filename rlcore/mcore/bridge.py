@@ -595,15 +595,15 @@ def _gather(
 ) -> list[Tensor]:
     """Return a bundle's Hugging Face tensors. Gather the bundle over TP, experts over ETP."""
     local = [params[piece.name] for piece in bundle]
-    kind, size = "tensor_model", layout.tp
+    over, size = "tensor_model", layout.tp
     if bundle[0].expert >= 0:
-        kind, size = "expert_tensor", layout.etp
+        over, size = "expert_tensor", layout.etp
     if size == 1:
         parts = [[tensor] for tensor in local]
     else:
         flat = _flat(local)
         every = flat.new_empty(size * flat.numel())
-        compat.all_gather(every, flat, group=_group(kind))
+        compat.all_gather(every, flat, group=_group(over))
         del flat  # freed, so that at most two bundles are in memory
         rows = [row.split([tensor.numel() for tensor in local]) for row in every.chunk(size)]
         parts = [[row[i].view(tensor.shape) for row in rows] for i, tensor in enumerate(local)]
