@@ -176,6 +176,10 @@ class Learner(Protocol):
         """Return the log-probs of `logprobs`, and the experts that every layer has chosen for every
         token: [T, layers * K] int16 on the CPU, valid on every rank."""
 
+    def logprobs_and_squares(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of `logprobs`, and the log of the sum of squared probabilities of
+        all tokens of the vocabulary (`Batch.log_sum_pi_squared`): [T] each, valid on every rank."""
+
     def reference(self) -> AbstractContextManager[None]:
         """During the block, keep the reference weights loaded for repeated `logprobs(batch,
         "reference")`. No other method may be called in the block."""

@@ -30,6 +30,9 @@ class Batch:
     score: Tensor | None = None  # [T] float32: raw reward of the token's sequence
     advantage: Tensor | None = None  # [T] float32
     old_log_probs: Tensor | None = None  # [T] float32: learner's log-prob before the first update
+    log_sum_pi_squared: Tensor | None = None
+    """[T] float32: log of the sum of squared probabilities of all tokens of the vocabulary in the
+    token's place, under the policy of `old_log_probs`."""
     ref_log_probs: Tensor | None = None  # [T] float32: log-prob under the reference model
     teacher_log_probs: Tensor | None = None  # [T] float32: log-prob under the teacher
     teacher_top_ids: Tensor | None = None  # [T, K] int64: the teacher's likeliest tokens

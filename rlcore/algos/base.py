@@ -25,6 +25,8 @@ Estimator = Literal[
     "opo",
     "gpg",
     "gae",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
     "none",
 ]
 Rejection = Literal[

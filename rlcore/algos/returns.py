@@ -9,20 +9,39 @@ of a response, so t + 1 is the next trained token.
     gae                  A_t + V_t                         d_t + gamma lam A_{t+1}    whitened
                          d_t = r_t + gamma V_{t+1} - V_t
 
+    optimal_token_baseline, tir_*  r_t + G_{t+1}           G_t - B_t
+                         B_t = sum_i G_it W_it / (sum_i W_it + 1e-8)
+
 After the last trained token, G, A and V are 0. Tokens of a response outside the mask (the output of
 a tool) are skipped: such tokens neither discount nor end a return. Results outside the mask are 0.
 Computations are in float64.
 
+B_t is the baseline of least variance at place t of a group's responses. W_t is the sum of w up to
+t: w = (1 - 2 p + sum_v p_v^2) rho^2 is the squared gradient of log p by the logits, p the old
+policy, rho the capped weight of rollout_is. Places count all tokens of a response, also those of
+tools; with tir_optimal_token_baseline, which is for several turns, trained tokens only. Without
+tools both are equal. B is 0 where only one response of the group has a trained token: the rest of
+the longest, and groups of one. A is not whitened.
+
+Differs from verl: verl's handle_zero_tail (off by default in optimal_token_baseline) gives B = 0 to
+the longest response past the length of the second; off, A is nearly 0 there. If tools leave gaps,
+its optimal_token_baseline takes a number of trained tokens for that place, and in a gap of all
+others compares a response with itself. w is held at 0 or above, which float32 cannot promise.
+
 Sources: verl core_algos.compute_{reinforce_plus_plus_outcome,remax_outcome,gae}_advantage*;
-reinforce_plus_plus arXiv:2501.03262, remax arXiv:2310.10505, gae arXiv:1506.02438.
+reinforce_plus_plus arXiv:2501.03262, remax arXiv:2310.10505, gae arXiv:1506.02438. The
+baselines are verl core_algos.compute_{,multi_turn_}optimal_token_baseline_advantage,
+arXiv:2602.07078.
 Shapes: T packed tokens, M of them in the mask, B sequences.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlcore.algos import correction
 from rlcore.algos import sequence as sequences
 from rlcore.algos.advantage import WHITEN_EPSILON
 from rlcore.algos.base import AlgoConfig
@@ -31,6 +50,11 @@ from rlcore.utils.errors import ConfigError
 
 TOKEN = ("reinforce_plus_plus", "remax", "gae")
 """Estimators with one advantage per token; estimators per response are in advantage.py."""
+BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+"""Estimators with one advantage per token that compares the responses of a group: `baseline_terms`,
+`baseline_sums` and `above_baseline`, in this order. They need `Batch.log_sum_pi_squared`."""
+BASELINE_EPSILON = 1e-8
+"""Number added to the sum of the weights of a baseline."""
 
 
 def token_rewards(batch: Batch, rewards: Sequence[float], penalty: Tensor | None) -> Tensor:
@@ -91,6 +115,68 @@ def advantages(
     return (
         zeros.index_copy(0, where, found.to(reward.dtype)),
         zeros.index_copy(0, where, gains.to(reward.dtype)),
+    )
+
+
+class BaselineTerms(NamedTuple):
+    """Figures of the M trained tokens of a batch, [M] each."""
+
+    where: Tensor  # index of the token in the batch
+    group: Tensor  # index of its response's group
+    place: Tensor  # number of the token in its response, from 0
+    gain: Tensor  # reward to go, float64
+    weight: Tensor  # W, float64
+
+
+def baseline_terms(
+    batch: Batch, reward: Tensor, cfg: AlgoConfig, groups: Sequence[int]
+) -> BaselineTerms:
+    """Return what the token baselines read of a batch.
+
+    Args:
+        reward: [T] from `token_rewards`.
+        groups: index of each sequence's group.
+    """
+    assert batch.old_log_probs is not None and batch.log_sum_pi_squared is not None
+    assert batch.rollout_log_probs is not None
+    every = batch.sequence_index.to(batch.mask.device)
+    where = batch.mask.nonzero().squeeze(1)
+    sequence, longest = every[where], max(batch.lengths, default=0)
+    log_w = batch.old_log_probs - batch.rollout_log_probs
+    rho = correction.weights(cfg, log_w, batch.mask, every, batch.num_sequences)[where].double()
+    logp = batch.old_log_probs[where].double()
+    others = batch.log_sum_pi_squared[where].double().exp() - (2 * logp).exp()
+    w = (logp.expm1().square() + others.clamp(min=0)) * rho.square()
+    # A sum up to a token is the sum from the token on in the reverse order.
+    weight = _discounted(w.flip(0), sequence.flip(0), 1.0, longest).flip(0)
+    order = torch.arange(len(where), device=where.device)
+    place = where if cfg.adv_estimator == "optimal_token_baseline" else order
+    first = torch.searchsorted(sequence, sequence)  # of the token's response
+    return BaselineTerms(
+        where=where,
+        group=torch.tensor(groups, dtype=torch.int64, device=where.device)[sequence],
+        place=place - place[first],
+        gain=_discounted(reward[where].double(), sequence, 1.0, longest),
+        weight=weight,
+    )
+
+
+def baseline_sums(x: BaselineTerms, num_groups: int, longest: int) -> Tensor:
+    """Return sum G W, sum W and number of responses for each group and place, [groups, longest, 3]
+    float64; the caller adds the sums of all batches and ranks."""
+    figures = torch.stack([x.gain * x.weight, x.weight, torch.ones_like(x.gain)], -1)
+    out = figures.new_zeros(num_groups * longest, 3)
+    return out.index_add_(0, x.group * longest + x.place, figures).view(num_groups, longest, 3)
+
+
+def above_baseline(x: BaselineTerms, reward: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (advantage [T], returns [T]) in `reward`'s dtype from the sums of the whole step."""
+    total, weight, count = sums.to(x.gain.device)[x.group, x.place].unbind(-1)
+    baseline = torch.where(count > 1, total / (weight + BASELINE_EPSILON), 0.0)
+    zeros = torch.zeros_like(reward)
+    return (
+        zeros.index_copy(0, x.where, (x.gain - baseline).to(reward.dtype)),
+        zeros.index_copy(0, x.where, x.gain.to(reward.dtype)),
     )
 
 

@@ -485,7 +485,9 @@ def _batch(cfg: Config) -> list[str]:
     return []
 
 
-BY_GROUP = ("grpo", "gdpo", "grpo_passk", "maxrl", "rloo", "reinforce_plus_plus_baseline", "opo")
+BY_RESPONSE = ("grpo", "gdpo", "grpo_passk", "maxrl", "rloo", "reinforce_plus_plus_baseline", "opo")
+TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+BY_GROUP = (*BY_RESPONSE, *TOKEN_BASELINES)
 """Advantage estimators that need several responses to the same prompt."""
 
 
@@ -512,6 +514,23 @@ def _gdpo(cfg: Config) -> list[str]:
     ]
 
 
+def _token_baseline(cfg: Config) -> list[str]:
+    """Check that baselines of tokens have the pass of old log-probs, whose distributions they weigh
+    responses by."""
+    name, out = f"--algo.adv_estimator {cfg.algo.adv_estimator}", []
+    if cfg.algo.bypass_mode:
+        out.append(
+            f"--algo.bypass_mode: computes no old log-probs, but {name} weighs responses by the "
+            "distributions of that pass; use one of the two"
+        )
+    if cfg.algo.routing_replay == "old":
+        out.append(
+            f"--algo.routing_replay old: the pass of old log-probs gives routes or the sums that "
+            f"{name} needs, not both; use rollout or none"
+        )
+    return out
+
+
 def _algo(cfg: Config) -> list[str]:
     from rlcore.algos import correction  # imports torch, which is slow
 
@@ -519,6 +538,8 @@ def _algo(cfg: Config) -> list[str]:
     out = [*algo.problems(), *correction.problems(algo)]
     if algo.adv_estimator == "gdpo":
         out += _gdpo(cfg)
+    if algo.adv_estimator in TOKEN_BASELINES:
+        out += _token_baseline(cfg)
     if algo.adv_estimator in BY_GROUP and cfg.rollout.samples_per_prompt < 2:
         out.append(
             f"--rollout.samples_per_prompt {cfg.rollout.samples_per_prompt}: {algo.adv_estimator} "
@@ -533,7 +554,7 @@ def _algo(cfg: Config) -> list[str]:
             )
     if cfg.rollout.temperature == 0:
         out.append("--rollout.temperature 0: greedy samples of a prompt are all equal; set 1")
-    if algo.equal_reward_groups == "drop" and algo.adv_estimator not in (*BY_GROUP, "gpg"):
+    if algo.equal_reward_groups == "drop" and algo.adv_estimator not in (*BY_RESPONSE, "gpg"):
         out.append(
             f"--algo.equal_reward_groups drop: with adv_estimator {algo.adv_estimator} groups of "
             "equal rewards have advantages other than 0; set it to keep"

@@ -52,7 +52,7 @@ from rlcore.mcore.schedule import learning_rate
 from rlcore.mcore.shim import patch_norm
 from rlcore.ops import head as chunked
 from rlcore.ops import native
-from rlcore.ops.logprob import LogProbs, log_probs, statistics_dtype
+from rlcore.ops.logprob import LogProbs, log_probs, log_probs_and_squares, statistics_dtype
 from rlcore.ops.policy import ROWS, PolicyLoss, policy_loss
 from rlcore.ops.products import replace_products
 from rlcore.protocols import PARTS, Part, WrittenFiles
@@ -330,6 +330,15 @@ class MegatronLearner:
         found = self._per_token(batch, self._logp, cuts)
         recorded = self._routing.recorded()
         return found, torch.empty_like(recorded).index_copy_(0, cuts[0].order, recorded)
+
+    def logprobs_and_squares(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the log-probs as `logprobs` does, and the log of the sum of squared probabilities
+        of all tokens of the vocabulary (`Batch.log_sum_pi_squared`), on every rank: [T] float32
+        each on the CPU."""
+        self._must_have("lm", "logprobs_and_squares")
+        self._must_be_here("logprobs_and_squares", "weights")
+        logp, squares = self._per_token(batch, self._logp_and_squares, columns=2).t()
+        return logp.contiguous(), squares.contiguous()
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -649,10 +658,16 @@ class MegatronLearner:
         batch: Batch,
         read: Callable[[MicroBatch, Tensor], Tensor],
         recorded: list[Cut] | None = None,
+        *,
+        columns: int = 0,
     ) -> Tensor:
         """Run a forward pass over the batch; return `read(micro, outputs)` for all tokens in the
-        batch's order, [T] float32 on the CPU. `recorded`: gets the cut of the batch, for which the
-        routers' choices are kept."""
+        batch's order, [T] float32 on the CPU.
+
+        Args:
+            recorded: gets the cut of the batch, for which the routers' choices are kept.
+            columns: number of values per token that `read` returns, [T, columns]; 0: one, [T].
+        """
         cut = self._cut(batch)
         if recorded is not None:
             recorded.append(cut)
@@ -665,7 +680,8 @@ class MegatronLearner:
 
         with torch.no_grad():
             self._run(cut, collect, forward_only=True, records=recorded is not None)
-        values = torch.zeros(batch.num_tokens, dtype=torch.float32, device=self.device)
+        shape = (batch.num_tokens, columns) if columns else (batch.num_tokens,)
+        values = torch.zeros(shape, dtype=torch.float32, device=self.device)
         if self.layout.is_last_stage:
             values[cut.order.to(self.device)] = torch.cat(found)
         if self.layout.pp > 1:
@@ -712,6 +728,21 @@ class MegatronLearner:
 
     def _logp(self, micro: MicroBatch, logits: Tensor) -> Tensor:
         return self._scores(micro, logits, entropy_grad=False).logp
+
+    def _logp_and_squares(self, micro: MicroBatch, outputs: Tensor) -> Tensor:
+        """Return log-prob and log sum p^2 of all tokens, [T, 2], as `_scores` does."""
+        if self._late is None:
+            found = log_probs_and_squares(outputs.squeeze(0), micro.targets, **self._where())
+        else:
+            found = chunked.log_probs_and_squares(
+                self._late.rows(outputs),
+                self._late.weight,
+                micro.targets,
+                chunk_tokens=self._train.head_chunk_tokens,
+                fp32_logits=self._fp32_logits,
+                **self._where(),
+            )
+        return self._about(micro, torch.stack(found, -1))
 
     def _value(self, micro: MicroBatch, outputs: Tensor) -> Tensor:
         """Return the critic's value before each token is sampled, [T]: the model output at the

@@ -265,7 +265,30 @@ class _HeadPolicyLoss(torch.autograd.Function):
         return hidden, made.weight(upstream), *(None,) * 9
 
 
-# ---- likeliest tokens, without a gradient
+# ---- without a gradient
+
+
+@torch.no_grad()
+def log_probs_and_squares(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    vocab_size: int,
+    chunk_tokens: int,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    fp32_logits: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return log-prob of `tokens` and log sum p^2 of the whole distribution, [T] each; arguments
+    and errors are those of `log_probs`."""
+    where = (vocab_size, temperature, group, chunk_tokens, None)
+    shard = _check(hidden, weight, tokens, *where)
+    dtype = logprob.statistics_dtype(hidden.dtype)
+    stats = hidden.new_empty((5, hidden.size(0)), dtype=dtype)
+    for chunk, logits in _chunks(hidden, weight, chunk_tokens, fp32_logits):
+        stats[:, chunk] = logprob.squares_stats(logits, tokens[chunk], *shard, temperature)
+    return logprob.with_squares(logprob.gathered(stats, group))
 
 
 @torch.no_grad()

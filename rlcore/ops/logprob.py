@@ -300,6 +300,39 @@ def row_grad(
     return out
 
 
+@torch.no_grad()
+def log_probs_and_squares(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return log-prob of `tokens` and log sum p^2 of the whole distribution, [T] each, without
+    gradients. The log-probs are those of `log_probs` bit by bit; arguments and errors, too."""
+    shard = check(logits, tokens, vocab_size, temperature, group, False)
+    check_tokens(tokens, vocab_size)
+    return with_squares(gathered(squares_stats(logits, tokens, *shard, temperature), group))
+
+
+def squares_stats(
+    logits: Tensor, tokens: Tensor, first: int, valid: int, temperature: float
+) -> Tensor:
+    """Return `row_stats`, and below them sum e^(2 (x - top)), [5, T]."""
+    stats = row_stats(logits, tokens, first, valid, temperature)
+    # At half the temperature, x and its rounded maximum are exactly twice as large.
+    doubled = row_stats(logits, tokens, first, valid, temperature / 2)
+    return torch.cat([stats, doubled[1:2]])
+
+
+def with_squares(stats: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine the statistics [R, 5, T] of all ranks into log-prob and log sum p^2, [T] each."""
+    logp, _, lse, _ = combined(stats[:, :4])
+    scale = (2 * (stats[:, 0] - lse[0])).exp()
+    return logp, (stats[:, 4] * scale).sum(0).log() - 2 * lse[1]
+
+
 class _LogProb(torch.autograd.Function):
     @staticmethod
     def forward(

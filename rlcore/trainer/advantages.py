@@ -1,7 +1,8 @@
 """Compute the advantages of all tokens from rewards: KL penalty, estimator, whitening.
 
 Estimators with one advantage per response need the rewards of whole groups, from the `StepPlan`.
-Estimators with one advantage per token use this rank's batches. Whitening spans all ranks.
+Estimators with one advantage per token use this rank's batches. Whitening and the baselines of
+tokens span all ranks.
 """
 
 from collections.abc import Sequence
@@ -29,8 +30,11 @@ def assign(
     targets. `baselines`: rewards of the greedy responses by group id (remax). Collective."""
     cfg = run.cfg.algo
     penalties = kl_penalties(run, plan, batches) if cfg.kl_reward_coef else None
-    if algos.estimator(run.algo, cfg) in returns.TOKEN:
+    estimator = algos.estimator(run.algo, cfg)
+    if estimator in returns.TOKEN:
         out = _by_token(run, plan, batches, penalties, baselines)
+    elif estimator in returns.BASELINES:
+        out = _by_baseline(run, plan, batches, penalties)
     else:
         out = by_response(run, plan, batches, penalties)
     run.progress.add(spread("critic/advantages", [(made(b.advantage), b.mask) for b in out]))
@@ -97,10 +101,8 @@ def _by_token(
 ) -> list[Batch]:
     """Compute advantages and returns of every token. Whitening, if on, is over the whole step."""
     cfg, out = run.cfg.algo, []
-    for u, batch in enumerate(batches):
-        rewards = {r.id: r.reward for r in plan.updates[u][run.ranks.dp_rank]}
-        penalty = None if penalties is None else penalties[u]
-        reward = returns.token_rewards(batch, [rewards[id] for id in batch.ids], penalty)
+    rewards = _token_rewards(run, plan, batches, penalties)
+    for batch, reward in zip(batches, rewards, strict=True):
         base = None
         if cfg.adv_estimator == "remax":
             base = [baselines[group_of(id)] for id in batch.ids]
@@ -110,6 +112,49 @@ def _by_token(
         run.progress.add({"critic/vf_explained_var": explained(run, out)})
     if cfg.adv_estimator == "remax" and not cfg.whiten_advantages:
         return out
+    return _whitened(run, out)
+
+
+def _by_baseline(
+    run: Run, plan: StepPlan, batches: list[Batch], penalties: list[Tensor] | None
+) -> list[Batch]:
+    """Compute advantages and returns of every token with a baseline for each place of a group,
+    whose responses may be on several ranks and in several updates."""
+    index = {row.id: i for i, members in enumerate(plan.groups) for row in members}
+    rewards = _token_rewards(run, plan, batches, penalties)
+    terms = [
+        returns.baseline_terms(b, reward, run.cfg.algo, [index[id] for id in b.ids])
+        for b, reward in zip(batches, rewards, strict=True)
+    ]
+    longest = max((int(x.place.max()) + 1 for x in terms if len(x.place)), default=0)
+    shape = len(plan.groups), int(collective.reduce_floats([longest], "max")[0])
+    sums = torch.zeros(*shape, 3, dtype=torch.float64)
+    for x in terms if run.ranks.leads_model_parallel_group else ():
+        sums += returns.baseline_sums(x, *shape).cpu()
+    sums = torch.tensor(
+        collective.reduce_floats(sums.flatten().tolist()), dtype=torch.float64
+    ).view(*shape, 3)
+    out = []
+    for batch, reward, x in zip(batches, rewards, terms, strict=True):
+        found, gains = returns.above_baseline(x, reward, sums)
+        out.append(batch.with_(advantage=found, returns=gains, log_sum_pi_squared=None))
+    return _whitened(run, out) if run.cfg.algo.whiten_advantages else out
+
+
+def _token_rewards(
+    run: Run, plan: StepPlan, batches: list[Batch], penalties: list[Tensor] | None
+) -> list[Tensor]:
+    """Return the reward of each token of every batch, [T] each."""
+    out = []
+    for u, batch in enumerate(batches):
+        rewards = {r.id: r.reward for r in plan.updates[u][run.ranks.dp_rank]}
+        penalty = None if penalties is None else penalties[u]
+        out.append(returns.token_rewards(batch, [rewards[id] for id in batch.ids], penalty))
+    return out
+
+
+def _whitened(run: Run, out: list[Batch]) -> list[Batch]:
+    """Whiten the advantages over the trained tokens of the whole step. Collective."""
     sums = torch.zeros(3, dtype=torch.float64)
     if run.ranks.leads_model_parallel_group:
         for b in out:

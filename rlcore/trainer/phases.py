@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlcore.algos import correction
+from rlcore.algos import correction, returns
 from rlcore.config import rules
 from rlcore.data.packing import by_id, pack_samples, per_token
 from rlcore.records import Sample
@@ -62,12 +62,14 @@ def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
 
     The first update trains with exactly these weights, so its training pass itself yields its old
     log-probs, and its batch is skipped here. With several epochs, or if an earlier phase needs
-    log-probs, the first batch is not skipped.
+    log-probs, the first batch is not skipped. Estimators with a baseline for each token also need
+    the sum of squared probabilities, which this pass gives.
     """
     cfg = run.cfg.algo
     if cfg.bypass_mode:
         return [b.with_(old_log_probs=b.rollout_log_probs) for b in batches]
-    early = cfg.kl_reward_coef > 0 or cfg.rollout_is_batch_normalize
+    squares = cfg.adv_estimator in returns.BASELINES
+    early = cfg.kl_reward_coef > 0 or cfg.rollout_is_batch_normalize or squares
     skip_first = run.cfg.train.epochs == 1 and not early
     out = []
     for u, batch in enumerate(batches):
@@ -76,6 +78,10 @@ def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
         elif cfg.routing_replay == "old":
             logp, routes = run.learner.logprobs_and_routes(batch)
             out.append(batch.with_(old_log_probs=logp, routes=routes))
+            run.spans.alive()
+        elif squares:
+            logp, found = run.learner.logprobs_and_squares(batch)
+            out.append(batch.with_(old_log_probs=logp, log_sum_pi_squared=found))
             run.spans.alive()
         else:
             out.append(batch.with_(old_log_probs=run.learner.logprobs(batch, "actor")))

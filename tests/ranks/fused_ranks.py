@@ -151,6 +151,7 @@ def four_ways(case: Mapping[str, Any], logp: Tensor | None) -> dict[str, Any]:
         batch = learner_ranks.mine(learner, batch_of(logp))
         found["logp"] = logp
         found[f"logprobs, chunk {chunk}"] = learner.logprobs(batch)
+        found[f"squares, chunk {chunk}"] = learner.logprobs_and_squares(batch)
         start = [p.detach().clone() for p in learner._parameters()]
         for name, (algo, settings) in OBJECTIVES.items():
             for fused in (False, True):

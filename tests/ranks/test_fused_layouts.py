@@ -83,9 +83,13 @@ def test_the_layout_changes_nothing(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("chunk", [0, 7])
 def test_log_probs_without_a_gradient_are_the_same(found: Found, case: str, chunk: int) -> None:
-    want = found.ways[CASES[case].get("arch", "qwen3")]["logprobs, chunk 0"]
+    alone = found.ways[CASES[case].get("arch", "qwen3")]
+    want, (_, of_one) = alone["logprobs, chunk 0"], alone["squares, chunk 0"]
     for rank in found.gang:
         assert torch.allclose(rank["ways"][case][f"logprobs, chunk {chunk}"], want, atol=1e-5)
+        logp, squares = rank["ways"][case][f"squares, chunk {chunk}"]
+        assert torch.equal(logp, rank["ways"][case][f"logprobs, chunk {chunk}"])
+        assert torch.allclose(squares, of_one, atol=1e-5)
 
 
 def test_the_objectives_do_what_they_are_here_for(found: Found) -> None:

@@ -1,5 +1,6 @@
 """From rewards to advantages in the trainer, worked by hand on one rank."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from rlcore.algos.kl import AdaptiveController
 from rlcore.tensors import Batch, cumulative
 from rlcore.trainer import advantages, plan
 from rlcore.trainer.progress import Progress, Ranks
+from rlcore.utils import collective
 from tests.unit.test_plan import groups
 
 LN2 = 0.6931471805599453
@@ -161,3 +163,70 @@ def test_gdpo_gets_the_terms_of_a_sum_with_their_weights():
     (out,) = advantages.assign(run, todo, [batch], {})
     found = of_responses(out)
     assert found["t0.0"][0] > 0.8 and found["t0.1"] == [-a for a in found["t0.0"]]
+
+
+def weighed(batch: Batch, scores: dict[str, float]) -> Batch:
+    """With old log-probs and squares that differ by response."""
+    number = torch.tensor([sorted(scores).index(i) for i in batch.ids])[batch.sequence_index]
+    p = 1 / (number + 2.0)
+    return batch.with_(old_log_probs=p.log(), log_sum_pi_squared=(p / 2).log())
+
+
+def test_token_baselines_are_the_same_for_rows_of_a_group_on_one_rank_and_on_two(monkeypatch):
+    """Two ranks in two threads add their lists, as the group's all-reduce does."""
+    scores = [[1.0, 0.0], [0.5, 0.25], [2.0, -1.0]]
+    keys = {"adv_estimator": "optimal_token_baseline", "rollout_is": "none"}
+    run, todo, batch = setting(scores, **keys)
+    every = {r.id: r.reward for g in todo.groups for r in g}
+    batch = weighed(batch, every)
+    (whole,) = advantages.assign(run, todo, [batch], {})
+    assert whole.log_sum_pi_squared is None
+    want = of_responses(whole)
+    assert any(abs(a - every[i]) > 0.1 for i, (a, _) in want.items())
+    halves = [[i for i, id in enumerate(batch.ids) if id.endswith(str(d))] for d in (0, 1)]
+    rows = todo.updates[0][0]
+    split = plan.StepPlan((tuple(tuple(rows[i] for i in half) for half in halves),), 0, todo.groups)
+    barrier, given, found = threading.Barrier(2, timeout=30), {}, {}
+    here = threading.local()
+
+    def reduce_floats(values, op="sum", group=None):
+        given[here.rank] = values
+        barrier.wait()
+        total = [{"sum": sum, "max": max}[op](v) for v in zip(*given.values(), strict=True)]
+        barrier.wait()
+        return total
+
+    monkeypatch.setattr(collective, "reduce_floats", reduce_floats)
+
+    def of_rank(d: int) -> None:
+        here.rank = d
+        ranks = Ranks(rank=d, size=2, model_parallel_groups=[[0], [1]], dp_rank=d)
+        mine = SimpleNamespace(**vars(run) | {"ranks": ranks, "progress": Progress()})
+        (out,) = advantages.assign(mine, split, [batch.select(halves[d])], {})
+        found.update(of_responses(out))
+
+    threads = [threading.Thread(target=of_rank, args=(d,)) for d in (0, 1)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert found.keys() == want.keys()
+    for id, values in want.items():
+        assert found[id] == pytest.approx(values, rel=1e-6)
+
+
+def test_token_baselines_span_the_updates_of_a_step_and_are_whitened_only_if_asked():
+    keys = {"adv_estimator": "tir_optimal_token_baseline"}
+    run, todo, batch = setting([[1.0, 0.0]], **keys)
+    batch = batch.with_(
+        old_log_probs=torch.full_like(batch.rollout_log_probs, -LN2),
+        log_sum_pi_squared=torch.full_like(batch.rollout_log_probs, -LN2),
+    )
+    cut = plan.StepPlan(tuple(((row,),) for row in todo.updates[0][0]), 0, todo.groups)
+    parts = advantages.assign(run, cut, [batch.select([0]), batch.select([1])], {})
+    found = of_responses(parts[0]) | of_responses(parts[1])
+    assert found["t0.0"] == pytest.approx([0.5] * 2) and found["t0.1"] == pytest.approx([-0.5] * 2)
+    run, todo, _ = setting([[1.0, 0.0]], whiten_advantages=True, **keys)
+    (out,) = advantages.assign(run, todo, [batch], {})
+    std = (4 * 0.25 / 3) ** 0.5
+    assert of_responses(out)["t0.0"] == pytest.approx([0.5 / std] * 2, rel=1e-6)

@@ -523,3 +523,135 @@ def test_whitening_agrees_with_two_passes_to_rounding():
     mask = torch.arange(1000) % 3 > 0
     found = returns.whitened(values, mask, returns.whitening_sums(values, mask))
     torch.testing.assert_close(found, whiten(values, mask.double()), rtol=1e-12, atol=1e-12)
+
+
+# baselines of tokens
+
+
+def with_terms(masks: list[list[int]], seed: int = 0) -> Batch:
+    """Random log-probs of two policies, and sums of squares that suit them."""
+    g = torch.Generator().manual_seed(seed)
+    size = sum(map(len, masks))
+    p, u = torch.rand(2, size, generator=g, dtype=torch.float64).clamp(min=0.01)
+    mismatch = 0.5 * torch.randn(size, generator=g, dtype=torch.float64)
+    return batch_of(masks).with_(
+        old_log_probs=p.log(),
+        rollout_log_probs=p.log() - mismatch,
+        log_sum_pi_squared=(p**2 + (1 - p) ** 2 * u).log(),
+    )
+
+
+def above(batch: Batch, reward: Tensor, cfg: AlgoConfig, groups: list[int]) -> Tensor:
+    terms = returns.baseline_terms(batch, reward, cfg, groups)
+    longest = int(terms.place.max()) + 1 if len(terms.place) else 0
+    sums = returns.baseline_sums(terms, max(groups, default=-1) + 1, longest)
+    return returns.above_baseline(terms, reward, sums)[0]
+
+
+def slow_above(batch: Batch, rewards: list[float], cfg: AlgoConfig, groups: list[int]) -> Tensor:
+    """One token after the other, against all responses of its group."""
+    of_row = []
+    names = ("mask", "old_log_probs", "rollout_log_probs", "log_sum_pi_squared")
+    parts = [getattr(batch, name).split(batch.lengths) for name in names]
+    for mask, old, sampler, squares in zip(*parts, strict=True):
+        trained = [t for t, m in enumerate(mask.tolist()) if m]
+        log_w = [float(old[t] - sampler[t]) for t in trained]
+        places, total = {}, 0.0
+        for n, t in enumerate(trained):
+            gap = math.fsum(log_w) if cfg.rollout_is == "sequence" else log_w[n]
+            rho = 1.0 if cfg.rollout_is == "none" else min(math.exp(gap), 2.0)
+            p = math.exp(float(old[t]))
+            total += (1 - 2 * p + math.exp(float(squares[t]))) * rho**2
+            place = n if cfg.adv_estimator.startswith("tir") else t - trained[0]
+            places[place] = (t, total)
+        of_row.append(places)
+    out = [torch.zeros(n, dtype=torch.float64) for n in batch.lengths]
+    for i, places in enumerate(of_row):
+        for place, (t, _) in places.items():
+            mine = [j for j, g in enumerate(groups) if g == groups[i] and place in of_row[j]]
+            weights = [of_row[j][place][1] for j in mine]
+            base = sum(w * rewards[j] for w, j in zip(weights, mine, strict=True))
+            base = base / (sum(weights) + 1e-8) if len(mine) > 1 else 0.0
+            out[i][t] = rewards[i] - base
+    return torch.cat(out)
+
+
+def test_a_baseline_weighs_responses_by_the_uncertainty_so_far():
+    """Two responses of rewards 4 and 0, p 1/2 of two tokens: w = 1 - 1 + 1/2. The second token of
+    the first is certain (w = 0): B_1 = 2, B_2 = 4 (1/2) / (1/2 + 1)."""
+    half = math.log(0.5)
+    batch = batch_of(
+        [[0, 1, 1], [0, 1, 1]],
+        old_log_probs=[9, half, 0, 9, half, half],
+        rollout_log_probs=[9, half, 0, 9, half, half],
+        log_sum_pi_squared=[9, half, 0, 9, half, half],
+    )
+    reward = torch.tensor([0, 0, 4, 0, 0, 0]).double()
+    for name in returns.BASELINES:
+        found = above(batch, reward, AlgoConfig(adv_estimator=name), [0, 0])
+        assert found.tolist() == pytest.approx([0, 2, 4 - 4 / 3, 0, -2, -4 / 3], rel=1e-7)
+
+
+def test_where_one_response_alone_has_tokens_there_is_no_baseline():
+    """The rest of the longest response, and a group of one."""
+    batch = with_terms([[1, 1, 1], [1, 1], [1]])
+    reward = returns.token_rewards(batch, [3.0, 3.0, 5.0], torch.zeros(6).double())
+    for name in returns.BASELINES:
+        found = above(batch, reward, AlgoConfig(adv_estimator=name), [0, 0, 1])
+        assert found.tolist() == pytest.approx([0, 0, 3, 0, 0, 5], abs=1e-4)
+
+
+def test_places_count_tokens_of_tools_or_not():
+    """In the second response a tool speaks at place 1, so the first has that place alone."""
+    batch = with_terms([[0, 1, 1, 1], [0, 1, 0, 1]])
+    reward = returns.token_rewards(batch, [1.0, 0.0], torch.zeros(8).double())
+    by_place, by_count = (
+        above(batch, reward, AlgoConfig(adv_estimator=name, rollout_is="none"), [0, 0])
+        for name in returns.BASELINES
+    )
+    assert by_place[2] == 1.0 and by_count[3] == 1.0
+    assert 0 < by_place[3] < 1 and 0 < by_count[2] < 1 and by_place[1] == by_count[1]
+
+
+@pytest.mark.parametrize("rollout_is", ["none", "token", "sequence"])
+@pytest.mark.parametrize("name", returns.BASELINES)
+def test_baselines_agree_with_the_loop_over_tokens(name, rollout_is):
+    g = torch.Generator().manual_seed(1)
+    lengths = [1, 7, 33, 12, 0, 64, 5, 9]
+    masks = [[0, *(torch.rand(n, generator=g) < 0.7).int().tolist()] for n in lengths]
+    masks[6] = [0] * 6
+    groups, rewards = [0, 1, 1, 2, 1, 1, 2, 2], torch.randn(8, generator=g).tolist()
+    cfg = AlgoConfig(adv_estimator=name, rollout_is=rollout_is)
+    batch = with_terms(masks)
+    noisy = batch.with_(
+        **{
+            f: torch.where(batch.mask, getattr(batch, f), NAN)
+            for f in ("old_log_probs", "rollout_log_probs", "log_sum_pi_squared")
+        }
+    )
+    zeros = torch.zeros(len(batch.mask), dtype=torch.float64)
+    reward = returns.token_rewards(batch, rewards, zeros)
+    want = slow_above(batch, rewards, cfg, groups)
+    for packed in (batch, noisy):
+        found = above(packed, reward, cfg, groups)
+        torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-10)
+
+
+def test_weights_that_float32_rounds_below_0_count_as_0():
+    """log p is -1e-7 and the sum of squares less than p^2 by rounding; B stays within the gains."""
+    tiny = torch.full((4,), -1e-7)
+    batch = batch_of([[1, 1], [1, 1]]).with_(
+        old_log_probs=tiny, rollout_log_probs=tiny, log_sum_pi_squared=6 * tiny
+    )
+    reward = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    found = above(batch, reward, AlgoConfig(adv_estimator="optimal_token_baseline"), [0, 0])
+    assert found.dtype == torch.float32 and (found[:2] <= 1).all() and (found[:2] >= 0).all()
+
+
+@pytest.mark.parametrize("name", returns.BASELINES)
+def test_a_batch_without_trained_tokens_has_no_terms(name):
+    for masks in ([], [[0, 0], [0]]):
+        batch = with_terms(masks)
+        reward = torch.zeros(batch.num_tokens)
+        found = above(batch, reward, AlgoConfig(adv_estimator=name), [0] * len(masks))
+        assert len(found) == batch.num_tokens and not found.any()

@@ -427,3 +427,28 @@ def test_offload_does_not_forget_gradients_that_nobody_applied(learner: Megatron
     learner.discard()
     learner.offload()
     learner.onload()
+
+
+def test_the_sum_of_squares_is_that_of_the_log_probs_of_the_whole_vocabulary(
+    learner: MegatronLearner,
+) -> None:
+    batch, seen = ranks.rows(0), []
+    size = learner.hf.vocab_size
+
+    def look(x: LossInputs) -> LossOutput:
+        seen.append(x.top_log_probs)
+        return nll(x)
+
+    every = torch.arange(size).expand(batch.num_tokens, size).contiguous()
+    top = torch.zeros(batch.num_tokens, size)
+    logp, squares = learner.logprobs_and_squares(batch)
+    assert torch.equal(logp, learner.logprobs(batch))
+    for row in range(batch.num_sequences):
+        one = batch.with_(teacher_top_ids=every, teacher_top_log_probs=top).select([row])
+        seen.clear()
+        learner.accumulate(one, look)
+        want = (2 * torch.cat(seen).detach()).logsumexp(-1)
+        mine = squares.split(batch.lengths)[row]
+        assert torch.allclose(mine[one.mask], want[one.mask], atol=1e-5)
+    learner.discard()
+    assert (squares < 0)[batch.mask].all()

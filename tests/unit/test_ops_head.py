@@ -290,3 +290,12 @@ def test_bad_input_is_a_sentence_that_names_the_argument(sentence: str) -> None:
         head.log_probs(**(GOOD | BAD[sentence]))
     with pytest.raises(ValueError, match=sentence):
         head.policy_loss(**(fused | BAD[sentence]))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, T, 1000])
+def test_the_squares_of_a_distribution_are_those_of_whole_logits(chunk_tokens: int) -> None:
+    hidden, weight = leaves()
+    made = head.log_probs_and_squares(hidden, weight, TOKENS, chunk_tokens=chunk_tokens, **WHERE)
+    want = logprob.log_probs_and_squares(hidden @ weight.t(), TOKENS, **WHERE)
+    for a, b in zip(made, want, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12) and not a.requires_grad

@@ -377,3 +377,42 @@ def test_parts_of_a_vocabulary_give_the_further_tokens_of_the_whole(width: int) 
 def test_wrong_further_tokens_are_refused(ids: Tensor, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         log_probs(randn(4, 9), torch.arange(4), vocab_size=9, ids=ids)
+
+
+# ---- squares of the whole distribution
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_log_probs_and_the_sum_of_squares_are_those_of_the_distribution(dtype: torch.dtype) -> None:
+    logits, tokens = randn(7, 11, dtype=dtype) * 5, torch.arange(7) % 9
+    logits[0] = 0.0  # uniform over the nine that are not padding
+    where = {"vocab_size": 9, "temperature": 0.7}
+    logp, squares = logprob.log_probs_and_squares(logits, tokens, **where)
+    assert torch.equal(logp, log_probs(logits, tokens, **where).logp)
+    p = (logits[:, :9].double() / 0.7).softmax(-1)
+    exact = dtype is torch.float64
+    assert torch.allclose(squares.double(), p.square().sum(-1).log(), atol=1e-12 if exact else 1e-6)
+    assert float(squares[0]) == pytest.approx(-math.log(9), rel=1e-6)
+
+
+def test_squares_of_large_logits_do_not_overflow() -> None:
+    logits = torch.tensor([[3e4, 0.0, -3e4], [1e4, 1e4, 0.0]])
+    _, squares = logprob.log_probs_and_squares(logits, torch.tensor([0, 1]), vocab_size=3)
+    assert squares.tolist() == pytest.approx([0.0, -math.log(2)], abs=1e-6)
+
+
+@pytest.mark.parametrize("width", [3, 5])
+def test_parts_of_a_vocabulary_give_the_squares_of_the_whole(width: int) -> None:
+    """With 5 columns each, the third part has only padding."""
+    logits, tokens = randn(6, 15) * 4, torch.arange(6)
+    logits[1, 3:6] = -torch.inf
+    stats = [
+        logprob.squares_stats(
+            logits[:, a : a + width].contiguous(), tokens, a, max(min(9 - a, width), 0), 0.7
+        )
+        for a in range(0, 15, width)
+    ]
+    logp, squares = logprob.with_squares(torch.stack(stats))
+    want = (logits[:, :9] / 0.7).log_softmax(-1)
+    assert torch.allclose(logp, want.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), atol=1e-12)
+    assert torch.allclose(squares, (2 * want).logsumexp(-1), atol=1e-12)

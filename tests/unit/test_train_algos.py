@@ -20,6 +20,8 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "opo": ("--algo.adv_estimator", "opo"),
     "passk": ("--algo.adv_estimator", "grpo_passk"),
     "rf": ("--algo.adv_estimator", "reinforce_plus_plus", "--algo.gamma", 0.99),
+    "otb": ("--algo.adv_estimator", "optimal_token_baseline"),
+    "tir_otb": ("--algo.adv_estimator", "tir_optimal_token_baseline", "--algo.rollout_is", "none"),
     "rf_baseline": ("--algo.adv_estimator", "reinforce_plus_plus_baseline"),
     "whitened": ("--algo.whiten_advantages",),
     "kl_reward": ("--algo.kl_reward_coef", 0.1, "--algo.kl_target", 1e-6, "--algo.kl_horizon", 64),

@@ -230,7 +230,7 @@ def table(rows: list[dict[str, Any]], versions: dict[str, dict[str, str]]) -> li
     lines = []
     for peer in dict.fromkeys(r["peer"] for r in rows):
         named = ", ".join(f"{k} {v}" for k, v in versions.get(peer, {}).items())
-        head = f"{'rlcore':<31}{'setting':<48}{'value':>9}{'gradient':>10}{'figures':>9}  verdict"
+        head = f"{'rlcore':<37}{'setting':<48}{'value':>9}{'gradient':>10}{'figures':>9}  verdict"
         lines += ["", f"{peer} ({named})", head, "-" * len(head)]
         last = ""
         for r in (r for r in rows if r["peer"] == peer):
@@ -241,7 +241,7 @@ def table(rows: list[dict[str, Any]], versions: dict[str, dict[str, str]]) -> li
             shown = ["" if x is None else f"{x:.1e}" if x else "0" for x in cells]
             note = f" ({notes.index(r['note']) + 1})" if r["note"] else ""
             lines.append(
-                f"{r['rlcore']:<31}{r['setting']:<48}{shown[0]:>9}{shown[1]:>10}{shown[2]:>9}"
+                f"{r['rlcore']:<37}{r['setting']:<48}{shown[0]:>9}{shown[1]:>10}{shown[2]:>9}"
                 f"  {r['verdict']}{note}"
             )
     lines += ["", *(f"({i}) {note}" for i, note in enumerate(notes, 1))]

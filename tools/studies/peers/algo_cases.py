@@ -142,7 +142,10 @@ def make(kind: str, seed: int) -> Case:
     }
     for name, sizes in GROUPS.items():
         arrays[name] = np.repeat(np.arange(len(sizes)), sizes)
-    return Case(arrays, tuple(int(p) for p in rng.integers(1, 5, rows)))
+    prompts = tuple(int(p) for p in rng.integers(1, 5, rows))
+    p = np.exp(old)  # the others of a vocabulary have a part of (1 - p)^2 together
+    arrays["sum_pi_squared"] = p**2 + (1 - p) ** 2 * rng.random(shape)  # drawn last
+    return Case(arrays, prompts)
 
 
 # ---- rlcore's answers
@@ -267,6 +270,32 @@ def advantages(estimator: str, groups: str = "group", **settings: Any) -> Callab
         return {"advantages": case.padded(found), "returns": case.padded(gains)}
 
     return by_token if estimator in returns.TOKEN else by_response
+
+
+def token_baseline(estimator: str, tools: bool, **settings: Any) -> Callable[[Case], Answer]:
+    """Advantages and returns of every token. Without `tools` all tokens of a response are
+    trained."""
+    cfg = AlgoConfig(adv_estimator=estimator, **settings)
+
+    def answer(case: Case) -> Answer:
+        mask = case.mask if tools else case.place >= 0
+        batch = Batch(
+            tokens=torch.zeros(len(mask), dtype=torch.int64),
+            cu_seqlens=cumulative(case.sizes),
+            mask=mask,
+            rollout_log_probs=case.packed("sampler"),
+            old_log_probs=case.packed("old"),
+            log_sum_pi_squared=case.packed("sum_pi_squared", on_prompts=1.0).log(),
+        )
+        like = torch.zeros(len(mask), dtype=torch.float64)
+        reward = returns.token_rewards(batch, case.arrays["score"].tolist(), like)
+        group = case.arrays["group"].tolist()
+        terms = returns.baseline_terms(batch, reward, cfg, group)
+        sums = returns.baseline_sums(terms, max(group) + 1, int(terms.place.max()) + 1)
+        found, gains = returns.above_baseline(terms, reward, sums)
+        return {"advantages": case.padded(found), "returns": case.padded(gains)}
+
+    return answer
 
 
 def divergence(kind: str) -> Callable[[Case], Answer]:

@@ -24,6 +24,7 @@ from algo_cases import (
     kept_weights,
     loss,
     overlong,
+    token_baseline,
     uncapped,
 )
 
@@ -208,6 +209,7 @@ def _verl() -> Iterator[Check]:
     reason = "a group of one: rlcore and verl's rloo give it its reward, rloo_vectorized 0"
     yield _advantage("rloo", "rloo_vectorized", vectorized, {}, known=reason)
     yield _advantage("rloo", "rloo_vectorized", vectorized, {"groups": "pairs"})
+    yield from _token_baselines()
     for kind in ("k1", "k2", "abs", "low_var_kl", "k1+"):
         yield _kl(kind, kind)
     for kind in ("k3", "k3+"):
@@ -538,6 +540,35 @@ def _advantage(ours: str, theirs: str, function: str, settings: Settings, **row:
         ours=advantages(ours, **settings),
         **row,
     )
+
+
+def _token_baselines() -> Iterator[Check]:
+    """Baselines of tokens, weighed and not, with and without the tokens of tools."""
+
+    def row(setting: str, which: str, tools: bool, weights: Settings, **more: Any) -> Check:
+        name = {"one": "optimal_token_baseline", "tir": "tir_optimal_token_baseline"}[which]
+        turns = {"one": "", "tir": "multi_turn_"}[which]
+        tail = more.pop("zero_tail", True)
+        asked = {"estimator": name, "tools": tools, "zero_tail": tail, "correction": weights}
+        return Check(
+            peer="verl",
+            name=f"advantage/{name}",
+            setting=setting,
+            function=f"compute_{turns}optimal_token_baseline_advantage",
+            ask="token_baseline",
+            told=asked,
+            ours=token_baseline(name, tools, **(weights or OFF)),
+            **more,
+        )
+
+    sequence = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
+    for text, weights in (("", {}), ("TIS, cap 2", TIS), ("sequence, cap 2", sequence)):
+        yield row(text, "one", False, weights)
+        yield row(text, "tir", True, weights)
+    why = "verl's default leaves the rest of the longest response its own baseline: A is nearly 0"
+    yield row("handle_zero_tail off", "one", False, {}, zero_tail=False, known=why)
+    why = "verl takes a number of trained tokens for a place, and compares a response with itself"
+    yield row("with tools", "one", True, {}, known=why)
 
 
 def _kl(

@@ -117,6 +117,27 @@ def advantage(
     return out
 
 
+def token_baseline(
+    c: Case, estimator: str, tools: bool, zero_tail: bool, correction: dict[str, object]
+) -> Answer:
+    """Advantages and returns of every token; without `tools` all tokens of a response are
+    trained."""
+    mask = c["mask"]
+    if not tools:
+        mask = (torch.arange(mask.shape[1]) < c["length"][:, None]).to(mask.dtype)
+    weights = _correction(c | {"mask": mask}, correction)[0] if correction else None
+    found = core_algos.get_adv_estimator_fn(estimator)(
+        c["token_reward"],
+        mask,
+        c["group"].numpy(),
+        c["old"],
+        c["sum_pi_squared"],
+        rollout_is_weights=weights,
+        handle_zero_tail=zero_tail,
+    )
+    return {"advantages": found[0], "returns": found[1] * mask}
+
+
 def kl_penalty(c: Case, kind: str) -> Answer:
     """The estimate of every token and the gradient of its sum over the mask."""
     logp = algo_peer.leaf(c["logp"])
@@ -147,5 +168,6 @@ def value_loss(c: Case, clip: float) -> Answer:
 
 
 if __name__ == "__main__":
-    functions = (policy_loss, correction, weights, advantage, kl_penalty, controller, value_loss)
+    functions = (policy_loss, correction, weights, advantage, token_baseline)
+    functions += (kl_penalty, controller, value_loss)
     algo_peer.serve({f.__name__: f for f in functions}, {"verl": verl.__version__})
