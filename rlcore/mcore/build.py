@@ -171,7 +171,7 @@ def _own_groups(moe: MoELayer) -> None:
     """Mark the experts' parameters, so that their gradients are summed over the ranks that hold
     the same parts. With ep 1, Megatron takes the data-parallel ranks, also if etp is not tp."""
     for param in moe.experts.parameters():
-        param.allreduce = False  # type: ignore[attr-defined]  # Megatron reads it
+        param.allreduce = False  # Megatron reads it
 
 
 def _block_spec(

@@ -131,9 +131,7 @@ def _by_baseline(
     sums = torch.zeros(*shape, 3, dtype=torch.float64)
     for x in terms if run.ranks.leads_model_parallel_group else ():
         sums += returns.baseline_sums(x, *shape).cpu()
-    sums = torch.tensor(
-        collective.reduce_floats(sums.flatten().tolist()), dtype=torch.float64
-    ).view(*shape, 3)
+    collective.reduce_tensor(sums)
     out = []
     for batch, reward, x in zip(batches, rewards, terms, strict=True):
         found, gains = returns.above_baseline(x, reward, sums)

@@ -97,9 +97,15 @@ def reduce_floats(values: list[float], op: Op = "sum", group: Group = None) -> l
     """Reduce the values element-wise over all ranks, in float64, on the CPU."""
     if is_alone(group) or not values:
         return values
-    t = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(t, op=getattr(dist.ReduceOp, op.upper()), group=group)
-    return t.tolist()
+    return reduce_tensor(torch.tensor(values, dtype=torch.float64), op, group).tolist()
+
+
+def reduce_tensor(values: torch.Tensor, op: Op = "sum", group: Group = None) -> torch.Tensor:
+    """Reduce a tensor on the CPU element-wise over all ranks, in place, and return it. Its shape
+    must be the same on all ranks."""
+    if not is_alone(group):
+        dist.all_reduce(values, op=getattr(dist.ReduceOp, op.upper()), group=group)
+    return values
 
 
 def barrier(group: Group = None) -> None:

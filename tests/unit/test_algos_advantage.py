@@ -638,10 +638,12 @@ def test_baselines_agree_with_the_loop_over_tokens(name, rollout_is):
 
 
 def test_weights_that_float32_rounds_below_0_count_as_0():
-    """log p is -1e-7 and the sum of squares less than p^2 by rounding; B stays within the gains."""
+    """The sum of squares of the first response is less than p^2 by rounding, so that the weights of
+    both would nearly cancel; B stays within the gains."""
     tiny = torch.full((4,), -1e-7)
+    squares = torch.tensor([-6e-7, -2e-7, 1.95e-7, -2e-7])
     batch = batch_of([[1, 1], [1, 1]]).with_(
-        old_log_probs=tiny, rollout_log_probs=tiny, log_sum_pi_squared=6 * tiny
+        old_log_probs=tiny, rollout_log_probs=tiny, log_sum_pi_squared=squares
     )
     reward = torch.tensor([0.0, 1.0, 0.0, 0.0])
     found = above(batch, reward, AlgoConfig(adv_estimator="optimal_token_baseline"), [0, 0])
