@@ -82,11 +82,16 @@ def test_updates_with_grouped_experts_are_those_of_megatrons(
 
 
 @pytest.mark.parametrize(
-    ("ffn", "groups", "why"),
-    [(10, True, "rows of 32 or 10 torch.float32 are no"), (24, False, "torch has no grouped")],
+    ("ffn", "etp", "groups", "why"),
+    [
+        (10, 1, True, "rows of 32 or 10 torch.float32 are no"),
+        (20, 2, True, "rows of 32 or 10 torch.float32 are no"),
+        (24, 1, False, "torch has no grouped"),
+    ],
 )
 def test_why_experts_run_one_after_the_other_is_said(
     ffn: int,
+    etp: int,
     groups: bool,
     why: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -94,7 +99,10 @@ def test_why_experts_run_one_after_the_other_is_said(
 ) -> None:
     monkeypatch.setattr(experts, "can_group", lambda *_: groups)
     config: Any = SimpleNamespace(
-        hidden_size=32, moe_ffn_hidden_size=ffn, params_dtype=torch.float32
+        hidden_size=32,
+        moe_ffn_hidden_size=ffn,
+        expert_tensor_parallel_size=etp,
+        params_dtype=torch.float32,
     )
     with caplog.at_level(logging.INFO, "rlcore"):
         assert experts.experts_of(config, torch.device("cpu")) is SequentialMLP
