@@ -29,6 +29,8 @@ Estimator = Literal[
     "tir_optimal_token_baseline",
     "none",
 ]
+TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+"""Estimators with one advantage per token that compare the responses of a group (returns.py)."""
 Rejection = Literal[
     "token_k1",
     "token_k2",

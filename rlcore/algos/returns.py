@@ -49,10 +49,9 @@ from rlcore.tensors import Batch
 from rlcore.utils.errors import ConfigError
 
 TOKEN = ("reinforce_plus_plus", "remax", "gae")
-"""Estimators with one advantage per token; estimators per response are in advantage.py."""
-BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
-"""Estimators with one advantage per token that compares the responses of a group: `baseline_terms`,
-`baseline_sums` and `above_baseline`, in this order. They need `Batch.log_sum_pi_squared`."""
+"""Estimators with one advantage per token of a response alone. base.TOKEN_BASELINES compare the
+responses of a group, in three steps: `baseline_terms`, `baseline_sums`, `above_baseline`.
+Estimators with one advantage per response are in advantage.py."""
 BASELINE_EPSILON = 1e-8
 """Number added to the sum of the weights of a baseline."""
 
@@ -131,7 +130,9 @@ class BaselineTerms(NamedTuple):
 def baseline_terms(
     batch: Batch, reward: Tensor, cfg: AlgoConfig, groups: Sequence[int]
 ) -> BaselineTerms:
-    """Return what the token baselines read of a batch.
+    """Return weights and rewards to go of a batch's trained tokens, for the token baselines.
+
+    The batch needs `old_log_probs`, `rollout_log_probs` and `log_sum_pi_squared`.
 
     Args:
         reward: [T] from `token_rewards`.
@@ -170,7 +171,8 @@ def baseline_sums(x: BaselineTerms, num_groups: int, longest: int) -> Tensor:
 
 
 def above_baseline(x: BaselineTerms, reward: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (advantage [T], returns [T]) in `reward`'s dtype from the sums of the whole step."""
+    """Return (advantage [T], returns [T]) in `reward`'s dtype; `sums`: those of `baseline_sums`,
+    added over all batches and ranks of the step."""
     total, weight, count = sums.to(x.gain.device)[x.group, x.place].unbind(-1)
     baseline = torch.where(count > 1, total / (weight + BASELINE_EPSILON), 0.0)
     zeros = torch.zeros_like(reward)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rlcore import algos
 from rlcore.algos import fused
-from rlcore.algos.base import AlgoConfig
+from rlcore.algos.base import TOKEN_BASELINES, AlgoConfig
 from rlcore.config import sglang_args
 from rlcore.config.schema import (
     PROJECTIONS,
@@ -486,7 +486,6 @@ def _batch(cfg: Config) -> list[str]:
 
 
 BY_RESPONSE = ("grpo", "gdpo", "grpo_passk", "maxrl", "rloo", "reinforce_plus_plus_baseline", "opo")
-TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 BY_GROUP = (*BY_RESPONSE, *TOKEN_BASELINES)
 """Advantage estimators that need several responses to the same prompt."""
 
@@ -515,18 +514,18 @@ def _gdpo(cfg: Config) -> list[str]:
 
 
 def _token_baseline(cfg: Config) -> list[str]:
-    """Check that baselines of tokens have the pass of old log-probs, whose distributions they weigh
-    responses by."""
+    """Check that the pass of old log-probs can give what a token baseline needs: the sums of
+    squared probabilities."""
     name, out = f"--algo.adv_estimator {cfg.algo.adv_estimator}", []
     if cfg.algo.bypass_mode:
         out.append(
-            f"--algo.bypass_mode: computes no old log-probs, but {name} weighs responses by the "
-            "distributions of that pass; use one of the two"
+            f"--algo.bypass_mode: skips the pass of old log-probs, but {name} needs the sums of "
+            "squared probabilities from it; use one of the two"
         )
     if cfg.algo.routing_replay == "old":
         out.append(
-            f"--algo.routing_replay old: the pass of old log-probs gives routes or the sums that "
-            f"{name} needs, not both; use rollout or none"
+            f"--algo.routing_replay old: the pass of old log-probs cannot give both routes and the "
+            f"sums of squared probabilities that {name} needs; use rollout or none"
         )
     return out
 

@@ -48,7 +48,7 @@ class ParallelLayout:
 
     @property
     def expert_ranks(self) -> int:
-        """Return the number of ranks that share the experts of a layer."""
+        """Return the number of ranks over which the experts of a layer are sharded."""
         return self.ep * self.etp
 
     @property

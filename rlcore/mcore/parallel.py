@@ -23,7 +23,7 @@ class Groups:
     """Process groups of the train ranks that rlcore adds to Megatron's."""
 
     lockstep: dist.ProcessGroup | None
-    """Group of ranks that must run equally many micro-batches; None if no ranks share experts."""
+    """Group of ranks that must run equally many micro-batches; None if experts are not sharded."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,8 +1,8 @@
 """Compute the advantages of all tokens from rewards: KL penalty, estimator, whitening.
 
 Estimators with one advantage per response need the rewards of whole groups, from the `StepPlan`.
-Estimators with one advantage per token use this rank's batches. Whitening and the baselines of
-tokens span all ranks.
+Estimators with one advantage per token use this rank's batches. Whitening and token baselines
+span all ranks.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlcore import algos
 from rlcore.algos import advantage, kl, returns, sequence, value
+from rlcore.algos.base import TOKEN_BASELINES
 from rlcore.data.packing import by_id
 from rlcore.records import Group, group_of, is_baseline, without_baseline
 from rlcore.rewards import registry
@@ -33,7 +34,7 @@ def assign(
     estimator = algos.estimator(run.algo, cfg)
     if estimator in returns.TOKEN:
         out = _by_token(run, plan, batches, penalties, baselines)
-    elif estimator in returns.BASELINES:
+    elif estimator in TOKEN_BASELINES:
         out = _by_baseline(run, plan, batches, penalties)
     else:
         out = by_response(run, plan, batches, penalties)

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlcore.algos import correction, returns
+from rlcore.algos import correction
+from rlcore.algos.base import TOKEN_BASELINES
 from rlcore.config import rules
 from rlcore.data.packing import by_id, pack_samples, per_token
 from rlcore.records import Sample
@@ -68,7 +69,7 @@ def old_logprobs(run: Run, batches: list[Batch]) -> list[Batch]:
     cfg = run.cfg.algo
     if cfg.bypass_mode:
         return [b.with_(old_log_probs=b.rollout_log_probs) for b in batches]
-    squares = cfg.adv_estimator in returns.BASELINES
+    squares = cfg.adv_estimator in TOKEN_BASELINES
     early = cfg.kl_reward_coef > 0 or cfg.rollout_is_batch_normalize or squares
     skip_first = run.cfg.train.epochs == 1 and not early
     out = []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlcore.algos import advantage, returns
 from rlcore.algos.advantage import OUTCOME, GroupRewards, outcome
-from rlcore.algos.base import AlgoConfig
+from rlcore.algos.base import TOKEN_BASELINES, AlgoConfig
 from rlcore.tensors import Batch, cumulative
 
 NAN, INF = math.nan, math.inf
@@ -587,7 +587,7 @@ def test_a_baseline_weighs_responses_by_the_uncertainty_so_far():
         log_sum_pi_squared=[9, half, 0, 9, half, half],
     )
     reward = torch.tensor([0, 0, 4, 0, 0, 0]).double()
-    for name in returns.BASELINES:
+    for name in TOKEN_BASELINES:
         found = above(batch, reward, AlgoConfig(adv_estimator=name), [0, 0])
         assert found.tolist() == pytest.approx([0, 2, 4 - 4 / 3, 0, -2, -4 / 3], rel=1e-7)
 
@@ -596,7 +596,7 @@ def test_where_one_response_alone_has_tokens_there_is_no_baseline():
     """The rest of the longest response, and a group of one."""
     batch = with_terms([[1, 1, 1], [1, 1], [1]])
     reward = returns.token_rewards(batch, [3.0, 3.0, 5.0], torch.zeros(6).double())
-    for name in returns.BASELINES:
+    for name in TOKEN_BASELINES:
         found = above(batch, reward, AlgoConfig(adv_estimator=name), [0, 0, 1])
         assert found.tolist() == pytest.approx([0, 0, 3, 0, 0, 5], abs=1e-4)
 
@@ -607,14 +607,14 @@ def test_places_count_tokens_of_tools_or_not():
     reward = returns.token_rewards(batch, [1.0, 0.0], torch.zeros(8).double())
     by_place, by_count = (
         above(batch, reward, AlgoConfig(adv_estimator=name, rollout_is="none"), [0, 0])
-        for name in returns.BASELINES
+        for name in TOKEN_BASELINES
     )
     assert by_place[2] == 1.0 and by_count[3] == 1.0
     assert 0 < by_place[3] < 1 and 0 < by_count[2] < 1 and by_place[1] == by_count[1]
 
 
 @pytest.mark.parametrize("rollout_is", ["none", "token", "sequence"])
-@pytest.mark.parametrize("name", returns.BASELINES)
+@pytest.mark.parametrize("name", TOKEN_BASELINES)
 def test_baselines_agree_with_the_loop_over_tokens(name, rollout_is):
     g = torch.Generator().manual_seed(1)
     lengths = [1, 7, 33, 12, 0, 64, 5, 9]
@@ -650,7 +650,7 @@ def test_weights_that_float32_rounds_below_0_count_as_0():
     assert found.dtype == torch.float32 and (found[:2] <= 1).all() and (found[:2] >= 0).all()
 
 
-@pytest.mark.parametrize("name", returns.BASELINES)
+@pytest.mark.parametrize("name", TOKEN_BASELINES)
 def test_a_batch_without_trained_tokens_has_no_terms(name):
     for masks in ([], [[0, 0], [0]]):
         batch = with_terms(masks)
