@@ -96,13 +96,14 @@ def config_class(name: str) -> type[AlgoConfig]:
 def config(name: str, **settings: Any) -> AlgoConfig:
     """Return the config of algorithm `name` with `settings`, such as clip_high=0.3. Raise
     ConfigError with one sentence for each setting that cannot work."""
-    from rlcore.algos import correction  # imports torch, which is slow
+    from rlcore.algos import advantage, correction  # imports torch, which is slow
 
     cls = config_class(name)
     found = bounds.mistyped(cls, settings, "algo")
     if not found:
         cfg = msgspec.convert(settings, cls)
-        found = [*bounds.broken(cfg, "algo"), *cfg.problems(), *correction.problems(cfg)]
+        found = [*bounds.broken(cfg, "algo"), *cfg.problems()]
+        found += [*advantage.problems(cfg), *correction.problems(cfg)]
     if found:
         raise ConfigError("\n".join(found))
     return cfg

@@ -45,11 +45,74 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlcore.algos.base import AlgoConfig
+from rlcore.algos.base import TOKEN_BASELINES, AlgoConfig
 from rlcore.utils.errors import ConfigError
 
 EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
+
+BY_RESPONSE = ("grpo", "gdpo", "grpo_passk", "maxrl", "rloo", "reinforce_plus_plus_baseline", "opo")
+BY_GROUP = (*BY_RESPONSE, *TOKEN_BASELINES)
+"""Advantage estimators that need several responses to the same prompt."""
+
+
+def problems(cfg: AlgoConfig) -> list[str]:
+    """Return one error message for each setting that the advantage estimator excludes."""
+    name, out = cfg.adv_estimator, []
+    if name == "gdpo":
+        others = {
+            f"--algo.kl_reward_coef {cfg.kl_reward_coef:g}": cfg.kl_reward_coef,
+            f"--algo.overlong_share {cfg.overlong_share:g}": cfg.overlong_share,
+            f"--algo.equal_reward_groups {cfg.equal_reward_groups}": (
+                cfg.equal_reward_groups != "keep"
+            ),
+        }
+        out += [acts_on_sum(key) for key, is_on in others.items() if is_on]
+    elif name in TOKEN_BASELINES:
+        out += _needs_squares(cfg)
+    elif name == "maxrl":
+        out += [
+            f"--algo.{key} {getattr(cfg, key):g}: lowers rewards below 0, by whose mean "
+            "adv_estimator maxrl divides; set it to 0, or use grpo"
+            for key in ("overlong_share", "kl_reward_coef")
+            if getattr(cfg, key)
+        ]
+    if cfg.equal_reward_groups == "drop" and name not in (*BY_RESPONSE, "gpg"):
+        out.append(
+            f"--algo.equal_reward_groups drop: with adv_estimator {name} groups of equal rewards "
+            "have advantages other than 0; set it to keep"
+        )
+    if cfg.equal_reward_groups == "replace" and name == "remax":
+        out.append(
+            "--algo.equal_reward_groups replace: with adv_estimator remax a prompt also has a "
+            "greedy response, which is not replaced with its group; set it to keep"
+        )
+    return out
+
+
+def acts_on_sum(key: str) -> str:
+    """Return the error message for a key that gdpo excludes."""
+    return (
+        f"{key}: acts on the sum of the rewards, and --algo.adv_estimator gdpo on its terms; unset "
+        "it, or use grpo"
+    )
+
+
+def _needs_squares(cfg: AlgoConfig) -> list[str]:
+    """Check that the pass of old log-probs can give what a token baseline needs: the sums of
+    squared probabilities."""
+    name, out = f"--algo.adv_estimator {cfg.adv_estimator}", []
+    if cfg.bypass_mode:
+        out.append(
+            f"--algo.bypass_mode: skips the pass of old log-probs, but {name} needs the sums of "
+            "squared probabilities from it; use one of the two"
+        )
+    if cfg.routing_replay == "old":
+        out.append(
+            f"--algo.routing_replay old: the pass of old log-probs cannot give both routes and the "
+            f"sums of squared probabilities that {name} needs; use rollout or none"
+        )
+    return out
 
 
 @dataclass(frozen=True)

@@ -194,9 +194,32 @@ class AlgoConfig:
     def problems(self) -> list[str]:
         """Return one error message per conflict between settings, with key, value and allowed
         values. An algorithm extends this method for its own keys."""
+        out = []
         if self.kl_coef and self.kl_unbiased and self.kl_type not in ("k1", "k3", "low_var_kl"):
-            return [
+            out.append(
                 f"--algo.kl_type {self.kl_type}: multiplied by p / p_old (algo.kl_unbiased), it "
                 "has not the gradient of the KL; use k1, k3 or low_var_kl, or leave kl_unbiased out"
-            ]
-        return []
+            )
+        if self.kl_target and not self.needs_reference:
+            out.append(
+                f"--algo.kl_target {self.kl_target}: has no KL coefficient to adapt; set "
+                "algo.kl_coef or algo.kl_reward_coef above 0"
+            )
+        for key in ("equal_reward_groups", "truncated_responses"):
+            if getattr(self, key) == "drop" and self.needs_reference:
+                out.append(
+                    f"--algo.{key} drop: drops samples that algo.kl_coef and algo.kl_reward_coef "
+                    "keep close to the reference; set it to keep, or both coefficients to 0"
+                )
+        if self.equal_reward_groups == "drop" and self.entropy_coef:
+            out.append(
+                "--algo.equal_reward_groups drop: drops samples that algo.entropy_coef trains on; "
+                "set it to keep, or the coefficient to 0"
+            )
+        most = AlgoConfig.max_replaced_groups
+        if self.equal_reward_groups != "replace" and self.max_replaced_groups != most:
+            out.append(
+                "--algo.max_replaced_groups: has no effect without --algo.equal_reward_groups "
+                "replace"
+            )
+        return out

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlcore import algos
-from rlcore.algos import fused
-from rlcore.algos.base import TOKEN_BASELINES, AlgoConfig
+from rlcore.algos import advantage, fused
 from rlcore.config import sglang_args
 from rlcore.config.schema import (
     PROJECTIONS,
@@ -485,109 +484,41 @@ def _batch(cfg: Config) -> list[str]:
     return []
 
 
-BY_RESPONSE = ("grpo", "gdpo", "grpo_passk", "maxrl", "rloo", "reinforce_plus_plus_baseline", "opo")
-BY_GROUP = (*BY_RESPONSE, *TOKEN_BASELINES)
-"""Advantage estimators that need several responses to the same prompt."""
-
-
 def _gdpo(cfg: Config) -> list[str]:
-    """Return what gdpo cannot be combined with: it knows the terms of the reward, and no more."""
+    """Return what else gdpo cannot be combined with: it knows the terms of the reward, and no
+    more."""
     name = "--algo.adv_estimator gdpo"
     if len(reward_sections(cfg.reward)) < 2:
         return [
             f"{name}: normalises each term of a sum of rewards, but --reward {cfg.select.reward} "
             "is no sum; give one, such as --reward math:1,my_pkg.my_reward:0.5, or use grpo"
         ]
-    a = cfg.algo
     others = {
-        f"--algo.kl_reward_coef {a.kl_reward_coef:g}": a.kl_reward_coef,
-        f"--algo.overlong_share {a.overlong_share:g}": a.overlong_share,
-        f"--algo.equal_reward_groups {a.equal_reward_groups}": a.equal_reward_groups != "keep",
         f"--env {cfg.select.env}": cfg.select.env,
         "--debug.shuffle_rewards": cfg.debug.shuffle_rewards,
     }
-    return [
-        f"{key}: acts on the sum of the rewards, and {name} on its terms; unset it, or use grpo"
-        for key, is_on in others.items()
-        if is_on
-    ]
-
-
-def _token_baseline(cfg: Config) -> list[str]:
-    """Check that the pass of old log-probs can give what a token baseline needs: the sums of
-    squared probabilities."""
-    name, out = f"--algo.adv_estimator {cfg.algo.adv_estimator}", []
-    if cfg.algo.bypass_mode:
-        out.append(
-            f"--algo.bypass_mode: skips the pass of old log-probs, but {name} needs the sums of "
-            "squared probabilities from it; use one of the two"
-        )
-    if cfg.algo.routing_replay == "old":
-        out.append(
-            f"--algo.routing_replay old: the pass of old log-probs cannot give both routes and the "
-            f"sums of squared probabilities that {name} needs; use rollout or none"
-        )
-    return out
+    return [advantage.acts_on_sum(key) for key, is_on in others.items() if is_on]
 
 
 def _algo(cfg: Config) -> list[str]:
     from rlcore.algos import correction  # imports torch, which is slow
 
     algo = cfg.algo
-    out = [*algo.problems(), *correction.problems(algo)]
+    out = [*algo.problems(), *advantage.problems(algo), *correction.problems(algo)]
     if algo.adv_estimator == "gdpo":
         out += _gdpo(cfg)
-    if algo.adv_estimator in TOKEN_BASELINES:
-        out += _token_baseline(cfg)
-    if algo.adv_estimator in BY_GROUP and cfg.rollout.samples_per_prompt < 2:
+    if algo.adv_estimator in advantage.BY_GROUP and cfg.rollout.samples_per_prompt < 2:
         out.append(
             f"--rollout.samples_per_prompt {cfg.rollout.samples_per_prompt}: {algo.adv_estimator} "
             "needs at least 2, since a group of one has no baseline; raise it, or use "
             "--algo.adv_estimator reinforce_plus_plus"
         )
-    for key in ("overlong_share", "kl_reward_coef"):
-        if algo.adv_estimator == "maxrl" and getattr(algo, key):
-            out.append(
-                f"--algo.{key} {getattr(algo, key):g}: lowers rewards below 0, by whose mean "
-                "adv_estimator maxrl divides; set it to 0, or use grpo"
-            )
     if cfg.rollout.temperature == 0:
         out.append("--rollout.temperature 0: greedy samples of a prompt are all equal; set 1")
-    if algo.equal_reward_groups == "drop" and algo.adv_estimator not in (*BY_RESPONSE, "gpg"):
+    if algo.equal_reward_groups == "replace" and cfg.rollout.samples_per_prompt < 2:
         out.append(
-            f"--algo.equal_reward_groups drop: with adv_estimator {algo.adv_estimator} groups of "
-            "equal rewards have advantages other than 0; set it to keep"
-        )
-    if algo.equal_reward_groups == "replace":
-        if cfg.rollout.samples_per_prompt < 2:
-            out.append(
-                f"--algo.equal_reward_groups replace: a group of rollout.samples_per_prompt "
-                f"{cfg.rollout.samples_per_prompt} always has equal rewards; raise it, or set keep"
-            )
-        if algo.adv_estimator == "remax":
-            out.append(
-                "--algo.equal_reward_groups replace: with adv_estimator remax a prompt also has a "
-                "greedy response, which is not replaced with its group; set it to keep"
-            )
-    elif algo.max_replaced_groups != AlgoConfig.max_replaced_groups:
-        out.append(
-            "--algo.max_replaced_groups: has no effect without --algo.equal_reward_groups replace"
-        )
-    for key in ("equal_reward_groups", "truncated_responses"):
-        if getattr(algo, key) == "drop" and algo.needs_reference:
-            out.append(
-                f"--algo.{key} drop: drops samples that algo.kl_coef and algo.kl_reward_coef keep "
-                "close to the reference; set it to keep, or both coefficients to 0"
-            )
-    if algo.equal_reward_groups == "drop" and algo.entropy_coef:
-        out.append(
-            "--algo.equal_reward_groups drop: drops samples that algo.entropy_coef trains on; "
-            "set it to keep, or the coefficient to 0"
-        )
-    if algo.kl_target and not algo.needs_reference:
-        out.append(
-            f"--algo.kl_target {algo.kl_target}: has no KL coefficient to adapt; set algo.kl_coef "
-            "or algo.kl_reward_coef above 0"
+            f"--algo.equal_reward_groups replace: a group of rollout.samples_per_prompt "
+            f"{cfg.rollout.samples_per_prompt} always has equal rewards; raise it, or set keep"
         )
     return out
 

@@ -15,8 +15,7 @@ import msgspec
 import psutil
 import torch
 
-from rlcore.algos import mismatch
-from rlcore.config import rules
+from rlcore.algos import advantage, mismatch
 from rlcore.config.schema import Config
 from rlcore.envs.turn_tree import sampled_stretches, turns_of
 from rlcore.hf.size import size_of
@@ -139,7 +138,7 @@ def check_rewards(run: Run, groups: Sequence[Group]) -> None:
 def notes(metrics: Mapping[str, float], cfg: Config) -> str:
     """Return what the step line says of problems of the step; "" if there is none."""
     found = [mismatch.unhealthy(dict(metrics))]
-    compares = cfg.algo.adv_estimator in rules.BY_GROUP
+    compares = cfg.algo.adv_estimator in advantage.BY_GROUP
     if compares and metrics.get("training/equal_reward_groups") == 1:
         found.append("rewards are equal in every group, so no response is preferred")
     return "; ".join(filter(None, found))

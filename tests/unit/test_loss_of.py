@@ -238,6 +238,25 @@ def test_every_wrong_setting_is_named() -> None:
     assert refused("gkd", padded(), rollout_is="token")[0].startswith("--algo.rollout_is token: ")
 
 
+@pytest.mark.parametrize(
+    "key, settings",
+    [
+        ("kl_target", {"kl_target": 0.1}),
+        ("max_replaced_groups", {"max_replaced_groups": 2.0}),
+        ("truncated_responses", {"truncated_responses": "drop", "kl_coef": 0.1}),
+        ("equal_reward_groups", {"equal_reward_groups": "drop", "entropy_coef": 0.1}),
+        ("equal_reward_groups", {"equal_reward_groups": "drop", "adv_estimator": "remax"}),
+        ("equal_reward_groups", {"equal_reward_groups": "replace", "adv_estimator": "remax"}),
+        ("equal_reward_groups", {"equal_reward_groups": "drop", "adv_estimator": "gdpo"}),
+        ("kl_reward_coef", {"kl_reward_coef": 0.1, "adv_estimator": "maxrl"}),
+        ("bypass_mode", {"bypass_mode": True, "adv_estimator": "optimal_token_baseline"}),
+    ],
+)
+def test_settings_that_exclude_each_other_are_named(key: str, settings: dict[str, Any]) -> None:
+    (said,) = refused("grpo", padded(), **settings)
+    assert said.startswith(f"--algo.{key}")
+
+
 def test_every_tensor_that_is_missing_or_wrong_is_named() -> None:
     rows = padded()
     said = refused("topr", {"log_probs": rows["log_probs"]}, kl_coef=0.1, entropy_coef=0.1)
