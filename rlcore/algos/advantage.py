@@ -69,7 +69,7 @@ def problems(cfg: AlgoConfig) -> list[str]:
         }
         out += [acts_on_sum(key) for key, is_on in others.items() if is_on]
     elif name in TOKEN_BASELINES:
-        out += _needs_squares(cfg)
+        out += _token_baseline(cfg)
     elif name == "maxrl":
         out += [
             f"--algo.{key} {getattr(cfg, key):g}: lowers rewards below 0, by whose mean "
@@ -77,15 +77,28 @@ def problems(cfg: AlgoConfig) -> list[str]:
             for key in ("overlong_share", "kl_reward_coef")
             if getattr(cfg, key)
         ]
-    if cfg.equal_reward_groups == "drop" and name not in (*BY_RESPONSE, "gpg"):
-        out.append(
-            f"--algo.equal_reward_groups drop: with adv_estimator {name} groups of equal rewards "
-            "have advantages other than 0; set it to keep"
-        )
-    if cfg.equal_reward_groups == "replace" and name == "remax":
+    elif name == "none":
+        idle = {
+            f"--algo.kl_reward_coef {cfg.kl_reward_coef:g}": cfg.kl_reward_coef,
+            f"--algo.overlong_share {cfg.overlong_share:g}": cfg.overlong_share,
+            "--algo.whiten_advantages": cfg.whiten_advantages,
+        }
+        out += [
+            f"{key}: has no effect, since --algo.adv_estimator none uses no rewards; unset it, or "
+            "use another estimator"
+            for key, is_on in idle.items()
+            if is_on
+        ]
+    handling = cfg.equal_reward_groups
+    if handling == "replace" and name == "remax":
         out.append(
             "--algo.equal_reward_groups replace: with adv_estimator remax a prompt also has a "
             "greedy response, which is not replaced with its group; set it to keep"
+        )
+    elif handling != "keep" and name not in (*BY_RESPONSE, "gpg"):
+        out.append(
+            f"--algo.equal_reward_groups {handling}: with adv_estimator {name} groups of equal "
+            "rewards are worth training on as well; set it to keep"
         )
     return out
 
@@ -98,9 +111,9 @@ def acts_on_sum(key: str) -> str:
     )
 
 
-def _needs_squares(cfg: AlgoConfig) -> list[str]:
+def _token_baseline(cfg: AlgoConfig) -> list[str]:
     """Check that the pass of old log-probs can give what a token baseline needs: the sums of
-    squared probabilities."""
+    squared probabilities of all responses."""
     name, out = f"--algo.adv_estimator {cfg.adv_estimator}", []
     if cfg.bypass_mode:
         out.append(
@@ -111,6 +124,11 @@ def _needs_squares(cfg: AlgoConfig) -> list[str]:
         out.append(
             f"--algo.routing_replay old: the pass of old log-probs cannot give both routes and the "
             f"sums of squared probabilities that {name} needs; use rollout or none"
+        )
+    if cfg.truncated_responses == "drop":
+        out.append(
+            f"--algo.truncated_responses drop: {name} needs the log-probs of all responses of a "
+            "group, but dropped ones get none; set it to keep"
         )
     return out
 

@@ -211,11 +211,12 @@ class AlgoConfig:
                     f"--algo.{key} drop: drops samples that algo.kl_coef and algo.kl_reward_coef "
                     "keep close to the reference; set it to keep, or both coefficients to 0"
                 )
-        if self.equal_reward_groups == "drop" and self.entropy_coef:
-            out.append(
-                "--algo.equal_reward_groups drop: drops samples that algo.entropy_coef trains on; "
-                "set it to keep, or the coefficient to 0"
-            )
+        for key in ("entropy_coef", "teacher_kl_coef"):
+            if self.equal_reward_groups == "drop" and getattr(self, key):
+                out.append(
+                    f"--algo.equal_reward_groups drop: drops samples that algo.{key} trains on; "
+                    "set it to keep, or the coefficient to 0"
+                )
         most = AlgoConfig.max_replaced_groups
         if self.equal_reward_groups != "replace" and self.max_replaced_groups != most:
             out.append(

@@ -7,8 +7,9 @@
 
 A positive covariance of advantage and log-prob lowers the entropy. Cut tokens still count in the
 denominators. Means and N are those of a micro-batch, as in verl, so that the gradient depends on
-train.tokens_per_micro_batch. A token's random number depends on its place among the trained tokens,
-and is seeded by the number of sequences, so that a rerun chooses the same tokens.
+train.tokens_per_micro_batch. A token's random number is a hash of its place among the trained
+tokens and of its log-prob under the sampler, so that a rerun chooses the same tokens, and another
+batch others.
 
 Equals verl `compute_policy_loss_clip_cov`, except for the random choice and the clamp of log r to
 +-20. Here pg_clipfrac counts PPO's clip and algo/cov_clipped the chosen tokens; verl counts the
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
+from torch import Tensor
 
 from rlcore.algos import ratio
 from rlcore.algos.base import AlgoConfig, Clip
@@ -60,9 +62,16 @@ def loss(x: LossInputs, cfg: ClipCovConfig) -> LossOutput:
     allowed = (
         (cov > cfg.clip_cov_lb) & (cov < cfg.clip_cov_ub) & (metrics["actor/pg_clipfrac"] == 0)
     )
-    seeded = torch.Generator().manual_seed(x.num_sequences)
-    draw = torch.rand(len(cov), generator=seeded).to(cov.device)
-    place = (x.mask.cumsum(0) - 1).clamp(min=0)
-    cut = ratio.largest(draw[place], allowed, x.mask, cfg.clip_cov_ratio)
+    cut = ratio.largest(_draw(x), allowed, x.mask, cfg.clip_cov_ratio)
     metrics["algo/cov_clipped"] = cut.float()
     return LossOutput(per_token=torch.where(cut, 0.0, policy) * x.correction, metrics=metrics)
+
+
+def _draw(x: LossInputs) -> Tensor:
+    """Return a random number for each token [T], by splitmix64 without its last step. Products of
+    int64 wrap around. Does not wait for the device."""
+    bits = x.rollout_log_probs.detach().float().view(torch.int32).long()
+    state = (bits << 24) ^ x.mask.cumsum(0)
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        state = (state ^ (state >> shift)) * factor
+    return (state >> 11).double()

@@ -99,6 +99,7 @@ ADDED = (
     "log_ppl_abs_diff",
     "ppl_ratio",
     "w_response",
+    "weight_response",
     "w2_response",
     "w_score",
     "high_response",
@@ -226,6 +227,7 @@ def sums(x: LossInputs, log_w: Tensor, trained: Tensor, cfg: AlgoConfig, version
         "log_ppl_abs_diff": log_ppl_diff.abs(),
         "ppl_ratio": log_ppl_diff.exp(),
         "w_response": w_sum,
+        "weight_response": log_u.exp(),
         "w2_response": w_sum.square(),
         "w_score": w_sum * sequences.mean(x.score.double(), *where),
         "high_response": log_u.exp() > cap,
@@ -317,7 +319,9 @@ def metrics(added: Sequence[float], highest: Sequence[float], cfg: AlgoConfig) -
             "rollout_corr/rollout_is_std": _std(s["weight"], s["weight2"], n),
             "rollout_corr/rollout_is_min": -top["-weight"],
             "rollout_corr/rollout_is_max": top["weight"],
-            "rollout_corr/rollout_is_uncapped_mean": s["w_response"] / b if whole else s["w"] / n,
+            "rollout_corr/rollout_is_uncapped_mean": (
+                s["weight_response"] / b if whole else s["w"] / n
+            ),
             "rollout_corr/rollout_is_uncapped_max": top["uncapped"],
             "rollout_corr/rollout_is_eff_sample_size": s["weight"] ** 2 / (s["weight2"] * n),
             "rollout_corr/rollout_is_ratio_fraction_high": s[high] / (b if whole else n),

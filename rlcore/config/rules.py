@@ -293,6 +293,17 @@ def _demonstrations(cfg: Config) -> list[str]:
             f"{key}: --algo {cfg.select.algo} trains only on what the policy has sampled; use "
             "--algo gkd, or train on them before with rlcore sft"
         )
+    unknown = {
+        f"--algo.rollout_rs {' '.join(cfg.algo.rollout_rs)}": cfg.algo.rollout_rs,
+        "--algo.bypass_mode": cfg.algo.bypass_mode,
+        f"--algo.kl_coef {cfg.algo.kl_coef:g}": cfg.algo.kl_coef,
+    }
+    out += [
+        f"{other}: needs log-probs of the sampler or the reference, which demonstrations "
+        "(--data.demonstrations) do not have; unset one of the two"
+        for other, is_on in unknown.items()
+        if is_on
+    ]
     if data.teacher_prompt_field:
         out.append(
             f"{key}: have no prompt of the teacher's own (--data.teacher_prompt_field "
@@ -512,6 +523,12 @@ def _algo(cfg: Config) -> list[str]:
             f"--rollout.samples_per_prompt {cfg.rollout.samples_per_prompt}: {algo.adv_estimator} "
             "needs at least 2, since a group of one has no baseline; raise it, or use "
             "--algo.adv_estimator reinforce_plus_plus"
+        )
+    if algo.overlong_share and getattr(cfg.env, "max_branches", 1) > 1:
+        out.append(
+            f"--algo.overlong_share {algo.overlong_share:g}: compares the length of a response "
+            f"with rollout.max_tokens, but an episode of --env {cfg.select.env} has up to "
+            "env.max_branches rows of that length; set it to 0"
         )
     if cfg.rollout.temperature == 0:
         out.append("--rollout.temperature 0: greedy samples of a prompt are all equal; set 1")

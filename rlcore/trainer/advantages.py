@@ -21,6 +21,7 @@ from rlcore.trainer.phases import made
 from rlcore.trainer.plan import StepPlan, overlong
 from rlcore.trainer.run import Run
 from rlcore.utils import collective
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.log import log
 
 
@@ -120,7 +121,18 @@ def _by_baseline(
     run: Run, plan: StepPlan, batches: list[Batch], penalties: list[Tensor] | None
 ) -> list[Batch]:
     """Compute advantages and returns of every token with a baseline for each place of a group,
-    whose responses may be on several ranks and in several updates."""
+    whose responses may be on several ranks and in several updates.
+
+    Raises:
+        ConfigError: a callback has excluded responses, which have no log-probs.
+    """
+    excluded = {r.id for members in plan.groups for r in members} - plan.owners().keys()
+    if excluded:
+        raise ConfigError(
+            f"--run.callbacks: keep_sample has excluded {len(excluded)} responses, and "
+            f"--algo.adv_estimator {run.cfg.algo.adv_estimator} needs the log-probs of all "
+            "responses of a group; train on them, or use another estimator"
+        )
     index = {row.id: i for i, members in enumerate(plan.groups) for row in members}
     rewards = _token_rewards(run, plan, batches, penalties)
     terms = [

@@ -124,13 +124,14 @@ def conclude(run: Run, todo: StepPlan, objective: Objective, kl_scale: float) ->
 
 def update_critic(run: Run, todo: StepPlan, batches: list[Batch]) -> None:
     """Run the critic's optimizer steps on the samples of this step. The critic's loss is always a
-    mean over tokens. Collective over the train ranks."""
+    mean over tokens: shares of samples (`loss_agg_mode`) are the actor's. Collective over the train
+    ranks."""
     assert run.critic is not None
     cfg = run.cfg
     loss = partial(value.loss, clip=cfg.critic.clip_value)
     for _ in range(cfg.train.epochs):
         for u, batch in enumerate(batches):
             if lengths := todo.lengths(u):
-                run.critic.accumulate(batch, loss)
+                run.critic.accumulate(batch.with_(weight=None), loss)
                 report.add_update(run, run.critic.apply(float(sum(lengths))), "critic")
                 run.spans.alive()

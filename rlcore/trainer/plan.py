@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from rlcore.algos.advantage import is_equal
+from rlcore.algos.advantage import BY_GROUP, is_equal
 from rlcore.algos.base import AlgoConfig
 from rlcore.records import CUT, Group
 from rlcore.sched.seqlen_balancing import balanced_partitions
@@ -200,10 +200,11 @@ def make(
 ) -> StepPlan:
     """Make the plan of a step.
 
-    Failed episodes are left out and rewards are shaped by length. If configured, groups of equal
-    scores and truncated responses are dropped. Responses that a callback excludes are dropped. The
-    remaining groups are shuffled by `seed`, their rows are cut into `num_updates` parts of equal
-    size, so that few groups are divided, and balanced over `num_ranks` by length.
+    Failed episodes are left out and rewards are shaped by length. A response whose group has
+    otherwise failed is left out as well if the estimator compares responses. If configured, groups
+    of equal scores and truncated responses are dropped. Responses that a callback excludes are
+    dropped. The remaining groups are shuffled by `seed`, their rows are cut into `num_updates`
+    parts of equal size, so that few groups are divided, and balanced over `num_ranks` by length.
 
     Args:
         max_tokens: maximum response length, for length shaping.
@@ -212,6 +213,7 @@ def make(
     trained: list[list[TrainRow]] = []
     kept: list[tuple[TrainRow, ...]] = []
     equal = 0
+    compares = algo.adv_estimator in BY_GROUP
     rewards = rewards_of(groups, algo, max_tokens, seed if shuffle_rewards else None)
     for group, given in zip(groups, rewards, strict=True):
         members = tuple(
@@ -238,7 +240,7 @@ def make(
             )
             if finish != "failed"
         )
-        if not members:
+        if not members or (len(members) == 1 < len(group.refs) and compares):
             continue
         excluded = {
             ref.id for ref, is_out in zip(group.refs, group.excluded, strict=False) if is_out

@@ -15,6 +15,7 @@ from rlcore.tensors import Batch, cumulative
 from rlcore.trainer import advantages, plan
 from rlcore.trainer.progress import Progress, Ranks
 from rlcore.utils import collective
+from rlcore.utils.errors import ConfigError
 from tests.unit.test_plan import groups
 
 LN2 = 0.6931471805599453
@@ -217,6 +218,13 @@ def test_token_baselines_are_the_same_for_rows_of_a_group_on_one_rank_and_on_two
     assert found.keys() == want.keys()
     for id, values in want.items():
         assert found[id] == pytest.approx(values, rel=1e-6)
+
+
+def test_token_baselines_refuse_what_a_callback_has_excluded():
+    run, todo, batch = setting([[1.0, 0.0]], adv_estimator="optimal_token_baseline")
+    kept = plan.StepPlan(((todo.updates[0][0][:1],),), 0, todo.groups)
+    with pytest.raises(ConfigError, match=r"^--run.callbacks: keep_sample has excluded 1 resp"):
+        advantages.assign(run, kept, [batch.select([0])], {})
 
 
 def test_token_baselines_span_the_updates_of_a_step_and_are_whitened_only_if_asked():

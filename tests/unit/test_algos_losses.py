@@ -484,6 +484,9 @@ def test_clip_cov_draws_at_random_and_the_same_again():
     cut = run("clip_cov", x, **keys).metrics["algo/cov_clipped"]
     assert cut.sum() == 100 and 30 < cut[: n // 2].sum() < 70
     assert torch.equal(run("clip_cov", x, **keys).metrics["algo/cov_clipped"], cut)
+    other = replace(x, rollout_log_probs=logp - 0.01)
+    others = run("clip_cov", other, **keys).metrics["algo/cov_clipped"]
+    assert others.sum() == 100 and 10 < (cut * others).sum() < 40  # 25 by chance
 
 
 def test_kl_cov_pulls_the_tokens_of_largest_covariance_back():

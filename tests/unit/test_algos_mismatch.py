@@ -180,6 +180,7 @@ def test_geometric_weights_by_hand():
     assert m[prefix + "mean"] == pytest.approx((0.25 + 0.25 + 1.5) / 3)
     assert (m[prefix + "min"], m[prefix + "max"]) == pytest.approx((0.25, 1.5))
     assert m[prefix + "ratio_fraction_high"] == 0 and m[prefix + "ratio_fraction_low"] == 0.5
+    assert m[prefix + "uncapped_mean"] == pytest.approx((0.25 + 1.5) / 2)  # over responses
     cfg = AlgoConfig(rollout_is="geometric", rollout_is_threshold=5.0)
     m = figures(sums(rows, cfg), cfg=cfg)
     assert m[prefix + "ratio_fraction_low"] == 0, "1/16 is below 1/5, the geometric mean is not"

@@ -208,6 +208,10 @@ def test_maxrl_needs_rewards_of_0_or_more_and_groups(words, said):
         ("--rollout.samples_per_prompt 1", "--rollout.samples_per_prompt 1: {} needs at least 2"),
         ("--mode stream", "--algo.adv_estimator {}: needs all samples of a step before the"),
         ("--algo.equal_reward_groups drop", "--algo.equal_reward_groups drop: with adv_estimator"),
+        (
+            "--algo.truncated_responses drop",
+            "--algo.truncated_responses drop: --algo.adv_estimator",
+        ),
     ],
 )
 @pytest.mark.parametrize("name", TOKEN_BASELINES)
@@ -605,12 +609,25 @@ def assert_broken(words, said):
             "--algo gkd --teacher.models m --data.demonstrations a --data.teacher_prompt_field b",
             "--data.demonstrations a: have no prompt of the teacher's own",
         ),
+        *(
+            (f"--algo gkd --teacher.models m --data.demonstrations a {key}", f"{key}: needs log-")
+            for key in ("--algo.rollout_rs token_k1", "--algo.bypass_mode", "--algo.kl_coef 0.1")
+        ),
     ],
 )
 def test_demonstrations_have_rules(words, said):
     argv = ["--model.path", "m", "--data.train", "label", "--data.val", "label", *words.split()]
     found = rules.broken(parse(argv))
     assert [line[: len(said)] for line in found] == ([said] if said else [])
+
+
+@pytest.mark.parametrize("words, told", [("", True), ("--env.max_branches 1", False)])
+def test_an_overlong_share_is_refused_where_an_episode_has_several_rows(words, told):
+    argv = ["--model.path", "m", "--data.train", "a", "--data.val", "b", "--env", "endpoint"]
+    argv += ["--env.command", "run", "--algo", "dapo", *words.split()]
+    said = [line for line in rules.broken(parse(argv)) if "overlong" in line]
+    assert len(said) == told, said
+    assert not told or said[0].startswith("--algo.overlong_share 0.2: compares the length of a")
 
 
 @pytest.mark.parametrize(

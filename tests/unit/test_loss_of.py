@@ -248,7 +248,13 @@ def test_every_wrong_setting_is_named() -> None:
         ("equal_reward_groups", {"equal_reward_groups": "drop", "adv_estimator": "remax"}),
         ("equal_reward_groups", {"equal_reward_groups": "replace", "adv_estimator": "remax"}),
         ("equal_reward_groups", {"equal_reward_groups": "drop", "adv_estimator": "gdpo"}),
+        ("equal_reward_groups", {"equal_reward_groups": "drop", "teacher_kl_coef": 0.1}),
+        ("equal_reward_groups", {"equal_reward_groups": "replace", "adv_estimator": "gae"}),
+        ("equal_reward_groups", {"equal_reward_groups": "replace", "adv_estimator": "none"}),
         ("kl_reward_coef", {"kl_reward_coef": 0.1, "adv_estimator": "maxrl"}),
+        ("kl_reward_coef", {"kl_reward_coef": 0.1, "adv_estimator": "none"}),
+        ("overlong_share", {"overlong_share": 0.1, "adv_estimator": "none"}),
+        ("whiten_advantages", {"whiten_advantages": True, "adv_estimator": "none"}),
         ("bypass_mode", {"bypass_mode": True, "adv_estimator": "optimal_token_baseline"}),
     ],
 )

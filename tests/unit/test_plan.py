@@ -126,6 +126,11 @@ def test_observations_are_loads_but_not_trained_and_failed_episodes_are_nothing(
     silent = structs.replace(group, observed=(5, 0, 0))  # the policy sampled nothing
     p = plan.make([silent], AlgoConfig(), num_updates=1, num_ranks=1, seed=1)
     assert rows(p, 0) == ["t0.0", "t0.1"] and p.lengths(0) == [6]
+    alone = structs.replace(group, finishes=("stop", "failed", "failed"))
+    for name, trained in (("grpo", []), ("grpo_passk", []), ("reinforce_plus_plus", ["t0.0"])):
+        cfg = AlgoConfig(adv_estimator=name)
+        p = plan.make([alone], cfg, num_updates=1, num_ranks=1, seed=1)
+        assert rows(p, 0) == trained and len(p.groups) == len(trained)
     lost = structs.replace(group, finishes=("failed",) * 3)
     assert plan.make([lost], AlgoConfig(), num_updates=1, num_ranks=1, seed=1).groups == ()
 
