@@ -38,8 +38,8 @@ class Batch:
     teacher_top_ids: Tensor | None = None  # [T, K] int64: the teacher's likeliest tokens
     teacher_top_log_probs: Tensor | None = None  # [T, K] float32: their log-probs
     routes: Tensor | None = None
-    """[T, layers * K] int16: experts that each layer's router has chosen for the token, -1 if they
-    are not known; see mcore/routing.py."""
+    """[T, layers * K] int8 or int16: experts that each layer's router has chosen for the token, -1
+    if they are not known; see mcore/routing.py."""
     value_old: Tensor | None = None  # [T] float32: critic's value before the step's first update
     returns: Tensor | None = None  # [T] float32: target of the critic's value
     correction: Tensor | None = None  # [T] float32: rollout-correction weight, detached

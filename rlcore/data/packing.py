@@ -54,12 +54,13 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
 
 
 def _routes(rows: Sequence[Sample | Branch], lengths: np.ndarray) -> Tensor | None:
-    """Return the routes of all tokens, [T, layers * K] int16; None if no row has some."""
+    """Return the routes of all tokens, [T, layers * K] int8 or int16; None if no row has some."""
     widths = {row.routes.shape[1] for row in rows if row.routes is not None}
     if not widths:
         return None
     (width,) = widths
-    packed = np.full((int(lengths.sum()), width), -1, np.int16)
+    kind = np.result_type(*(row.routes for row in rows if row.routes is not None))
+    packed = np.full((int(lengths.sum()), width), -1, kind)
     for row, start in zip(rows, np.cumsum(lengths) - lengths, strict=True):
         if row.routes is not None:
             packed[start : start + len(row.routes)] = row.routes

@@ -100,6 +100,8 @@ class _Products(torch.autograd.Function):
         x, offsets, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         dx = F.grouped_mm(grad, torch.stack(weights), offs=offsets)
+        if not any(ctx.needs_input_grad[4:]):  # frozen, with adapters elsewhere (`--lora.rank`)
+            return dx, None, None, None, *[None] * len(weights)
         if not ctx.fuses:
             dw = F.grouped_mm(grad.t(), x, offs=offsets)
             return dx, None, None, None, *dw.unbind()

@@ -40,7 +40,7 @@ class MicroBatch:
     num_rows: int  # tokens that all cp ranks compute; below T if prefixes are shared
     predicted: Tensor  # [T] bool: False for the first token of each sequence
     sequence: Tensor  # [T] int64 index of the token's sequence
-    routes: Tensor | None = None  # [L, layers * K] int16 experts of each row; -1: not known
+    routes: Tensor | None = None  # [L, layers * K] experts of each row; -1: not known
     shared_by: Tensor | None = None  # [L] int32 sequences with the token of each row; padding: 0
 
 
@@ -168,7 +168,7 @@ class Cutter:
         targets[take[predicted]] = tokens[predicted]
         routes = None
         if batch.routes is not None:
-            known = batch.routes[:, 0] >= 0
+            known = (batch.routes >= 0).any(1)  # dense layers have no route
             routes = batch.routes.new_full((total, batch.routes.size(1)), -1)
             routes[place[known]] = batch.routes[known]
         shared_by = None

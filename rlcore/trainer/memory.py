@@ -292,9 +292,10 @@ def _activations(
     if has_experts:
         # Tokens are held as sent, received, sorted by expert, and twice when sorted back. Experts
         # keep input, gate and up, product, weighted product. Ranks that divide experts get the
-        # tokens of all of them, unsorted and sorted, and their outputs, which are then summed.
+        # tokens of all of them, unsorted and sorted, and their outputs, which are then summed in
+        # float32. All is for equal loads of the ranks (`actor/expert_load_max`).
         sent, etp = hf.experts_per_token * whole, train.etp
-        rows = 5 if etp == 1 else 4 + 3 * etp
+        rows = 5 if etp == 1 else 4 + 5 * etp
         forward = kept + rows * sent * hf.hidden_size
         kept += sent * (etp * hf.hidden_size + 4 * hf.moe_intermediate_size)
         kept += 3 * hf.shared_intermediate_size / tp
@@ -397,6 +398,8 @@ def engine_work_bytes(cfg: Config, hf: HFConfig) -> int:
     inner = hf.experts_per_token * hf.moe_intermediate_size or hf.intermediate_size
     inner += hf.shared_intermediate_size
     per_token = 4 * hf.hidden_size + 3 * inner // r.tp + 2 * hf.num_heads * hf.head_dim // r.tp
+    if r.engine == "sglang":  # each chosen expert's output, before they are added
+        per_token += hf.experts_per_token * hf.hidden_size
     rows = min(PREFILL_TOKENS[r.engine], r.max_running_requests * longest(cfg, hf))
     logits = r.max_running_requests * hf.vocab_size
     others = logits
@@ -419,6 +422,21 @@ def draft_items(cfg: Config, hf: HFConfig, layout: ParallelLayout, cuda: bool) -
         tokens = min(d.max_history_tokens, samples * r.max_tokens)
         engines = max(1, (cfg.cluster.rollout_ranks or layout.world_size) // r.tp)
         items.append(Item("histories", 2 * HISTORY_BYTES * tokens // engines, True, True))
+    return items
+
+
+def route_items(cfg: Config, hf: HFConfig, dp: int, cache: int) -> list[Item]:
+    """Return the host memory of routes (mcore/ROUTING.md): those that SGLang pins for every token
+    of a KV cache of `cache` bytes, and those of one of `dp` ranks' samples, if all are as long as
+    possible: as received, packed, and in order of the micro-batches."""
+    if cfg.algo.routing_replay != "rollout":
+        return []
+    width = hf.num_layers * hf.experts_per_token
+    samples = -(-cfg.data.prompts_per_step * cfg.rollout.samples_per_prompt // dp)
+    size = 1 if hf.num_experts <= 128 else 2
+    items = [Item("routes of samples", 3 * size * width * samples * longest(cfg, hf))]
+    if cfg.rollout.engine == "sglang":
+        items.append(Item("routes of the cache", 4 * width * (cache // token_bytes(cfg, hf))))
     return items
 
 
@@ -575,6 +593,7 @@ def make(
         host=(
             *(Item("activations", on_host, True) for _ in states if on_host),
             *_host(cfg, hf, states, optimizers, cuda),
+            *route_items(cfg, hf, layout.dp, cache.num_bytes if has_engine else 0),
             *beside.host,
         ),
         problems=tuple(_problems(cfg, hf, cache.num_bytes, gpu_bytes)) if has_engine else (),
@@ -662,7 +681,11 @@ def make_sampler(
         rank=rank,
         phases=phases,
         learner=dict.fromkeys(phases, 0),
-        host=(Item("buckets", handover_bytes(cfg, hf)), *beside.host),
+        host=(
+            Item("buckets", handover_bytes(cfg, hf)),
+            *route_items(cfg, hf, max(1, cfg.cluster.rollout_ranks // cfg.rollout.tp), cache),
+            *beside.host,
+        ),
         problems=tuple(_problems(cfg, hf, cache, gpu_bytes)),
     )
 

@@ -25,6 +25,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "glm4_moe": {"layout": {"distributed_optimizer": True}, "arch": "glm4_moe"},
     "deepseek_v3": {"layout": {"recompute": "selective"}, "arch": "deepseek_v3"},
+    "glm4_moe LoRA": {
+        "layout": {"distributed_optimizer": True},
+        "arch": "glm4_moe",
+        "lora": {"rank": 3, "targets": ("up_proj", "down_proj")},
+    },
 }
 MIXTURES = ["qwen3_moe", "glm4_moe", "deepseek_v3"]
 LONG = [700, 513, 300, 65, 20, 2]

@@ -61,6 +61,17 @@ def test_fused_gradients_of_weights_are_added_to_the_main_ones(
         torch.testing.assert_close(mine, theirs + 2)
 
 
+@pytest.mark.parametrize("fuses", [False, True])
+def test_frozen_weights_get_no_gradient_and_need_no_main_one(fuses: bool) -> None:
+    """As with `--lora.rank` and without `--lora.experts`."""
+    x, weights = torch.randn(6, 8, requires_grad=True), torch.randn(3, 4, 8)
+    ends = torch.tensor([1, 3, 6], dtype=torch.int32)
+    found = experts._Products.apply(x, ends, ends.tolist(), fuses, *weights.unbind())
+    found.sum().backward()
+    of_each = weights.sum(1).repeat_interleave(torch.tensor([1, 2, 3]), 0)
+    torch.testing.assert_close(x.grad, of_each)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_updates_with_grouped_experts_are_those_of_megatrons(
     dtype: str, monkeypatch: pytest.MonkeyPatch

@@ -314,6 +314,23 @@ def test_the_copy_of_a_save_takes_no_more_pinned_memory_than_is_planned(
     assert 0.9 * memory.STAGED < pinned / sum(sizes) <= memory.STAGED
 
 
+@pytest.mark.parametrize("engine, cached", [("torch", 0), ("sglang", 1000)])
+def test_routes_are_in_host_memory(engine: str, cached: int) -> None:
+    """Of a step's samples three times, one byte for each of 2 experts of 4 layers; and four for
+    each token of SGLang's cache."""
+    hf = small("qwen3_moe")
+    width = hf.num_layers * hf.experts_per_token
+    sizes = "--data.prompts_per_step", 3, "--rollout.samples_per_prompt", 5
+    cfg = config(*sizes, "--rollout.engine", engine, "--algo.routing_replay", "rollout")
+    cache = 1000 * memory.token_bytes(cfg, hf)
+    found = {i.part: i.num_bytes for i in memory.route_items(cfg, hf, 2, cache)}
+    assert found["routes of samples"] == 3 * width * 8 * memory.longest(cfg, hf)
+    assert found.get("routes of the cache", 0) == 4 * width * cached
+    assert memory.route_items(config(*sizes), hf, 2, cache) == []
+    made = memory.make(cfg, hf, layout_of(cfg.train, 8, 0), gpu_bytes=80e9)
+    assert "routes of samples" in {item.part for item in made.host}
+
+
 def test_the_check_of_drafts_has_logits_of_each_of_their_tokens() -> None:
     size = {}
     for draft in ("none", "ngram"):

@@ -4,10 +4,15 @@ import numpy as np
 import torch
 from msgspec import structs
 
+from rlcore.config.schema import TrainConfig
+from rlcore.data.packing import pack_samples
 from rlcore.hf.config import HFConfig
+from rlcore.mcore.layout import layout_of
+from rlcore.mcore.microbatch import Cutter
 from rlcore.records import Aborted, Partial, Preempted, Request, Sample, Sampling
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import load_weights
+from tests import kit
 from tests.contracts.engine_contract import (
     CONFIG,
     STOP,
@@ -38,6 +43,32 @@ def make(seed: int = 0, **options):
     engine = TorchEngine(HF, records_routes=True, **(usual | options))
     load_weights(engine, weights(HF, seed).items(), seed)
     return engine
+
+
+def test_the_learner_knows_the_routes_of_a_model_whose_first_layer_is_dense() -> None:
+    hf = HFConfig.from_dict(kit.tiny_config("glm4_moe"))
+    assert hf.moe_layers[0] == 1
+    engine = TorchEngine(hf, records_routes=True, max_model_tokens=96, device="cpu")
+    load_weights(engine, weights(hf, 0).items(), 0)
+    prompt = np.arange(2, 9, dtype=np.int32)
+    asks = [Request(id="t0.0", prompt=prompt, sampling=Sampling(max_tokens=5))]
+    (sample,) = run(engine, asks).values()
+    batch = pack_samples([sample])
+    cutter = Cutter(
+        layout_of(TrainConfig(), 1, 0),
+        sequence_parallel=False,
+        head_dim=hf.rope_dim,
+        rope=hf.rope,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        budget=100,
+    )
+    (micro,) = cutter.cut(batch, cutter.groups(batch), 1).micro_batches
+    k = hf.experts_per_token
+    known = (micro.routes[:, k : 2 * k] >= 0).all(1)  # prompts may lack the last layer
+    assert known.sum() == len(prompt) + 5 - 1  # all but the last token
+    assert batch.routes is not None and batch.routes.dtype == torch.int8
+    engine.close()
 
 
 def asked(count: int, limit: int = 30, *, stops: bool = True) -> list[Request]:
