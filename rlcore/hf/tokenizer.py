@@ -16,6 +16,7 @@ import msgspec
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from rlcore.hf import tiktoken_model
 from rlcore.hf.config import as_ids
 from rlcore.hf.messages import template_messages
 from rlcore.hf.template import Template
@@ -307,6 +308,10 @@ def make_char_tokenizer(
 def _backend(folder: Path, settings: TokenizerSettings, key: str) -> Backend:
     file = folder / "tokenizer.json"
     if why := fault(file):
+        if why == "no such file" and (folder / tiktoken_model.FILE).is_file():
+            known = (settings.added_tokens_decoder or {}).items()
+            added = {id: AddedToken(**msgspec.structs.asdict(token)) for id, token in known}
+            return tiktoken_model.load(folder, added)
         if why == "no such file":
             return _converted(folder, key)
         raise ConfigError(f"{file}: {why}; fetch the file again")

@@ -36,7 +36,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 << 30
 
-# Tokenizer files that an engine needs in addition to weights and config.json.
+# Patterns of the tokenizer files that an engine needs in addition to weights and config.json.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -45,6 +45,8 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "tiktoken.model",
+    "tokenization_*.py",
     "chat_template.jinja",
     "chat_template.json",
 )
@@ -423,10 +425,10 @@ def _own(tensor: Tensor) -> Tensor:
 
 def _write_rest(hf: HFConfig, tokenizer_folder: str | Path | None, part: Path) -> None:
     (part / "config.json").write_text(json.dumps(hf.to_dict(), indent=2) + "\n")
-    copies = [(tokenizer_folder, name) for name in _TOKENIZER_FILES]
-    for folder, name in [*copies, (hf.path, "generation_config.json")]:
-        if folder is not None and (Path(folder) / name).is_file():
-            shutil.copyfile(Path(folder) / name, part / name)
+    copies = [(tokenizer_folder, pattern) for pattern in _TOKENIZER_FILES]
+    for folder, pattern in [*copies, (hf.path, "generation_config.json")]:
+        for file in Path(folder).glob(pattern) if folder is not None else ():
+            shutil.copyfile(file, part / file.name)
 
 
 def replace_folder(part: Path, path: Path) -> None:

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 OTHERS = {
     "cli/sim.py": {"p": "argparse"},
     "hf/tokenizer.py": {"backend": "tokenizers"},
+    "hf/tiktoken_model.py": {"backend": "tokenizers"},
     "mcore/adam.py": {"part": "Megatron"},
     "mcore/balance.py": {"module.router": "Megatron"},
     "mcore/build.py": {
