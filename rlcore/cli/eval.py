@@ -63,7 +63,7 @@ class Weights:
         """Yield all tensors under their Hugging Face names, on the device."""
         import torch
 
-        from rlcore.hf.names import expected
+        from rlcore.hf.names import dtype_of, expected
         from rlcore.hf.weights import read_folder
         from rlcore.mcore import export
 
@@ -75,7 +75,7 @@ class Weights:
         else:
             found = read_folder(self.folder, self.hf)
         for name, tensor in found:
-            yield name, tensor.to(self.device, kind)
+            yield name, tensor.to(self.device, dtype_of(name, kind))
 
     def shards(self) -> "Iterator[tuple[Shard, Tensor]]":
         """Yield nothing: the tensors are read when they are exported."""

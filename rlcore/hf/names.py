@@ -5,8 +5,12 @@ of `layer_shapes`. Experts have one tensor per projection each, as in transforme
 """
 
 import math
+from typing import TYPE_CHECKING
 
 from rlcore.hf.config import HFConfig, LatentSizes
+
+if TYPE_CHECKING:
+    import torch
 
 Shape = tuple[int, ...]
 
@@ -15,6 +19,13 @@ NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 EXPERT_BIAS = "mlp.gate.e_score_correction_bias"
 """Bias of a router's choice: float32 in a model of any dtype."""
+
+
+def dtype_of(name: str, dtype: "torch.dtype") -> "torch.dtype":
+    """Return the data type of tensor `name` in a model of `dtype`."""
+    import torch  # slow, and plans need only names
+
+    return torch.float32 if name.endswith(EXPERT_BIAS) else dtype
 
 
 def layer_prefix(layer: int) -> str:

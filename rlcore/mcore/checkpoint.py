@@ -48,6 +48,7 @@ from rlcore.protocols import WrittenFiles
 from rlcore.utils import disk
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import fault, read_text
+from rlcore.utils.host_room import release_cached
 
 FORMAT = 2
 INDEX = "checkpoint.json"
@@ -198,7 +199,9 @@ class AsyncWriter:
         index, files = _contents(models, optimizer, state)
         failed, problem = _any_fails(stage)
         if failed:
+            staged.clear()
             self._room.clear()
+            release_cached()  # the synchronous save that follows needs it
             size = sum(piece.values.nbytes for pieces in files for piece in pieces)
             raise MemoryError(
                 f"no host memory for a copy of {size / 1e9:.1f} GB "

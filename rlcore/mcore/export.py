@@ -14,7 +14,7 @@ from torch import Tensor
 from rlcore.config.schema import NO_ADAPTERS, LoraConfig
 from rlcore.hf import lora as peft
 from rlcore.hf.config import HFConfig
-from rlcore.hf.names import expected
+from rlcore.hf.names import dtype_of, expected
 from rlcore.mcore.boxes import Box
 from rlcore.mcore.bridge import BIAS_BUFFER, TensorSource, adapter_pieces, pieces, split
 from rlcore.mcore.checkpoint import Piece, Shards, read_index
@@ -94,7 +94,7 @@ def _merged(
         if name not in wanted:
             yield name, torch.empty(shape, dtype=dtype, device="meta")
             continue
-        weight = base.get(name).to(dtype)
+        weight = base.get(name).to(dtype_of(name, dtype))
         if name in adapted:
             a, b = (_read(shards, places[n], shapes[n]).to(dtype) for n in peft.matrices(name))
             weight = peft.merged(weight, a, b, peft.scale(lora))

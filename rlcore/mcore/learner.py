@@ -277,7 +277,8 @@ class MegatronLearner:
             patch_norm()
         moments = torch.bfloat16 if train.moments_dtype == "bfloat16" else None
         for part in made.chained_optimizers if train.offload_optimizer or moments else ():
-            if part.optimizer is not None:
+            groups = part.optimizer.param_groups if part.optimizer is not None else ()
+            if any(group["params"] for group in groups):  # a stage may be without experts
                 adam.replace_inner(part, offload=train.offload_optimizer, moments=moments)
         for part in made.chained_optimizers if self.device.type == "cuda" else ():
             if isinstance(part.optimizer, torch.optim.AdamW):  # neither TE's nor Apex'

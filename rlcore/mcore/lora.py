@@ -210,7 +210,9 @@ def _add(parent: Any, name: str, hf: HFConfig, lora: LoraConfig) -> None:
 
 
 def _needs_grad(_: Module, __: Any, embedded: Tensor) -> Tensor:
-    return embedded.requires_grad_()
+    # A view, since layer_inputs.py takes a leaf for what another stage has sent. With sequence
+    # parallelism the embedding's output is one.
+    return embedded.requires_grad_().view_as(embedded)
 
 
 class BaseModel:

@@ -227,9 +227,13 @@ def check_wandb(project: str) -> None:
         )
 
 
+STEP = "training/global_step"
+
+
 class Wandb:
     """A run of Weights & Biases; WANDB_MODE=offline keeps its data in the run's folder. A resumed
-    run continues its W&B run. Raises ValueError if wandb is not installed."""
+    run continues its W&B run; steps that it repeats are there twice. Raises ValueError if wandb is
+    not installed."""
 
     def __init__(self, project: str, run_dir: Path, config: Mapping[str, Any]):
         check_wandb(project)
@@ -246,9 +250,12 @@ class Wandb:
             dir=str(run_dir),
             config=dict(config),
         )
+        # W&B's own step never goes back, so it would drop steps that a resumed run repeats.
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log(dict(values) | {STEP: step})
 
     def close(self) -> None:
         """Finish the run. Idempotent."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlcore.hf import lora as peft
 from rlcore.hf.config import HFConfig
-from rlcore.hf.names import expected
+from rlcore.hf.names import dtype_of, expected
 from rlcore.hf.weights import WeightReader
 
 
@@ -44,7 +44,7 @@ class BaseWeights:
         """Yield all weights W + s B A under Hugging Face names, in the order of `Learner.export`.
         `adapters` has every A and B by PEFT's name."""
         for name in self._shapes:
-            weight = self._reader.stored(name).to(self._device, self._dtype)
+            weight = self._reader.stored(name).to(self._device, dtype_of(name, self._dtype))
             if name in self._adapted:
                 a, b = (adapters[matrix].to(self._device) for matrix in peft.matrices(name))
                 weight = peft.merged(weight, a, b, self._factor)

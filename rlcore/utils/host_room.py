@@ -15,6 +15,15 @@ def room_bytes(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK) * BLOCK
 
 
+def release_cached() -> None:
+    """Return to the system the pinned memory that torch keeps for reuse. Wait for the device."""
+    if not torch.cuda.is_available():
+        return
+    torch.cuda.synchronize()
+    empty = getattr(torch._C, "_accelerator_emptyHostCache", None) or torch._C._host_emptyCache
+    empty()
+
+
 class HostRoom:
     """Pinned host memory in blocks, kept between uses."""
 

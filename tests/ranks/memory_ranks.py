@@ -43,3 +43,18 @@ def held_and_planned(
         found.append((learner.resident_bytes(), planned))
         learner.close()
     return found
+
+
+def copied_inputs(rank: int) -> list[int]:
+    """Return the bytes of layer inputs that an update copies to host memory with sequence
+    parallelism, without and with adapters."""
+    layout = {"recompute": "full", "offload_activations": True, "tp": 2}
+    found = []
+    for options in ({}, {"lora": {"rank": 3}}):
+        learner = learner_ranks.make(layout, arch="qwen3", **options)
+        learner.accumulate(learner_ranks.mine(learner, learner_ranks.rows(0)), learner_ranks.Loss())
+        learner_ranks.apply(learner, learner_ranks.rows(0))
+        assert learner._layer_inputs is not None
+        found.append(learner._layer_inputs.copied_bytes)
+        learner.close()
+    return found

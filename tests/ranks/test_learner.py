@@ -76,6 +76,9 @@ CASES["MLA pp2 vpp2"] = {"layout": {"pp": 2, "vpp": 2}} | MLA_DENSE
 CASES["MLA cp2 tp2"] = {"layout": {"cp": 2, "tp": 2}} | MLA_DENSE
 GLM = {"arch": "glm4_moe"}
 CASES["ep2 of shared experts and expert groups"] = {"layout": {"ep": 2}} | GLM
+CASES["pp2 of a dense layer and of experts offloaded"] = {
+    "layout": {"pp": 2, "ep": 2, "pp_layers": (1, 3)} | OFFLOADED
+} | GLM
 CASES["tp2 ep2 of shared experts and expert groups"] = {
     "layout": {"tp": 2, "ep": 2, "recompute": "full", "distributed_optimizer": True}
 } | GLM

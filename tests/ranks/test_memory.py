@@ -44,3 +44,8 @@ def test_megatron_holds_what_is_planned(
         for layout, (held, planned) in zip(layouts, rank, strict=True):
             for part, count in planned.items():
                 assert 0.97 * count <= held[part] <= 1.02 * count, (layout, part)
+
+
+def test_all_layer_inputs_go_to_host_memory_with_adapters_too() -> None:
+    for plain, adapted in kit.run_ranks(2, "tests.ranks.memory_ranks:copied_inputs"):
+        assert plain == adapted > 0

@@ -79,6 +79,12 @@ def test_a_resumed_run_says_which_settings_have_changed(tmp_path: Path) -> None:
     (said,) = heard(open_run.tell_changes, new, file)
     assert said.endswith("--train.lr 1e-06 -> 0.0001")
     assert not heard(open_run.tell_changes, old, file)
+    falling = replace(old.train, lr_schedule="cosine")
+    (said,) = heard(open_run.tell_changes, replace(new, train=falling), file)
+    assert "--run.steps 200 -> 400 (the learning rate decays until then)" in said
+    known = replace(falling, lr_decay_updates=50)
+    (said,) = heard(open_run.tell_changes, replace(new, train=known), file)
+    assert "--run.steps" not in said
     assert not heard(open_run.tell_changes, new, tmp_path / "nothing.json")
 
 

@@ -30,10 +30,16 @@ def observed(settings: dict[str, Any], **case: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
-def test_gradients_equal_those_of_inputs_on_the_device(arch: str) -> None:
-    want, found = observed(FULL, arch=arch), observed(OFFLOAD, arch=arch)
+@pytest.mark.parametrize(
+    "case",
+    [{"arch": "qwen3"}, {"arch": "qwen3_moe"}, {"arch": "qwen3", "lora": {"rank": 3}}],
+    ids=["dense", "experts", "LoRA"],
+)
+def test_gradients_equal_those_of_inputs_on_the_device(case: dict[str, Any]) -> None:
+    arch, want, found = case["arch"], observed(FULL, **case), observed(OFFLOAD, **case)
     kit.assert_bitwise(found.pop("weights"), want.pop("weights"))
+    if "lora" in case:
+        kit.assert_bitwise(found.pop("adapters"), want.pop("adapters"))
     kit.assert_bitwise({"logp": found.pop("logp")}, {"logp": want.pop("logp")})
     assert want.pop("copied") == want.pop("host") == 0
     assert want.pop("third") == 0

@@ -4,7 +4,9 @@ import importlib.util
 import json
 import math
 import resource
+import sys
 import time
+from types import SimpleNamespace
 from urllib.request import urlopen
 
 import numpy as np
@@ -170,6 +172,31 @@ def test_without_wandb_the_key_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="--log.wandb mine: wandb is not installed"):
         Wandb("mine", tmp_path, {})
+
+
+def test_wandb_gets_the_steps_that_a_resumed_run_repeats(tmp_path, monkeypatch):
+    """W&B drops what is logged for a step below its own."""
+    rows, axes = [], []
+
+    class Run:
+        def log(self, values, step=None):
+            assert step is None
+            rows.append(values)
+
+        def define_metric(self, name, step_metric=None):
+            axes.append((name, step_metric))
+
+        def finish(self):
+            pass
+
+    monkeypatch.setattr("rlcore.metrics.sinks.check_wandb", lambda project: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **keys: Run()))
+    for start in (1, 2):
+        sink = Wandb("mine", tmp_path, {})
+        for step in range(start, 4):
+            sink.write(step, {"actor/loss": 0.1 * step})
+    assert [row["training/global_step"] for row in rows] == [1, 2, 3, 2, 3]
+    assert axes[1] == ("*", "training/global_step")
 
 
 @pytest.mark.slow

@@ -61,7 +61,8 @@ def cannot_be_made(cfg: Config, error: OSError) -> ConfigError:
 
 
 def tell_changes(cfg: Config, file: Path) -> None:
-    """Warn if the settings of a resumed run differ from the settings saved in `file`."""
+    """Warn if the settings of a resumed run differ from the settings saved in `file`. Another
+    `run.steps` is usual, but moves the end of a decay."""
     if fault(file) == "no such file":
         return
     try:
@@ -71,11 +72,14 @@ def tell_changes(cfg: Config, file: Path) -> None:
         return
     old = {section: keys for section, keys in old.items() if isinstance(keys, dict)}
     new = json.loads(resolve.to_json(cfg))
+    decays = cfg.train.lr_schedule != "constant" and not cfg.train.lr_decay_updates
+    usual = {"run.resume"} if decays else {"run.resume", "run.steps"}
     changes = [
         f"--{section}.{key} {old[section][key]} -> {value}"
+        + (" (the learning rate decays until then)" if f"{section}.{key}" == "run.steps" else "")
         for section in new
         for key, value in new[section].items()
-        if section not in ("log", "debug") and f"{section}.{key}" not in ("run.steps", "run.resume")
+        if section not in ("log", "debug") and f"{section}.{key}" not in usual
         if old.get(section, {}).get(key, value) != value
     ]
     if changes:
