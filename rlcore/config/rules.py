@@ -589,6 +589,10 @@ FROM_HISTORY = ("history", "history_reward")
 """Values of --rollout.draft that use responses of earlier epochs."""
 
 
+MOST_RECORDED = 8192
+"""Tokens of a step whose routes SGLang's buffer holds: those of a chunk of prefill."""
+
+
 def _draft(cfg: Config) -> list[str]:
     d, kind, out = cfg.draft, cfg.rollout.draft, []
     if kind == "none":
@@ -605,6 +609,15 @@ def _draft(cfg: Config) -> list[str]:
         out.append(
             f"--draft.max_length {d.max_length}: must be below draft.verify_tokens "
             f"{d.verify_tokens}, since SGLang verifies it with the last token; set both"
+        )
+    rows = cfg.rollout.max_running_requests * d.verify_tokens
+    replays = cfg.algo.routing_replay == "rollout"
+    if cfg.rollout.engine == "sglang" and replays and rows > MOST_RECORDED:
+        out.append(
+            f"--draft.verify_tokens {d.verify_tokens}: SGLang records the experts "
+            f"(algo.routing_replay rollout) of at most {MOST_RECORDED} tokens in a step, and "
+            f"verifies up to {rows} (rollout.max_running_requests "
+            f"{cfg.rollout.max_running_requests} x verify_tokens); lower one of the two"
         )
     if d.initial_length > d.max_length:
         out.append(

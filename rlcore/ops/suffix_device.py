@@ -11,6 +11,7 @@ on the forest's stream. `upload` has its own stream and may run in another threa
 """
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -130,7 +131,9 @@ class DeviceForest:
         block = forest.arena()
         count = int(block[:8].view(np.uint64)[0])
         table = block[_HEADER_BYTES : _HEADER_BYTES + count * _PROMPT.itemsize]
-        with warnings.catch_warnings(), torch.cuda.stream(self._uploads):
+        # A thread begins with GPU 0, where the end of `stream` would make a context.
+        on_gpu = torch.cuda.device(self.device) if self._uploads is not None else nullcontext()
+        with warnings.catch_warnings(), on_gpu, torch.cuda.stream(self._uploads):
             # torch warns about read-only arrays, but this code only reads the array.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             host = torch.from_numpy(block)

@@ -330,6 +330,11 @@ def assert_rule_of_sglang(words: str, said: str) -> None:
             "with rollout.ep 2 keep their size",
         ),
         ("--rollout.sglang_args ep_size=2", "use --rollout.ep instead"),
+        (
+            "--rollout.draft ngram --draft.verify_tokens 64 --algo.routing_replay rollout",
+            "--draft.verify_tokens 64: SGLang records the experts",
+        ),
+        ("--rollout.draft ngram --algo.routing_replay rollout", ""),
         ("--rollout.draft ngram --draft.matcher device", ""),
         (
             "--rollout.engine torch --rollout.draft ngram --draft.matcher device",

@@ -128,3 +128,27 @@ def test_no_token_has_experts_of_another_version(
     engine.close()
     for sample in found.values():
         check(sample)
+
+
+def test_tokens_whose_routes_are_lost_get_none_of_another_version() -> None:
+    """As after a failed engine, whose tokens are known and whose routes are not."""
+    engine = TorchEngine(
+        HF, records_routes=True, max_model_tokens=48, dtype="float32", seed=7, device="cpu"
+    )
+    load_weights(engine, STATES[1].items(), 1)
+    (request, *_) = asked()
+    prompt = len(request.prompt)
+    part = Partial(
+        tokens=np.array([3, 4, 5], np.int32),
+        logps=np.full(3, -1.0, np.float32),
+        versions=np.array([0, 0, 1], np.int32),
+    )
+    engine.submit([structs.replace(request, resume=part)])
+    found: list[Sample] = []
+    while not found:
+        found += [event.sample for event in engine.poll(0.0) if isinstance(event, Finished)]
+    engine.close()
+    routes = found[0].routes
+    assert routes is not None
+    known = routes[:, 0] >= 0
+    assert not known[: prompt + 1].any() and known[prompt + 1 : -1].all()

@@ -23,9 +23,16 @@ from rlcore.hf.config import HFConfig
 from rlcore.records import Request, Sampling
 from rlcore.rollout.errors import EngineFailedError
 from rlcore.rollout.sglang_engine import plugin, server
-from rlcore.rollout.sglang_engine.engine import SGLangEngine, _SGLangRequest, _signed, _Stay
+from rlcore.rollout.sglang_engine.engine import (
+    SGLangEngine,
+    _SGLangRequest,
+    _signed,
+    _Stay,
+    check_room,
+)
 from rlcore.rollout.sglang_engine.server import Server
 from rlcore.rollout.torch_engine.sampler import GOLDEN
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.seed import derive
 from tests import kit
 from tests.contracts.engine_contract import HF
@@ -286,7 +293,7 @@ def test_whatever_goes_wrong_behind_a_request_fails_the_engine(adapter, monkeypa
         raise KeyError("a flight")
 
     monkeypatch.setattr(adapter, "_landed", lost)
-    asyncio.run(adapter._fly(job("f.0"), _Stay(rid="0", base=0)))
+    asyncio.run(adapter._fly(job("f.0"), _Stay(rid="0", base=0, version=0)))
     with pytest.raises(EngineFailedError, match="request f.0: KeyError: 'a flight'"):
         adapter.poll(0.0)
 
@@ -408,3 +415,27 @@ def test_a_folder_too_long_for_sockets_is_refused_before_anything_starts(folders
     monkeypatch.setattr(tempfile, "tempdir", str(base))
     with pytest.raises(ValueError, match="TMPDIR .*x: must have at most 72"):
         server.make_folder({})
+
+
+def test_a_flight_gives_no_routes_to_tokens_of_other_versions() -> None:
+    """Tokens of versions 0, 0 and 1 whose routes are lost; under version 1 all are computed again,
+    and a fourth one is sampled."""
+    asked = job("r.0")
+    prompt = len(asked.prompt)
+    asked.grow([5, 6], [-1.0] * 2, 0)
+    asked.grow([7, 8], [-1.0] * 2, 1)
+    asked.take_routes(np.full((prompt + 3, 2), 3, np.int8), 3, 1)
+    assert asked.routes is not None
+    # A row's experts are those with which the next token was sampled.
+    assert asked.routes[:, 0].tolist() == [-1] * prompt + [-1, 3, 3, -1]
+    first = job("r.1")
+    first.grow([5, 6], [-1.0] * 2, 4)
+    first.take_routes(np.full((prompt + 1, 2), 3, np.int8), 0, 4)
+    assert first.routes is not None
+    assert first.routes[:, 0].tolist() == [3] * (prompt + 1) + [-1]
+
+
+def test_a_cache_smaller_than_a_sequence_is_refused_at_the_start() -> None:
+    check_room(100, 100)
+    with pytest.raises(ConfigError, match="SGLang room for 99 tokens of KV cache, but one sequ"):
+        check_room(99, 100)

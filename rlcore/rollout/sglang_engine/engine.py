@@ -52,6 +52,7 @@ from rlcore.rollout.sglang_engine.server import Server, set_environment
 from rlcore.rollout.torch_engine.drafter import DraftSettings
 from rlcore.rollout.torch_engine.sampler import GOLDEN
 from rlcore.rollout.validation import check_request, check_tags, gap
+from rlcore.utils.errors import ConfigError
 from rlcore.utils.listen import open_store
 from rlcore.utils.net import encode
 from rlcore.utils.seed import derive
@@ -62,6 +63,17 @@ _TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 _SPARE = 8  # extra context tokens, because SGLang reserves some; `submit` checks the real limit
 _IDLE_S = 0.002
 _SEND_S = 0.02  # a request reaches SGLang's schedulers in about this time
+
+
+def check_room(cache_tokens: int, longest: int) -> None:
+    """Raise ConfigError if a sequence of `longest` tokens is longer than SGLang's KV cache. SGLang
+    would cut it short without an error."""
+    if cache_tokens < longest:
+        raise ConfigError(
+            f"--rollout.kv_cache_tokens 0: what else is on the GPU leaves SGLang room for "
+            f"{cache_tokens} tokens of KV cache, but one sequence may need {longest}; raise "
+            "--rollout.gpu_memory_utilization or --rollout.tp, or lower --rollout.max_tokens"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -100,12 +112,19 @@ class _SGLangRequest:
         self.logps += logps[: len(tokens)]
         self.versions += [version] * len(tokens)
 
-    def take_routes(self, found: np.ndarray) -> None:
-        """Store the routes [n, layers * K] of the first n tokens. Known routes stay."""
+    def take_routes(self, found: np.ndarray, base: int, version: int) -> None:
+        """Store the routes [n, layers * K] of the first n tokens, which have been computed in a
+        flight. Known routes stay. Response tokens before `base` were there before the flight; the
+        routes with which other versions than `version`, that of its begin, sampled them are lost.
+        """
         count = len(self.prompt) + len(self.tokens)
         routes = np.full((count, found.shape[1]), -1, found.dtype)
         n = min(len(found), count - 1)  # the last token has not been computed
         routes[:n] = found[:n]
+        if base:
+            # A token's route belongs to the version that sampled the next token.
+            sampled_by = np.array([self.versions[0]] * len(self.prompt) + self.versions[1:base])
+            routes[: len(sampled_by)][sampled_by != version] = -1
         self.routes = merge_routes(self.routes, routes)
 
     def tell(self) -> slice:
@@ -137,6 +156,8 @@ class _Stay:
     """SGLang's request id. All ids are equally long, because SGLang's abort matches prefixes."""
     base: int
     """Number of response tokens that the request had when it was submitted to SGLang."""
+    version: int
+    """Policy version at that time."""
     task: "asyncio.Task[None]" = field(init=False)
     retractions: int = 0
     begun: bool = False
@@ -347,6 +368,8 @@ class SGLangEngine(InProcess):
             self._page = Counters(self._server.folder)
         if self._leads:
             self._server.call(self._start(), "start")
+            if not cache_tokens:
+                check_room(self._server.cache_tokens, max_model_tokens + _SPARE + room)
 
     # ---- requests
 
@@ -643,7 +666,8 @@ class SGLangEngine(InProcess):
 
     def _take_off(self, job: _SGLangRequest) -> None:
         self._flights += 1
-        flight = _Stay(rid=f"{self._flights:016x}", base=len(job.tokens))
+        base = len(job.tokens)
+        flight = _Stay(rid=f"{self._flights:016x}", base=base, version=self.version)
         job.take_off(flight)
         if not self._flying:
             self._busy_since = time.monotonic()
@@ -681,7 +705,7 @@ class SGLangEngine(InProcess):
         try:
             async for out in self._manager.generate_request(request, None):
                 self._take(job, flight, out)
-                self._take_routes(job, out["meta_info"])
+                self._take_routes(job, flight, out["meta_info"])
                 reason = out["meta_info"].get("finish_reason") or {}
             self._landed(job, flight, reason)
         except Exception as error:
@@ -722,13 +746,14 @@ class SGLangEngine(InProcess):
         for _ in range(flight.retract(meta.get("num_retractions") or 0)):
             self._emit(Preempted, id=job.request.id)
 
-    def _take_routes(self, job: _SGLangRequest, meta: Mapping[str, Any]) -> None:
+    def _take_routes(self, job: _SGLangRequest, flight: _Stay, meta: Mapping[str, Any]) -> None:
         """Read the experts of all tokens, which SGLang's last output has."""
         if (text := meta.get("routed_experts")) is None:
             return
         found = np.frombuffer(base64.b64decode(text), np.int32)
         width = self.hf.num_layers * self.hf.experts_per_token
-        job.take_routes(found.reshape(-1, width).astype(np.min_scalar_type(-self.hf.num_experts)))
+        routes = found.reshape(-1, width).astype(np.min_scalar_type(-self.hf.num_experts))
+        job.take_routes(routes, flight.base, flight.version)
 
     def _up_to_stop(self, job: _SGLangRequest, new: Sequence[int]) -> int:
         """Return how many new tokens belong to the response, up to its stop token. If SGLang aborts

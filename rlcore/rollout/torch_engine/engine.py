@@ -198,12 +198,20 @@ class _Seats:
             if job.routes is not None:
                 self.routes[seat, : len(job.routes)] = job.routes
 
-    def record(self, seats: np.ndarray, positions: np.ndarray, routes: torch.Tensor) -> None:
-        """Store the routes of tokens [T] at these seats and positions. Known routes stay."""
+    def record(
+        self, seats: np.ndarray, positions: np.ndarray, routes: torch.Tensor, version: int
+    ) -> None:
+        """Store the routes of tokens [T] at these seats and positions, which `version` has
+        computed. Known routes stay; those with which another version sampled the next token are
+        lost."""
         self._reach(int(positions.max()) + 1)
         assert self.routes is not None
         known = self.routes[seats, positions]
         found = routes.cpu().numpy().astype(known.dtype)
+        following = np.maximum(positions + 1 - self.prompt[seats], 0)
+        is_sampled = following < self.count[seats]
+        by = self.versions[seats, np.where(is_sampled, following, 0)]
+        found[is_sampled & (by != version)] = -1
         self.routes[seats, positions] = np.where(known < 0, found, known)
 
     def share(self, seat: int, other: int, count: int) -> None:
@@ -826,7 +834,7 @@ class TorchEngine(InProcess):
                 of, at = np.nonzero(is_real)
                 seats = np.array([job.seat for job in jobs[done : done + len(batch)]])
                 routes = self._model.take_routes()[torch.from_numpy(of * width + at)]
-                self._seats.record(seats[of], begin[of] + at, routes)
+                self._seats.record(seats[of], begin[of] + at, routes, self.version)
             self._totals.prefill(int(sizes.sum()))
             done += len(batch)
 
@@ -862,9 +870,8 @@ class TorchEngine(InProcess):
         found, found_logps = _to_host(tokens, logps)
         self._check_finite(found_logps, np.arange(len(self._rows)))
         if (table := self._seats).routes is not None:
-            table.record(
-                seats, table.prompt[seats] + table.count[seats] - 1, self._model.take_routes()
-            )
+            last = table.prompt[seats] + table.count[seats] - 1
+            table.record(seats, last, self._model.take_routes(), self.version)
         done = self._seats.write(seats, found, found_logps, self.version)
         if done.any():
             self._finish([self._rows[i] for i in np.flatnonzero(done)])
@@ -928,7 +935,8 @@ class TorchEngine(InProcess):
         if table.routes is not None:
             kept = at <= accepted[row]  # the last token and the accepted drafts
             routes = self._model.take_routes()[torch.from_numpy(kept)]
-            table.record(seats[row[kept]], lengths[row[kept]] - 1 + at[kept], routes)
+            positions = lengths[row[kept]] - 1 + at[kept]
+            table.record(seats[row[kept]], positions, routes, self.version)
         done, gained = table.write_many(seats, found, found_logps, accepted + 1, self.version)
         drafter.accepted(seats, accepted)
         # A stop token inside the draft ends the response, which drops accepted tokens behind it.
