@@ -56,7 +56,9 @@ def warm_start(folder: Path, seed: int) -> None:
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
-def one(folder: Path, algo: str, seed: int, steps: int, keys: list[str]) -> dict[str, Any]:
+def one(
+    folder: Path, algo: str, seed: int, steps: int, keys: list[str], processes: int = 1
+) -> dict[str, Any]:
     """One run; its accuracies and how long it took."""
     name = f"algo_{algo}_{seed}_{steps}"
     run = folder / (f"{name}_{zlib.crc32(' '.join(keys).encode()):08x}" if keys else name)
@@ -73,7 +75,7 @@ def one(folder: Path, algo: str, seed: int, steps: int, keys: list[str]) -> dict
                 check=True,
                 stdout=screen,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"GPUS_PER_NODE": "1"},
+                env=os.environ | {"GPUS_PER_NODE": str(processes)},
             )
         (run / "wall_s").write_text(f"{time.monotonic() - start:.1f}")
     s = json.loads((run / "summary.json").read_text())
