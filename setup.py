@@ -116,8 +116,10 @@ class CMakeBuild(build_ext):
         import pybind11
 
         with_cuda, why_not = cuda()
-        # A CMake cache holds the paths of the source and of the environment that configured it.
-        where = hashlib.sha256(f"{ROOT} {sys.prefix}".encode()).hexdigest()[:8]
+        # A CMake cache holds the paths of the source, of the environment that configured it, and of
+        # its compilers.
+        compilers = [os.environ.get("CXX"), os.environ.get("CUDACXX")]
+        where = hashlib.sha256(f"{ROOT} {sys.prefix} {compilers}".encode()).hexdigest()[:8]
         build = ROOT / "build" / f"native-{sys.implementation.cache_tag}-{where}"
         configure = [
             "-G",

@@ -218,6 +218,11 @@ launch() { # "${ARRAY[@]}"... "$@": train with these settings, with --report DIR
     nodes=$NODES rank=$NODE_RANK
   fi
 
+  if [[ $nodes == 1 && $NODES != 1 && -z ${LOCAL_WORLD_SIZE:-}${NODE_RANK:-} ]] && ! in_srun; then
+    echo "rlcore: this start is of one node, and the recipe is laid out for $NODES: start it with" \
+      "srun, torchrun or NODE_RANK and HEAD_ADDR on each node, or set NODES=1" >&2
+  fi
+
   [[ -z $REPORT || ($nodes == 1 && -z ${LOCAL_WORLD_SIZE:-}) ]] ||
     die "--report $REPORT: works on one node; start the recipe with bash, without torchrun"
   if declare -F prepare >/dev/null; then

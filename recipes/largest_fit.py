@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
     models, rest = argv[:cut], argv[cut + 1 :]
     cut = rest.index("--")
     sizes, words = [size.split(":") for size in rest[:cut]], rest[cut + 1 :]
-    words = [word for word in words if word != "--preflight"]  # of the recipe, as --report DIR
+    # --preflight and --report DIR are of the recipe.
+    words = [w for w in words if w != "--preflight" and not w.startswith("--report=")]
     if "--report" in words:
         at = words.index("--report")
         del words[at : at + 2]

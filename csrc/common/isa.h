@@ -5,7 +5,8 @@
 #include <cstring>
 #include <initializer_list>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// GCC 11 does not know the names of the x86-64 levels.
+#if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
 #define RL_X86_TARGETS
 #include <immintrin.h>
 #endif

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from rlcore.cli.explain import arithmetic, world_size
 from rlcore.config import resolve, rules
 from rlcore.config.schema import Config
+from rlcore.hf import hub
 from rlcore.hf.config import HFConfig
 from rlcore.utils import bounds
 from rlcore.utils.errors import ConfigError
@@ -157,7 +159,8 @@ def changed(cfg: Config) -> dict[str, str]:
 
 def is_elsewhere(cfg: Config) -> bool:
     """Return whether the folder of a model, judge or teacher is missing here, but the recipe names
-    its config.json. Then the run is for another machine, or the recipe makes the model first."""
+    its config.json. Then the run is for another machine, or the recipe makes the model first. The
+    recipe's config.json does not stand for a model on the hub with another name."""
     from rlcore.cli.builders import teachers
     from rlcore.cli.builders.rewards import own_judges
 
@@ -165,9 +168,20 @@ def is_elsewhere(cfg: Config) -> bool:
     folders["JUDGE_CONFIG"] = [judge.model for judge in own_judges(cfg).values()]
     folders["TEACHER_CONFIG"] = teachers.folders(cfg)
     return any(
-        os.environ.get(variable) and not all(Path(path).is_dir() for path in paths)
+        not Path(path).is_dir() and _stands_for(config, path)
         for variable, paths in folders.items()
+        if (config := os.environ.get(variable))
+        for path in paths
     )
+
+
+def _stands_for(config: str, path: str) -> bool:
+    """Return whether the recipe's file `config`, such as qwen2_5_7b.json, may be that of the model
+    `path`: Qwen/Qwen2.5-7B-Instruct, or any folder."""
+    if not hub.is_name(path) or path.startswith("models/"):
+        return True
+    name, stem = (re.sub(r"[^a-z0-9]", "", Path(x).name.lower()) for x in (path, config))
+    return name.startswith(stem.removesuffix("json"))
 
 
 def adapters(cfg: Config, hf: HFConfig) -> str:

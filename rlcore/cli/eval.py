@@ -41,6 +41,11 @@ TRAINING = (
     "data.train",
     "data.weights",
     "data.drop_duplicates",
+    "data.demonstrations",
+    "data.demonstration_share",
+    "data.teacher_prompt_field",
+    "rollout.samples_per_prompt",
+    "rollout.routing",
     "rollout.draft",
     "rollout.adaptive_tp",
     "rollout.max_tp",
@@ -147,13 +152,19 @@ def _source(path: str, step: int | None, model: str) -> "tuple[Source | None, li
 def _words(run: Path) -> list[str]:
     """Return the words of the settings with which a run is evaluated."""
     from rlcore.config import resolve
+    from rlcore.config.schema import Config
 
     saved = read_json(run / "config.json")
     keys: dict[str, Any] = {"run.dir": str(run.parent), "run.seed": saved["run"]["seed"]}
     keys |= {f"select.{name}": saved["select"][name] for name in ("reward", "env")}
     for section in SECTIONS:
         keys |= {f"{section}.{name}": value for name, value in saved[section].items()}
-    keys = {key: value for key, value in keys.items() if key not in TRAINING and value != ""}
+    usual = resolve.keys(Config())
+    keys = {
+        key: value
+        for key, value in keys.items()
+        if key not in TRAINING and (value != "" or usual.get(key, "") != "")
+    }
     return resolve.words(keys)
 
 

@@ -182,6 +182,19 @@ def warnings(cfg: Config) -> list[str]:
         value = getattr(a, key)
         if useless and value != getattr(default, key):
             out.append(f"--algo.{key} {value}: has no effect with the other settings of algo")
+    train = cfg.train
+    for key in ("min_lr", "lr_decay_updates"):
+        value = getattr(train, key)
+        if train.lr_schedule == "constant" and value != getattr(TrainConfig(), key):
+            out.append(
+                f"--train.{key} {value:g}: has no effect with train.lr_schedule constant; set "
+                "linear or cosine"
+            )
+    if cfg.debug.decode_floor_ms and r.engine == "sglang":
+        out.append(
+            f"--debug.decode_floor_ms {cfg.debug.decode_floor_ms:g}: has no effect with "
+            "rollout.engine sglang"
+        )
     task = cfg.env.TASK or ("label" if "label" in cfg.data.train else "")
     if r.draft in FROM_HISTORY and task and not cfg.data.num_prompts:
         out.append(

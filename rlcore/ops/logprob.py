@@ -249,23 +249,51 @@ def all_grads(
     out: Tensor,
 ) -> Tensor:
     """Write the logits' gradient to `out` as `row_grad`, with the gradients [T, K] of the further
-    tokens' log-probs: each adds g (onehot - p) / temperature."""
+    tokens' log-probs: each adds g (onehot - p) / temperature. The columns of tokens are computed
+    apart and then set, since the sum of two rounded numbers would lose the gradient of a likely
+    token, g (1 - p)."""
     shard = (first, valid, temperature)
     if ids is None or grad_ids is None:
         return row_grad(logits, tokens, *shard, lse, entropy, grad_logp, grad_entropy, out)
-    where, grads = ids, grad_ids.to(lse.dtype)
+    where, grads = ids, grad_ids.double()
+    total = grads.sum(-1, keepdim=True)
     if grad_logp is not None:
+        here = grad_logp.double().unsqueeze(-1)
+        is_token = ids == tokens.unsqueeze(-1)  # at most one of a row
+        of_token = here + torch.where(is_token, grads, 0.0).sum(-1, keepdim=True)
         where = torch.cat([tokens.unsqueeze(-1), ids], -1)
-        grads = torch.cat([grad_logp.to(lse.dtype).unsqueeze(-1), grads], -1)
-    # No column is token -1, so this gives - sum(g) p; the columns themselves are added below.
-    none = torch.full_like(tokens, -1)
-    row_grad(logits, none, *shard, lse, entropy, grads.sum(-1), grad_entropy, out)
-    if not valid:
-        return out
+        grads = torch.cat([of_token, grads + torch.where(is_token, here, 0.0)], -1)
+        total = total + here
     local = where - first
     own = (local >= 0) & (local < valid)
-    values = torch.where(own, grads / temperature, 0.0).to(out.dtype)
-    return out.scatter_add_(-1, local.clamp(0, valid - 1), values)
+    x = None if not valid else logits.gather(-1, local.clamp(0, valid - 1)).double() / temperature
+    # No column is token -1, so this gives - sum(g) p in all columns. It may overwrite the logits.
+    none = torch.full_like(tokens, -1)
+    mass = total.squeeze(-1).to(lse.dtype)
+    row_grad(logits, none, *shard, lse, entropy, mass, grad_entropy, out)
+    if x is None:
+        return out
+    top, log_sum = lse.double().unsqueeze(-1)
+    logp = x - top - log_sum
+    p = logp.exp()
+    values = -grads * logp.expm1() - (total - grads) * p
+    is_used = (grads != 0) | (total != 0)
+    if grad_entropy is not None:
+        h = grad_entropy.double().unsqueeze(-1)
+        plus = torch.where(p > 0, p * (logp + entropy.double().unsqueeze(-1)), 0.0)
+        values, is_used = values - h * plus, is_used | (h != 0)
+    values = torch.where(is_used, values / temperature, 0.0).to(out.dtype)
+    return _set_columns(out, local, own, values)
+
+
+def _set_columns(out: Tensor, local: Tensor, own: Tensor, values: Tensor) -> Tensor:
+    """Set the columns `local` [T, M] of `out` to `values` where they are this rank's (`own`).
+    Others repeat one of these, or column 0 with its own value, so that nothing waits for the
+    device."""
+    some, at = own.any(-1, keepdim=True), own.to(torch.uint8).argmax(-1, keepdim=True)
+    column = torch.where(some, local.gather(-1, at), 0)
+    value = torch.where(some, values.gather(-1, at), out[:, :1])
+    return out.scatter_(-1, torch.where(own, local, column), torch.where(own, values, value))
 
 
 def row_grad(

@@ -195,15 +195,16 @@ def listening_host(master: str, interface: str = "", several_nodes: bool = False
         return "127.0.0.1"
     if master in (socket.gethostname(), socket.getfqdn()):
         address = socket.gethostbyname(master)
-        if several_nodes and address.startswith("127."):
-            raise ConfigError(
-                f"--cluster.interface: the master's name {master} is {address} on this node, "
-                "which other nodes cannot reach; name the interface, or set HEAD_ADDR"
-            )
-        return address
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))  # sends nothing: a UDP connect only selects the route
-        return probe.getsockname()[0]
+    else:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master, 9))  # sends nothing: a UDP connect only selects the route
+            address = probe.getsockname()[0]
+    if several_nodes and address.startswith("127."):
+        raise ConfigError(
+            f"--cluster.interface: the master's name {master} is {address} on this node, "
+            "which other nodes cannot reach; name the interface, or set HEAD_ADDR"
+        )
+    return address
 
 
 def free_port() -> int:

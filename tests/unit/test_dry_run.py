@@ -182,6 +182,20 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("MODEL_CONFIG", str(folder / "model" / "config.json"))
 
 
+@pytest.mark.parametrize(
+    ("config", "path", "stands"),
+    [
+        ("qwen2_5_7b.json", "Qwen/Qwen2.5-7B-Instruct", True),
+        ("qwen2_5_7b.json", "me/Qwen2.5-32B", False),
+        ("glm4_5_air.json", "zai-org/GLM-4.5-Air", True),
+        ("qwen2_5_7b.json", "models/Qwen2.5-32B", True),  # a folder of another machine
+        ("qwen2_5_7b.json", "/scratch/me/mine", True),
+    ],
+)
+def test_the_recipes_config_stands_for_no_other_model_of_the_hub(config, path, stands) -> None:
+    assert dry_run._stands_for(f"recipes/models/{config}", path) is stands
+
+
 def test_a_plan_for_another_machine_names_what_it_has_not_seen(
     elsewhere: None, capsys: pytest.CaptureFixture
 ) -> None:

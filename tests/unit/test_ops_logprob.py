@@ -366,6 +366,35 @@ def test_parts_of_a_vocabulary_give_the_further_tokens_of_the_whole(width: int) 
     assert torch.allclose(logp, want.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), atol=1e-12)
 
 
+@pytest.mark.parametrize("width", [9, 4])
+def test_the_gradient_of_likely_tokens_survives_bfloat16(width: int) -> None:
+    """p is .998, so that g (1 - p) is a small difference of g and g p."""
+    logits = torch.full((3, 9), -1.0)
+    logits[:, 2] = 8.0
+    logits[1, 5], logits[2, 7] = 7.0, -2.0
+    logits = logits.bfloat16()
+    tokens, ids = torch.tensor([2, 2, 7]), torch.tensor([[2, 5], [5, 2], [3, 2]])
+    upstream = torch.tensor([[-0.99, 0.0], [0.3, 4.0], [0.2, -0.7]]).double()
+    of_token, of_entropy = torch.tensor([0.0, -3.9, 0.0]), torch.tensor([0.0, 0.5, 0.0])
+    wide = logits.double().requires_grad_()
+    logp = wide.log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    total = (logp.gather(-1, ids) * upstream).sum() + entropy @ of_entropy.double()
+    total = total + logp.gather(-1, tokens[:, None])[:, 0] @ of_token.double()
+    (want,) = torch.autograd.grad(total, wide)
+    top = wide.detach().amax(-1)
+    lse = torch.stack([top, wide.detach().logsumexp(-1) - top]).float()
+    parts = []
+    for first in range(0, 9, width):
+        part = logits[:, first : first + width].contiguous()
+        shard = first, part.size(1), 1.0
+        rest = lse, entropy.detach().float(), of_token, of_entropy, upstream.float()
+        parts.append(logprob.all_grads(part, tokens, ids, *shard, *rest, torch.empty_like(part)))
+    found = torch.cat(parts, -1)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), want, rtol=2**-8, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("ids", "what"),
     [

@@ -21,8 +21,9 @@ from rlcore.cli.builders import folder
 from rlcore.cli.checks import CheckResult, disk, machine, ranks, start, task
 from rlcore.cli.preflight import Report
 from rlcore.cli.world import World
-from rlcore.config.schema import Config
+from rlcore.config.schema import Config, LoraConfig
 from rlcore.hf.config import HFConfig
+from rlcore.hf.lora import num_adapter_parameters
 from rlcore.hf.tokenizer import Tokenizer, load_tokenizer
 from rlcore.ops import native
 from rlcore.sandbox import isolation
@@ -287,6 +288,14 @@ def test_the_free_space_is_compared_with_the_checkpoints(
     found = disk.check(cfg, hf)
     assert found.state == state, found.text
     assert (state == "PASS") != ("lower --checkpoint.keep" in found.text)
+
+
+def test_a_checkpoint_of_adapters_is_small(model: Path) -> None:
+    hf = HFConfig.from_folder(model)
+    text = disk.check(config(model, "--lora.rank", 8, "--checkpoint.every", 1), hf).text
+    assert "4 x 0.0 GB of checkpoints" in text
+    size = disk.BYTES * num_adapter_parameters(hf, LoraConfig(rank=8))
+    assert disk.checkpoint_bytes(config(model, "--lora.rank", 8), hf) == size
 
 
 @pytest.mark.parametrize(

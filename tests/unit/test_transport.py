@@ -122,6 +122,28 @@ def test_a_head_whose_own_name_is_the_loopback_asks_for_an_address_that_others_r
     assert listening_host("127.0.0.1", several_nodes=True) == "127.0.0.1"
 
 
+def test_an_alias_of_the_head_that_is_the_loopback_is_refused_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as its short name, where the host calls itself by the whole one."""
+
+    class Probe:
+        def __enter__(self) -> "Probe":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def connect(self, address: tuple[str, int]) -> None: ...
+
+        def getsockname(self) -> tuple[str, int]:
+            return "127.0.0.1", 1234
+
+    monkeypatch.setattr(socket, "socket", lambda *_: Probe())
+    with pytest.raises(ValueError, match="--cluster.interface: .* alias is 127.0.0.1 on this node"):
+        listening_host("alias", several_nodes=True)
+    assert listening_host("alias") == "127.0.0.1"
+
+
 def test_an_interface_is_named_and_a_wrong_name_is_refused_with_those_that_there_are():
     assert listening_host("head", "lo", several_nodes=True) == "127.0.0.1"
     with pytest.raises(ValueError, match="--cluster.interface eth99: .* choose from .*lo"):

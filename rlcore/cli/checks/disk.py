@@ -1,13 +1,13 @@
 """Check the free space on the disk of the run's folder."""
 
-import math
 import shutil
 
 from rlcore.cli.builders.folder import run_folder
 from rlcore.cli.checks import CheckResult
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
-from rlcore.hf.names import expected
+from rlcore.hf.lora import num_adapter_parameters
+from rlcore.hf.names import num_parameters
 from rlcore.trainer import resume
 from rlcore.trainer.policies import estimator
 
@@ -23,8 +23,8 @@ def check(cfg: Config, hf: HFConfig) -> CheckResult:
     while not at.exists():
         at = at.parent
     free = shutil.disk_usage(at).free
-    parameters = sum(math.prod(shape) for shape in expected(hf).values())
-    one = parameters * BYTES * (2 if estimator(cfg) == "gae" else 1)  # the critic is as large
+    parameters = num_parameters(hf)
+    one = checkpoint_bytes(cfg, hf)
     number = saves(cfg)
     export = parameters * EXPORTED_BYTES[cfg.model.dtype] if cfg.checkpoint.export_hf else 0
     text = f"{_gb(free)} free for {folder}"
@@ -38,6 +38,13 @@ def check(cfg: Config, hf: HFConfig) -> CheckResult:
     if free < missing * one + export:
         return CheckResult("disk", "WARN", f"{text}; {remedy}")
     return CheckResult("disk", "PASS", text)
+
+
+def checkpoint_bytes(cfg: Config, hf: HFConfig) -> int:
+    """Return the bytes of a checkpoint: of the actor or its adapters, and of a whole critic."""
+    parameters = num_parameters(hf)
+    trained = num_adapter_parameters(hf, cfg.lora) if cfg.lora.rank else parameters
+    return BYTES * (trained + (parameters if estimator(cfg) == "gae" else 0))
 
 
 def saves(cfg: Config) -> int:
