@@ -301,7 +301,7 @@ def test_sigterm_during_the_warm_start_leaves_no_worker(bench):
     wait_for(lambda: not any(map(alive, workers)), 10)
 
 
-def test_a_start_of_one_node_of_several_says_so(bench: Bench) -> None:
+def test_a_start_of_one_node_of_several_says_so(bench) -> None:
     rc, out = bench.run("bash", bench.recipe(), NODES="2")
     assert rc == 0 and "this start is of one node, and the recipe is laid out for 2" in out
     rc, out = bench.run("bash", bench.recipe(), NODES="1")
