@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -138,7 +139,9 @@ def test_an_alias_of_the_head_that_is_the_loopback_is_refused_too(
         def getsockname(self) -> tuple[str, int]:
             return "127.0.0.1", 1234
 
-    monkeypatch.setattr(socket, "socket", lambda *_: Probe())
+    names = "gethostname", "getfqdn", "AF_INET", "SOCK_DGRAM"
+    stand_in = SimpleNamespace(**{n: getattr(socket, n) for n in names}, socket=lambda *_: Probe())
+    monkeypatch.setattr(transport, "socket", stand_in)
     with pytest.raises(ValueError, match="--cluster.interface: .* alias is 127.0.0.1 on this node"):
         listening_host("alias", several_nodes=True)
     assert listening_host("alias") == "127.0.0.1"
