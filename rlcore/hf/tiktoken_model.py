@@ -5,9 +5,9 @@
                             to `pat_str` has the pattern that divides a text
     tokenizer_config.json   special tokens, whose ids follow
 
-A piece of text becomes bytes, and of all neighbours whose union is a token those that make the
-token of the lowest id are joined, until none are left. The `tokenizers` library does the same with
-a list of merges: all divisions of all tokens into two tokens, by the id of their union.
+The encoding is byte-pair encoding. A piece of text starts as single bytes. Neighbours that together
+are a token are merged, that of the lowest id first, until no neighbours are one. The `tokenizers`
+library takes the merges as a list: for each token, by id, all pairs of tokens that make it.
 """
 
 import ast
@@ -84,10 +84,11 @@ def _as_text(token: bytes) -> str:
 
 
 def _alphabet() -> list[str]:
-    """Return the character of each byte: itself if it is visible, else the next one from 256."""
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(b if b in visible else next(others)) for b in range(256)]
+    """Return the character of each byte: itself if it is in the alphabet, else the next one from
+    256."""
+    signs = sorted(pre_tokenizers.ByteLevel.alphabet())
+    others = iter(sign for sign in signs if ord(sign) > 255)
+    return [chr(b) if chr(b) in signs else next(others) for b in range(256)]
 
 
 _ALPHABET = _alphabet()

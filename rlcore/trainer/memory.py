@@ -293,7 +293,7 @@ def _activations(
         # Tokens are held as sent, received, sorted by expert, and twice when sorted back. Experts
         # keep input, gate and up, product, weighted product. Ranks that divide experts get the
         # tokens of all of them, unsorted and sorted, and their outputs, which are then summed in
-        # float32. All is for equal loads of the ranks (`actor/expert_load_max`).
+        # float32. Each rank is assumed to get as many tokens as the others.
         sent, etp = hf.experts_per_token * whole, train.etp
         rows = 5 if etp == 1 else 4 + 5 * etp
         forward = kept + rows * sent * hf.hidden_size
@@ -426,9 +426,10 @@ def draft_items(cfg: Config, hf: HFConfig, layout: ParallelLayout, cuda: bool) -
 
 
 def route_items(cfg: Config, hf: HFConfig, dp: int, cache: int) -> list[Item]:
-    """Return the host memory of routes (mcore/ROUTING.md): those that SGLang pins for every token
-    of a KV cache of `cache` bytes, and those of one of `dp` ranks' samples, if all are as long as
-    possible: as received, packed, and in order of the micro-batches."""
+    """Return the host memory that routes take (mcore/ROUTING.md). A rank holds those of its samples
+    three times: as received, packed, and in the order of the micro-batches; samples are counted at
+    their maximum length and divided by `dp`. SGLang pins routes for every token of its KV cache of
+    `cache` bytes."""
     if cfg.algo.routing_replay != "rollout":
         return []
     width = hf.num_layers * hf.experts_per_token

@@ -32,7 +32,7 @@ def evaluated(folder: Path, hf: HFConfig, monkeypatch: Any) -> Any:
 
 
 def exported(folder: Path, hf: HFConfig, monkeypatch: Any) -> Any:
-    """Of a checkpoint of adapters, all of which are 0."""
+    """The export of a checkpoint whose adapters are all 0."""
     monkeypatch.setattr(export, "_read", lambda shards, name, shape: torch.zeros(shape))
     base = SimpleNamespace(get=dict(read_folder(folder, hf)).__getitem__)
     return export._merged(None, hf, torch.bfloat16, expected(hf).keys(), LORA, base)  # type: ignore

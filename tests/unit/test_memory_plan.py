@@ -316,8 +316,8 @@ def test_the_copy_of_a_save_takes_no_more_pinned_memory_than_is_planned(
 
 @pytest.mark.parametrize("engine, cached", [("torch", 0), ("sglang", 1000)])
 def test_routes_are_in_host_memory(engine: str, cached: int) -> None:
-    """Of a step's samples three times, one byte for each of 2 experts of 4 layers; and four for
-    each token of SGLang's cache."""
+    """One byte for each of 2 experts in 4 layers, three times for the samples; SGLang's cache takes
+    four bytes for each."""
     hf = small("qwen3_moe")
     width = hf.num_layers * hf.experts_per_token
     sizes = "--data.prompts_per_step", 3, "--rollout.samples_per_prompt", 5

@@ -113,10 +113,9 @@ class _SGLangRequest:
         self.versions += [version] * len(tokens)
 
     def take_routes(self, found: np.ndarray, base: int, version: int) -> None:
-        """Store the routes [n, layers * K] of the first n tokens, which have been computed in a
-        flight. Known routes stay. Response tokens before `base` were there before the flight; the
-        routes with which other versions than `version`, that of its begin, sampled them are lost.
-        """
+        """Store the routes [n, layers * K] of the first n tokens, as SGLang computed them in a
+        flight that began with policy `version`. Known routes stay. The first `base` response tokens
+        are older than the flight; those that another version sampled get no routes."""
         count = len(self.prompt) + len(self.tokens)
         routes = np.full((count, found.shape[1]), -1, found.dtype)
         n = min(len(found), count - 1)  # the last token has not been computed

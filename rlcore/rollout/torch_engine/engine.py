@@ -201,9 +201,8 @@ class _Seats:
     def record(
         self, seats: np.ndarray, positions: np.ndarray, routes: torch.Tensor, version: int
     ) -> None:
-        """Store the routes of tokens [T] at these seats and positions, which `version` has
-        computed. Known routes stay; those with which another version sampled the next token are
-        lost."""
+        """Store the routes of tokens [T] at these seats and positions, as policy `version` computed
+        them. Known routes stay. A token gets no route if another version sampled the next token."""
         self._reach(int(positions.max()) + 1)
         assert self.routes is not None
         known = self.routes[seats, positions]
