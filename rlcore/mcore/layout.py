@@ -109,9 +109,10 @@ class ParallelLayout:
         first = sum(chunks[:chunk])
         return range(first, first + chunks[chunk])
 
-    def num_stage_layers(self, num_layers: int) -> int:
-        """Return the number of layers on this rank, over all its model chunks."""
-        return sum(self.chunks(num_layers)[self.pp_rank :: self.pp])
+    def stage_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the global indices of all layers on this rank, over all its model chunks."""
+        every = range(self.vpp)
+        return tuple(layer for chunk in every for layer in self.layers(num_layers, chunk))
 
     def stage_of(self, layer: int, num_layers: int) -> int:
         """Return the pipeline stage of a layer."""

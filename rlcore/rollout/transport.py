@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +45,11 @@ class LocalHub:
         """Put a record into the inbox `channel` of `rank`."""
         assert rank == 0, rank
         self._queues[channel].put(record)
+
+    def send_all(self, ranks: Sequence[int], channel: Channel, record: Any) -> None:
+        """Put a record into the inbox `channel` of each of `ranks`."""
+        for rank in ranks:
+            self.send(rank, channel, record)
 
     def receive(self, channel: Channel, kind: Any, timeout_s: float) -> Any | None:
         """Return the next record of this rank's inbox, or None after `timeout_s`."""
@@ -115,9 +120,14 @@ class ZmqHub:
 
     def send(self, rank: int, channel: Channel, record: Any) -> None:
         """Put a record into the inbox `channel` of `rank`."""
+        self.send_all([rank], channel, record)
+
+    def send_all(self, ranks: Sequence[int], channel: Channel, record: Any) -> None:
+        """Put a record, encoded once, into the inbox `channel` of each of `ranks`."""
         body = memoryview(net.encode(record))
         frames = [body[i : i + _FRAME_BYTES] for i in range(0, len(body), _FRAME_BYTES)]
-        self._socket(rank, channel).send_multipart([str(self.rank).encode(), *frames])
+        for rank in ranks:
+            self._socket(rank, channel).send_multipart([str(self.rank).encode(), *frames])
 
     def receive(self, channel: Channel, kind: Any, timeout_s: float) -> Any | None:
         """Return the next record of this rank's inbox as `kind`, or None after `timeout_s`. Drop

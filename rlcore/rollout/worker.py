@@ -51,7 +51,7 @@ from rlcore.records import (
     TrainOrder,
     group_of,
 )
-from rlcore.rollout.exchange import SampleExchange
+from rlcore.rollout.exchange import SampleExchange, StageLayers
 from rlcore.rollout.histospec import histories_of
 from rlcore.rollout.transport import Hub
 
@@ -162,6 +162,7 @@ class RolloutWorker:
         is_endless: bool = False,
         keep_sample: Callable[[Sample, Prompt, str, RewardResult], bool] | None = None,
         observers: Sequence[Callable[[AnyCommand | AnyEvent], None]] = (),
+        stages: StageLayers | None = None,
     ) -> None:
         """
         Args:
@@ -172,6 +173,7 @@ class RolloutWorker:
             keep_sample: function that returns whether to train on a scored sample; gets the
                 sample, its prompt, its text and its result. None keeps all samples.
             observers: functions called with every executed command and every sent event.
+            stages: layers whose routes each train rank gets; None: all layers.
         """
         self._hub, self._engine, self._scorer, self._decode = hub, engine, scorer, decode
         self._deadline_s, self._timeout_s = deadline_s, timeout_s
@@ -192,7 +194,7 @@ class RolloutWorker:
         """Whether the engine is paused: it keeps its requests and does not decode."""
         self._lost = False
         """Whether the engine has failed while it was paused and has lost its requests."""
-        self.exchange = SampleExchange(hub, timeout_s)
+        self.exchange = SampleExchange(hub, timeout_s, stages)
         """Finished samples of the round, and their transfer between ranks."""
         self.texts: dict[RequestId, str] = {}
         self._releasing = False

@@ -330,7 +330,7 @@ def kept_bytes(
     under_way: float = layout.pp - layout.pp_rank
     if train.vpp > 1:
         under_way = layout.pp * (1 + (layout.pp - 1) / (layout.pp * train.vpp))
-    layers = layout.num_stage_layers(hf.num_layers) * under_way
+    layers = len(layout.stage_layers(hf.num_layers)) * under_way
     size = ITEMSIZE[model.dtype] * kept
     if not train.offload_activations:
         return int(size * layers), 0

@@ -146,6 +146,7 @@ APART: dict[str, tuple[object, ...]] = {
     "async": (*COARSE, *ASYNC, *ROLLOUT),
     "async in place": (*COARSE, *ASYNC, *ROLLOUT, "--async.weight_update", "in_place"),
     "dp2": (*COARSE, *ROLLOUT),
+    "pp2": (*COARSE, *ROLLOUT, "--train.pp", 2),
     "tp2 etp2": (*COARSE, *ROLLOUT, "--train.tp", 2, "--train.etp", 2),
     "etp2": (*COARSE, *ROLLOUT, "--train.etp", 2),
 }
@@ -191,3 +192,10 @@ def test_routes_come_to_the_learner_in_every_loop(rows: dict[str, Any], name: st
     assert rows[name].keys() == {1, 2, 3, 4}
     for row in rows[name].values():
         assert 0 < row["actor/rerouted"] < 0.5 and row["actor/skipped"] == 0
+
+
+def test_a_stage_replays_its_own_layers_of_samples_from_other_ranks(rows: dict[str, Any]) -> None:
+    """A stage gets no other layers' routes (`StageLayers`)."""
+    names = "critic/score/mean", "actor/rerouted", "rollout_corr/k3_kl", "rollout_corr/kl"
+    ours, theirs = ({name: rows[arm][1][name] for name in names} for arm in ("pp2", "dp2"))
+    kit.assert_close_named(ours, theirs, rtol=1e-4, atol=1e-6)

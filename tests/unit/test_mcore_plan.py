@@ -83,7 +83,7 @@ def test_stages_have_the_layers_that_are_set() -> None:
     train = TrainConfig(pp=3, pp_layers=(2, 4, 1))
     at = [layout_of(train, 3, rank) for rank in range(3)]
     assert [x.layers(7) for x in at] == [range(0, 2), range(2, 6), range(6, 7)]
-    assert [x.num_stage_layers(7) for x in at] == [2, 4, 1]
+    assert [x.stage_layers(7) for x in at] == [(0, 1), (2, 3, 4, 5), (6,)]
     assert [at[0].stage_of(layer, 7) for layer in range(7)] == [0, 0, 1, 1, 1, 1, 2]
 
 
@@ -94,7 +94,7 @@ def test_numbers_of_layers_are_those_of_chunks_in_the_order_of_the_model() -> No
         [range(0, 1), range(4, 6)],
         [range(1, 4), range(6, 7)],
     ]
-    assert [x.num_stage_layers(7) for x in at] == [3, 4]
+    assert [x.stage_layers(7) for x in at] == [(0, 4, 5), (1, 2, 3, 6)]
     assert [at[1].stage_of(layer, 7) for layer in range(7)] == [0, 1, 1, 1, 0, 0, 1]
 
 

@@ -17,11 +17,13 @@ from rlcore.envs import registry as envs
 from rlcore.envs.dialogue import Dialogue
 from rlcore.envs.scorer import EnvScorer
 from rlcore.hf.tokenizer import Tokenizer
+from rlcore.mcore.layout import layout_of
 from rlcore.metrics.screen import Screen
 from rlcore.protocols import Engine, Scorer
 from rlcore.records import Sampling
 from rlcore.rollout.async_rollout import AsyncRollout
 from rlcore.rollout.child import ChildEngine
+from rlcore.rollout.exchange import StageLayers
 from rlcore.rollout.histospec import HistoryStore
 from rlcore.rollout.replay import EventLog, Recorder, controller_of
 from rlcore.rollout.round import Heartbeat, Rollout
@@ -79,6 +81,7 @@ def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
         is_endless=cfg.select.mode == "async",
         keep_sample=start.callbacks.keep_sample if start.callbacks is not None else None,
         observers=of_agent(start),
+        stages=_stages(start),
     )
     screen = Screen(cfg.run.steps, progress=cfg.log.progress) if start.is_first else None
     if screen is not None:
@@ -105,6 +108,16 @@ def make_side(start: BuildContext, sizes: EngineSizes) -> SamplingSide:
         deadlines=deadlines,
         screen=screen,
     )
+
+
+def _stages(start: BuildContext) -> StageLayers | None:
+    """Return the layers whose routes each train rank gets; None: samples come whole."""
+    cfg, ranks, count = start.cfg, start.world.train_ranks, start.hf.num_layers
+    # A record of the run has whole samples, which one rank of a model-parallel group writes.
+    if cfg.algo.routing_replay != "rollout" or cfg.train.pp == 1 or cfg.debug.record:
+        return None
+    layers = [layout_of(cfg.train, ranks, rank).stage_layers(count) for rank in range(ranks)]
+    return StageLayers(count, layers.__getitem__)
 
 
 def _make_sampler(
