@@ -166,6 +166,7 @@ def warnings(cfg: Config) -> list[str]:
             "too small; unset it, or set --algo.rollout_is none"
         )
     default = type(a)()
+    unweighted = a.rollout_is == "none" or (a.bypass_mode and a.has_ratio)
     idle = {
         "gamma": a.adv_estimator not in ("gae", "reinforce_plus_plus"),
         "lam": a.adv_estimator != "gae",
@@ -175,8 +176,8 @@ def warnings(cfg: Config) -> list[str]:
         "kl_reward_type": not a.kl_reward_coef,
         "kl_horizon": not a.kl_target,
         "overlong_penalty": not a.overlong_share,
-        "rollout_is_threshold": a.rollout_is == "none",
-        "rollout_is_batch_normalize": a.rollout_is == "none",
+        "rollout_is_threshold": unweighted,
+        "rollout_is_batch_normalize": unweighted,
     }
     for key, useless in idle.items():
         value = getattr(a, key)

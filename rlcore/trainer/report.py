@@ -138,7 +138,8 @@ def check_rewards(run: Run, groups: Sequence[Group]) -> None:
 def notes(metrics: Mapping[str, float], cfg: Config) -> str:
     """Return what the step line says of problems of the step; "" if there is none."""
     found = [mismatch.unhealthy(dict(metrics))]
-    compares = cfg.algo.adv_estimator in advantage.BY_GROUP
+    # The sums are equal; gdpo compares their terms, which may differ.
+    compares = cfg.algo.adv_estimator in set(advantage.BY_GROUP) - {"gdpo"}
     if compares and metrics.get("training/equal_reward_groups") == 1:
         found.append("rewards are equal in every group, so no response is preferred")
     return "; ".join(filter(None, found))

@@ -797,6 +797,10 @@ def test_settings_without_effect_are_named_and_the_run_goes_on():
     assert rules.warnings(parse([])) == []
     (said,) = rules.warnings(parse(["--env", "frozenlake", "--rollout.draft", "history"]))
     assert "the task frozenlake is endless and repeats no prompt" in said
+    capped = ["--algo.bypass_mode", "--algo.rollout_is_threshold", "5"]
+    (said,) = rules.warnings(parse(capped))  # the loss's ratio is the weight
+    assert said.startswith("--algo.rollout_is_threshold 5.0: has no effect")
+    assert rules.warnings(parse(["--algo", "reinforce", *capped])) == []
 
 
 def test_moments_in_bfloat16_need_decay_rates_that_rounding_does_not_undo():

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import rich
 
+from rlcore.algos.base import AlgoConfig
+from rlcore.config.schema import Config
 from rlcore.metrics.screen import Screen, evaluation_lines, final_table, step_line
 from rlcore.metrics.sinks import summarise
+from rlcore.trainer.report import notes
 from rlcore.utils import log as rl_log
 from rlcore.utils.clock import VirtualClock
 
@@ -42,6 +45,17 @@ def test_what_is_not_as_it_should_be_stands_at_the_end_of_the_line(lines):
         "(gen 0.30 update_actor 0.25 update_weights 0.02)  mismatch: max |dp| 0.6"
     )
     assert lines()[1].endswith("update_weights 0.02)")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "is_named"), [("grpo", True), ("gdpo", False), ("gae", False)]
+)
+def test_equal_rewards_are_named_where_nothing_else_prefers_a_response(estimator, is_named):
+    """The terms of equal sums can differ, which gdpo compares."""
+    cfg = Config(algo=AlgoConfig(adv_estimator=estimator))
+    said = notes({"training/equal_reward_groups": 1.0}, cfg)
+    assert said.startswith("rewards are equal in every group") is is_named
+    assert notes({"training/equal_reward_groups": 0.5}, cfg) == ""
 
 
 def test_a_step_is_one_line():
