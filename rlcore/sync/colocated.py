@@ -174,10 +174,11 @@ class Handover:
         if self._packs_own:
             if self.leads:
                 self._is_read = self._engine is not None
-            # Memory behind a handle that no process opens is never freed.
             mine = self._payload(buffer) if self._is_read else b""
             payloads: list[Any] = self._gather(mine, where, number)
             self._is_read = bool(payloads[0])
+            if mine and not self._is_read and self.transport == "cuda_ipc":
+                buckets.drop_cuda(mine)  # memory behind a handle that no process opens stays
             self._settle(IN_FLIGHT - 1)  # the leader has waited for these loads
         else:
             payloads = [self._payload(buffer)] * self._tp

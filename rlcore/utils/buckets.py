@@ -156,6 +156,13 @@ def cuda_handle(buffer: Tensor) -> bytes:
     return msgspec.msgpack.encode(made)
 
 
+def drop_cuda(payload: bytes) -> None:
+    """Count a payload of `cuda_handle` as read. Call it if no process will open the payload; torch
+    would keep its memory for ever."""
+    made = msgspec.msgpack.decode(payload, type=_CudaHandle)
+    torch.UntypedStorage._release_ipc_counter_cuda(made.counter, made.counter_offset)
+
+
 def open_cuda(payload: bytes) -> Tensor:
     """Open the GPU memory of another process as uint8. Raise ValueError if this process does not
     see that GPU."""

@@ -18,6 +18,7 @@ from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.channel import make_channel
 from rlcore.sync.colocated import IN_FLIGHT, ColocatedChannel
 from rlcore.sync.peers import Peers
+from rlcore.utils import buckets
 from tests import kit
 from tests.contracts.engine_contract import requests, run
 from tests.gpu import side
@@ -143,3 +144,17 @@ def test_a_bucket_stays_on_the_gpu_and_its_memory_comes_back(route: str) -> None
             assert mean < LIMITS["float32"][0] and most < LIMITS["float32"][1]
         finally:
             engine.close()
+
+
+@side.needs_gpu
+def test_a_bucket_whose_handle_nobody_opens_is_freed() -> None:
+    """Two megabytes, so that its block of the allocator holds nothing else."""
+    before = torch.cuda.memory_allocated()
+    buffer = torch.zeros(2**21, dtype=torch.uint8, device=side.DEVICE)
+    payload = buckets.cuda_handle(buffer)
+    del buffer
+    torch.cuda.ipc_collect()
+    assert torch.cuda.memory_allocated() > before
+    buckets.drop_cuda(payload)
+    torch.cuda.ipc_collect()
+    assert torch.cuda.memory_allocated() == before

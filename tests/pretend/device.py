@@ -64,6 +64,7 @@ def complete() -> None:
     torch.UntypedStorage.resize_ = _resize(torch.UntypedStorage.resize_)
     torch.UntypedStorage._share_cuda_ = _share
     torch.UntypedStorage._new_shared_cuda = _open_shared
+    torch.UntypedStorage._release_ipc_counter_cuda = staticmethod(_release)
     _add_nccl()
     _add_attention()
     _add_norm()
@@ -233,20 +234,25 @@ def _bytes(storage: Any) -> Any:
 def _share(self: Any) -> tuple[Any, ...]:
     """Return what torch's `_share_cuda_` returns; the handle is the path of a file in memory."""
     path, index = _native.share(_bytes(self)), self.device.index
-    gpu = f"{_uuid(index)}".encode()
-    return index, path.encode(), self.nbytes(), _OFFSET, gpu, 0, b"event", True
+    counter = f"{_uuid(index)} {path}".encode()
+    return index, path.encode(), self.nbytes(), _OFFSET, counter, 0, b"event", True
 
 
 def _open_shared(
     device: int, handle: bytes, size: int, offset: int, counter: bytes, *_: Any
 ) -> Any:
-    if offset != _OFFSET or counter != f"{_uuid(device)}".encode():
+    if offset != _OFFSET or counter != f"{_uuid(device)} {handle.decode()}".encode():
         raise RuntimeError("CUDA error: invalid resource handle: of another place or device")
     before = _exchange(device)
     try:
         return _native.open_shared(handle.decode(), size).untyped_storage()
     finally:
         _native.set_device(before)
+
+
+def _release(counter: bytes, at: int) -> None:
+    assert at == 0, at
+    _native.open_shared(counter.decode().split(" ")[1], 0)  # and closed at once: one reader less
 
 
 _OFFSET = 512

@@ -281,6 +281,18 @@ def test_a_bucket_opens_in_another_process_and_a_closed_handle_is_stale() -> Non
         buckets.open_cuda(payload)
 
 
+def test_a_bucket_whose_handle_is_dropped_is_freed() -> None:
+    before = pretend.stats()["allocated"]
+    buffer = torch.zeros(10_000, dtype=torch.uint8, device=CUDA)
+    payload = buckets.cuda_handle(buffer)
+    del buffer
+    torch.cuda.ipc_collect()
+    assert pretend.stats()["allocated"] > before
+    buckets.drop_cuda(payload)
+    torch.cuda.ipc_collect()
+    assert pretend.stats()["allocated"] == before
+
+
 def device_handle(payload: bytes) -> tuple[str, int]:
     import msgspec
 

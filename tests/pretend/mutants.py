@@ -119,8 +119,8 @@ MUTANTS = (
     Mutant(
         "ipc",
         "rlcore/sync/colocated.py",
-        "mine = buckets.cuda_handle(buffer) if self._is_read",
-        'mine = self.__dict__.setdefault("_first", buckets.cuda_handle(buffer)) if self._is_read',
+        "mine = self._payload(buffer) if self._is_read",
+        'mine = self.__dict__.setdefault("_first", self._payload(buffer)) if self._is_read',
         PUSH,
     ),
     Mutant(

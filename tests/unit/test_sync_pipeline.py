@@ -205,6 +205,8 @@ class Handles:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
         monkeypatch.setattr(buckets, "cuda_handle", self._made)
+        self.dropped: list[bytes] = []
+        monkeypatch.setattr(buckets, "drop_cuda", self.dropped.append)
         monkeypatch.setattr(colocated, "_gpu", lambda: torch.device("cpu"))
         monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
         self._memory: dict[bytes, Any] = {}
@@ -279,7 +281,7 @@ def test_every_rank_keeps_its_bucket_until_the_engine_has_loaded_it(
     push_to_two(route, engine, gathers)
     assert engine.is_whole and not engine.waiting and len(engine.came) == 8
     assert max(engine.most) <= IN_FLIGHT + 1
-    assert handles.of(0) == handles.of(1) == [None] * 8
+    assert handles.of(0) == handles.of(1) == [None] * 8 and not handles.dropped
     # One exchange for each bucket, and one that says that all are loaded.
     assert sum("bucket" in where for where in gathers) == 2 * (8 + 1)
 
@@ -296,3 +298,5 @@ def test_no_rank_shares_memory_with_an_engine_that_is_gone(
     assert not engine.is_whole and sum("bucket" in where for where in gathers) == 2 * (8 + 1)
     assert len(handles.of(0)) == 3 and len(handles.of(1)) == 4
     assert handles.of(0) == [None] * 3 and handles.of(1) == [None] * 4
+    (dropped,) = handles.dropped  # the leader had not told the other rank yet
+    assert dropped.startswith(b"rank1 ")
