@@ -134,6 +134,8 @@ def _take_selectors(argv: list[str]) -> tuple[dict[str, str], list[str]]:
         if argv[i].startswith("--") and name in SELECTORS:
             if i + 1 == len(argv) or argv[i + 1].startswith("--"):
                 raise ConfigError(f"--{name}: needs a value, such as {_example(name)}")
+            if i + 2 < len(argv) and not argv[i + 2].startswith("--"):
+                raise ConfigError(f"--{name} {argv[i + 1]} {argv[i + 2]}: takes one value")
             chosen[name] = argv[i + 1]
             i += 2
         else:

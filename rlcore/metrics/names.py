@@ -76,7 +76,7 @@ METRICS = [
     Metric("response_length/clip_ratio", "", "share of responses cut at rollout.max_tokens"),
     *_spread("prompt_length", "tokens", "the lengths of prompts"),
     Metric("prompt_length/clip_ratio", "", "share of prompts with data.max_prompt_tokens tokens"),
-    Metric("response/aborted_ratio", "", "share of started responses that were aborted"),
+    Metric("response/aborted_ratio", "", "share of responses without a token, as in verl"),
     Metric("training/excluded_samples", "", "samples that callbacks exclude from training"),
     Metric("training/equal_reward_groups", "", "share of groups whose scores are all equal"),
     Metric("training/replaced_groups", "groups", "groups of equal scores that were replaced"),

@@ -153,9 +153,9 @@ def final_table(summary: Mapping[str, Any]) -> list[str]:
     """Format a finished run: accuracy before and after training by data set, time by phase, time
     before the first step, and speeds. `summary`: result of `sinks.summarise`."""
     lines = _accuracy_table(summary)
-    steps = summary["steps"]
     if "timing_s/step" not in summary:
         return lines
+    steps = summary["measured_steps"]
     seconds = {p: summary.get(f"timing_s/{p}", 0.0) for p in (*STEP, *BETWEEN)}
     step_s = summary["timing_s/step"]
     whole = step_s + sum(seconds[p] for p in BETWEEN)

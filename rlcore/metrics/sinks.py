@@ -167,6 +167,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             out[f"val/accuracy_{which}/{name}"] = points[at][1]
             out[f"val/std_err_{which}/{name}"] = points[at][2]
     if steps:
+        out["measured_steps"] = len(steps)  # fewer, if the run began from another run's checkpoint
         for rate, phase in RATES.items():
             weighted = [(r[rate], r[phase]) for r in steps if rate in r and r.get(phase, 0.0) > 0]
             if weighted:

@@ -44,6 +44,8 @@ LOOK_S = 1.0
 """Interval in seconds at which a waiting job polls, even without a notification."""
 SAY_EVERY_S = 60.0
 """Interval in seconds at which a waiting job logs that it waits."""
+ANSWER_S = 30.0
+"""Maximum seconds for the arbiter's answer to a job that runs solo otherwise."""
 
 
 @runtime_checkable
@@ -95,6 +97,7 @@ class PermitGate:
         keep: int = 0,
         lease_s: float = MuxConfig.lease_s,
         wait_s: float = MuxConfig.max_wait_s,
+        waits_for_place: bool = True,
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
         """Join the cluster and wait for a place.
@@ -109,12 +112,14 @@ class PermitGate:
                 continue while another job uses the rest (`progress`). 0: the tail keeps all nodes.
             lease_s: seconds without renewal after which the job counts as failed.
             wait_s: maximum seconds to wait for a place, and for each permit.
+            waits_for_place: whether to wait until nodes are free, and for `wait_s` until the
+                arbiter answers. False: refuse such a job, and wait for `ANSWER_S`.
             on_lost: called with the reason if another job may get the nodes; must not let the
                 phase continue. Default: the process exits with code 75.
 
         Raises:
-            JobRefused: the cluster can never place the job.
-            TimeoutError: no place within `wait_s`.
+            JobRefused: the cluster can never place the job, or not now and it does not wait.
+            TimeoutError: no place within `wait_s`, or no answer within `ANSWER_S`.
             ConnectionError: the server does not answer, or refuses the password or a command.
         """
         self._url, self._job = url, store.check_name(job)
@@ -146,7 +151,7 @@ class PermitGate:
         try:
             more = {"hosts": {p: list(n) for p, n in hosts.items()}, "keep": keep} if hosts else {}
             self._say("join", profile=asdict(profile) | {"lease_s": lease_s}, **more)
-            self.place = self._placed()
+            self.place = self._placed(waits_for_place)
         except BaseException:
             self.close()  # leave the cluster, so that the arbiter does not place a job that exited
             raise
@@ -282,15 +287,21 @@ class PermitGate:
             except redis.RedisError as error:
                 raise ConnectionError(store.why(error, self._url)) from error
 
-    def _wait(self, what: str, ready: Callable[[], Any], missing: Callable[[], str]) -> Any:
-        """Wait until `ready` returns a value other than None, and return this value."""
+    def _wait(
+        self,
+        what: str,
+        ready: Callable[[], Any],
+        missing: Callable[[], str],
+        wait_s: float = math.inf,
+    ) -> Any:
+        """Wait until `ready` returns a value other than None, and return this value. Wait at most
+        `wait_s` seconds, and not longer than the gate's `wait_s`."""
+        wait_s = min(wait_s, self._wait_s)
         begin = said = time.monotonic()
         while (found := self._try(ready, what)) is None:
             now = time.monotonic()
-            if now - begin > self._wait_s:
-                raise TimeoutError(
-                    f"job {self._job}: waited {self._wait_s:g} s for {what}; {missing()}"
-                )
+            if now - begin > wait_s:
+                raise TimeoutError(f"job {self._job}: waited {wait_s:g} s for {what}; {missing()}")
             if now - said > SAY_EVERY_S:
                 log.info("mux: job has waited for %s for %.0f s; %s", what, now - begin, missing())
                 said = now
@@ -298,7 +309,7 @@ class PermitGate:
             self._try(lambda: self._redis.blpop([bell], timeout=LOOK_S), what)  # noqa: B023
         return found
 
-    def _placed(self) -> dict[str, Any]:
+    def _placed(self, waits: bool) -> dict[str, Any]:
         last: dict[str, Any] = {}
 
         def ready() -> dict[str, Any] | None:
@@ -310,12 +321,12 @@ class PermitGate:
                 last.update(about)
                 if about["status"] == "queued":
                     log.info("mux: %s", about["why"])
-            return None if about["status"] == "queued" else about
+            return None if about["status"] == "queued" and waits else about
 
         def missing() -> str:
             return last.get("why") or "the arbiter does not answer; check it with `mux status`"
 
-        about = self._wait("place", ready, missing)
+        about = self._wait("place", ready, missing, math.inf if waits else ANSWER_S)
         if about["status"] != "placed":
             raise JobRefused(about.get("why") or f"job {self._job}: {about['status']}")
         return about
@@ -397,7 +408,7 @@ def connect(
 ) -> "PermitGate | NoGate":
     """Return the gate of a job; if `url` is empty, a gate that lets every phase start at once.
 
-    `otherwise`: action if the server does not answer or has no nodes for the job. `wait`: wait, and
+    `otherwise`: action if the server does not answer or has no free nodes. `wait`: wait, and
     raise if the job can never get nodes. `solo`: run as if no other job used the nodes. `profile`:
     None: use the profile given to `mux add`, with this `slo`. `colocated`: required value in the
     profile; None: any. `hosts`: function from a profile to `hosts` of the `PermitGate`.
@@ -421,7 +432,9 @@ def connect(
 
     def join() -> PermitGate:
         profile = about()
-        return PermitGate(url, job, profile, hosts=hosts(profile) if hosts else None, **more)
+        named = hosts(profile) if hosts else None
+        waits = otherwise == "wait"
+        return PermitGate(url, job, profile, hosts=named, waits_for_place=waits, **more)
 
     if otherwise == "solo":
         try:

@@ -8,6 +8,7 @@ from msgspec import structs
 from rlcore.records import GroupId, Prompt, Sampling, Work, baseline_of, training_group
 from rlcore.sched.roles import Kind, Round
 from rlcore.sched.stop import StopAtAll, StopAtFirst
+from rlcore.utils.errors import ConfigError
 
 
 class EpochPrompts:
@@ -108,5 +109,16 @@ class EpochPrompts:
         return {"issued": self.issued}
 
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
-        """Continue issue numbers from a saved `state`; the data order is resumed separately."""
+        """Continue issue numbers from a saved `state`; the data order is resumed separately.
+
+        Raises:
+            ConfigError: the state has prompts that `TailBatching` has drawn and not yet sampled.
+        """
+        waiting = [state.get(part, {}).values() for part in ("queue", "ahead")]
+        if count := sum(len(keys) for queues in waiting for keys in queues):
+            raise ConfigError(
+                f"the checkpoint has {count} prompts that --schedule tail_batching has drawn and "
+                "not finished; resume with that schedule, or start a new run from the checkpoint's "
+                "weights"
+            )
         self.issued = state["issued"]

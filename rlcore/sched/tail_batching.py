@@ -175,7 +175,9 @@ class TailBatching:
 
     def restore(self, state: Mapping[str, Any], num_rows: int | None) -> None:
         """Load a saved `state`. If the state names rows or domains that this run lacks, raise
-        ValueError and change nothing. `num_rows`: number of rows of the data; None if unlimited."""
+        ValueError and change nothing. The state may be of another schedule, which defers no
+        prompts. `num_rows`: number of rows of the data; None if unlimited."""
+        state = {"queue": {}, "ahead": {}, "accounts": {}} | dict(state)
         for part in ("queue", "ahead"):
             if unknown := sorted(set(state[part]) - set(self._quotas)):
                 raise ConfigError(

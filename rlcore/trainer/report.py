@@ -89,7 +89,7 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: StepPlan) -> dict[str, 
         "critic/score/std_err": stats.standard_error(scores, clusters),
         **stats.summary("critic/rewards", [r.reward for r in rows]),
         **stats.summary("response_length", lengths),
-        "response/aborted_ratio": finishes.count("abort") / len(finishes),
+        "response/aborted_ratio": lengths.count(0) / len(lengths),
         "response_length/clip_ratio": finishes.count("length") / len(finishes),
         **stats.summary("prompt_length", prompts),
         "prompt_length/clip_ratio": sum(n >= cfg.data.max_prompt_tokens for n in prompts)
@@ -104,6 +104,7 @@ def of_groups(run: Run, groups: tuple[Group, ...], plan: StepPlan) -> dict[str, 
             sum(lengths) + sum(g.prompt_length * len(g.lengths) for g in groups)
         ),
         "sched/response_tokens": float(sum(lengths) - observed),
+        "sched/kept_samples": float(len(lengths)),
         **({"env/observed_tokens": observed / max(sum(lengths), 1)} if observed else {}),
         **(
             {"training/excluded_samples": float(sum(sum(g.excluded) for g in groups))}
@@ -330,8 +331,7 @@ def step(run: Run) -> None:
 
 def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
     """Return rates of the step: samples and tokens per second, and memory."""
-    seconds, samples = m["timing_s/step"], run.cfg.data.prompts_per_step
-    samples *= run.cfg.rollout.samples_per_prompt
+    seconds, samples = m["timing_s/step"], m.pop("sched/kept_samples")
     sampled = m.pop("sched/response_tokens")
     tokens, squares = m.pop("sched/trained_tokens"), m.pop("sched/trained_squares")
     gen_s = (
@@ -342,8 +342,9 @@ def speeds(run: Run, m: dict[str, float]) -> dict[str, float]:
         "perf/samples_per_s": samples / seconds,
         "perf/throughput": m["perf/total_num_tokens"] / seconds / run.ranks.size,
         "perf/gen_tokens_per_s": sampled / gen_s,
-        "timing_per_token_ms/gen": 1000 * gen_s / sampled,
     }
+    if sampled:  # none if every episode has failed
+        out["timing_per_token_ms/gen"] = 1000 * gen_s / sampled
     if tokens and "timing_s/update_actor" in m:  # Critic-only steps lack `update_actor`.
         out["perf/train_tokens_per_s"] = tokens / m["timing_s/update_actor"]
         out["timing_per_token_ms/update_actor"] = 1000 * m["timing_s/update_actor"] / tokens

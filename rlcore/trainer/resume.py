@@ -491,6 +491,12 @@ class Checkpoints:
             self.async_rollout is not None and (path / ASYNC_ROLLOUT).is_dir()
         ):  # Without a saved buffer, all requests start from their prompts.
             self.async_rollout.load(path / ASYNC_ROLLOUT)
+        elif (path / ASYNC_ROLLOUT).is_dir() and self.ranks.rank == 0:
+            log.warning(
+                "%s: was written with --mode async; this run has another mode, so the prompts that "
+                "were under way and the samples in its buffer are left out",
+                path,
+            )
         if self.learner is None:
             return
         self.learner.load(path / "learner")

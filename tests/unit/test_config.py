@@ -96,6 +96,8 @@ def test_a_sum_of_rewards_has_a_section_for_each_and_common_keys_are_of_all():
         (["--algo.loss_agg_mode", "mean"], ["--algo.loss_agg_mode mean", "token-mean"]),
         (["--mode", "asink"], ["--mode asink", "allowed are"]),
         (["--algo"], ["--algo", "needs a value"]),
+        (["--reward", "math", "judge"], ["--reward math judge: takes one value"]),
+        (["--mode=sync", "label", "--run.seed", "1"], ["--mode sync label: takes one value"]),
         (["--run.seed"], ["--run.seed: needs a value, a whole number (int)"]),
         (["--run.seed", "1e6"], ["--run.seed 1e6: must be a whole number (int)"]),
         (["--run.seed", "1", "2"], ["--run.seed 1 2: takes one value"]),

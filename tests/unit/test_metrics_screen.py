@@ -133,6 +133,13 @@ def test_the_final_table_shows_accuracy_and_where_the_time_went():
     assert table[-1] == "2 steps: 50 samples/s"
 
 
+def test_seconds_are_of_the_steps_of_this_run():
+    """A run that began from another run's checkpoint has no rows of the steps before."""
+    rows = [{"step": n, "timing_s/step": 2.0, "timing_s/gen": 1.0} for n in range(51, 101)]
+    table = [" ".join(line.split()) for line in final_table(summarise(rows))]
+    assert "all 2.000 100 % 100.0" in table and table[-1] == "50 steps"
+
+
 def test_a_slow_start_is_in_no_share():
     """As SGLang had it: 117 s until the first push is through, then steps of 10 s."""
     rows = [

@@ -247,6 +247,7 @@ ROWS = [
 def test_the_summary_of_a_run_worked_by_hand():
     assert summarise(ROWS) == {
         "steps": 2,
+        "measured_steps": 2,
         "val/accuracy_start": pytest.approx(0.3),
         "val/accuracy_start/a": 0.5,
         "val/accuracy_start/b": 0.1,

@@ -23,6 +23,7 @@ from rlcore.mux.tail import TailMoves
 from rlcore.protocols import PhaseGate
 from rlcore.rollout.transport import free_port
 from rlcore.sched.roles import Cell
+from rlcore.utils.log import log
 from tests.mux_cluster import Up, needs_redis
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,6 +129,24 @@ def test_without_an_address_phases_are_free():
         return n + 1
 
     assert sample(1) == 2 and seen == [1]
+
+
+@needs_redis
+def test_a_job_runs_solo_if_no_nodes_are_free_or_no_arbiter_answers(up: Up, monkeypatch, caplog):
+    monkeypatch.setattr(log, "propagate", True)
+    tight = replace(PROFILE, slo=1.0)  # shares its nodes with no other job
+    first = connect(up.url, "first", tight, lease_s=30)
+    second = connect(up.url, "second", tight, otherwise="solo", lease_s=30, wait_s=600)
+    assert isinstance(second, NoGate)
+    assert "1 where a job would miss its SLO; the job runs solo" in caplog.text
+    with pytest.raises(TimeoutError, match=r"waited 0.2 s for place; .* would miss its SLO"):
+        connect(up.url, "third", tight, lease_s=30, wait_s=0.2)
+    first.close()
+    monkeypatch.setattr(gates, "ANSWER_S", 0.2)
+    elsewhere = f"{up.url}/1"  # a database that no arbiter reads
+    alone = connect(elsewhere, "fourth", PROFILE, otherwise="solo", lease_s=30, wait_s=600)
+    assert isinstance(alone, NoGate)
+    assert "waited 0.2 s for place; the arbiter does not answer" in caplog.text
 
 
 @needs_redis

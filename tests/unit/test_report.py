@@ -71,6 +71,25 @@ def test_the_rate_of_training_counts_the_tokens_that_were_trained_as_often_as_th
     peak = GPUS["H100"].tflops * 1e12
     assert speeds["perf/mfu/actor"] == pytest.approx(flops / 2.0 / (2 * peak))
     assert speeds["perf/gen_tokens_per_s"] == pytest.approx((3 + 5 + 40 + 60) / 4.0)
+    assert speeds["perf/samples_per_s"] == 4 / 8.0
     assert not [name for name in metrics if name.startswith("sched/")]
     monkeypatch.setattr(report.torch.cuda, "get_device_name", lambda: "Tesla T4")
     assert report.utilisation(run, 12.0, 74.0, 2.0) == {}
+
+
+def test_a_step_whose_episodes_have_all_failed_has_rates() -> None:
+    """As with an environment that is down; no token was sampled."""
+    run = SimpleNamespace(
+        cfg=SimpleNamespace(
+            run=SimpleNamespace(callbacks=()), data=SimpleNamespace(max_prompt_tokens=9)
+        ),
+        ranks=Ranks(rank=0, size=1, model_parallel_groups=[[0]], dp_rank=0),
+        async_rollout=None,
+    )
+    run.cfg.train = SimpleNamespace(epochs=1)
+    groups = (group("t0", (0.0, 0.0), (0, 0), 2),)
+    todo = plan.make((), GRPOConfig(), num_updates=1, num_ranks=1, seed=0)
+    metrics = report.of_groups(run, groups, todo) | {"timing_s/step": 2.0, "timing_s/gen": 1.0}
+    assert metrics["response/aborted_ratio"] == 1
+    speeds = report.speeds(run, metrics)
+    assert speeds["perf/gen_tokens_per_s"] == 0 and "timing_per_token_ms/gen" not in speeds

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.records import Prompt, RewardResult, Sampling, Work
+from rlcore.sched.prompt_source import EpochPrompts
 from rlcore.sched.roles import GroupState, RequestState
 from rlcore.sched.stop import EQUAL_REWARDS, StopAtFirst
 from rlcore.sched.tail_batching import TailBatching, long_share
+from rlcore.utils.errors import ConfigError
 
 ROWS = 1000
 
@@ -307,6 +309,26 @@ def test_a_restored_source_goes_on_as_the_other_would_have():
         for source, todo in zip((sources[0], fresh), rounds, strict=True):
             settle(source, todo.work, [0, 1, 2, 3])
     assert fresh.accounts() == sources[0].accounts()
+
+
+def test_a_checkpoint_of_the_plain_schedule_goes_on_with_an_empty_queue():
+    source = tail()
+    source.restore({"issued": 8}, ROWS)
+    todo = source.next_round(Sampling())
+    assert todo.work[0].id == "t8" and source.waiting == 0
+    settle(source, todo.work, [0, 2, 3, 4])
+    assert source.waiting == len(todo.work) - 4
+
+
+def test_the_plain_schedule_refuses_prompts_that_were_deferred():
+    source = tail()
+    plain = EpochPrompts(source._next_rows, 4, 2)
+    plain.restore(source.state(), ROWS)  # nothing is deferred yet
+    todo = source.next_round(Sampling())
+    settle(source, todo.work, [0, 2, 3, 4])
+    count = len(todo.work) - 4
+    with pytest.raises(ConfigError, match=f"has {count} prompts that --schedule tail_batching"):
+        plain.restore(source.state(), ROWS)
 
 
 def test_a_queue_of_other_data_is_refused_and_nothing_is_lost():
