@@ -98,7 +98,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
-        text = data.decode()
+        text = data.decode("utf-8-sig")  # spreadsheets write a byte order mark
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot read it ({error}); {ALLOWED}") from error
     if len(data) > MOST_BYTES:
@@ -120,7 +120,8 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield reader.line_num, row
     if not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise ConfigError(f"{path}: {ALLOWED}")
-    for number, line in enumerate(text.splitlines(), 1):
+    # splitlines would also split at U+2028 and others, which JSON strings may contain as they are
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -49,6 +49,25 @@ def test_one_response_a_prompt_is_said(tmp_path: Path):
     assert "with one response per prompt" in read_lengths(path)[1]
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\u0085"])
+def test_a_line_separator_within_a_prompt_does_not_end_the_row(tmp_path: Path, separator: str):
+    rows = [{"prompt": f"a{separator}b", "num_tokens": 5 + k} for k in range(3)]
+    path = tmp_path / "rollouts.jsonl"
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("".join(line + "\r\n" for line in lines), encoding="utf-8", newline="")
+    assert read_lengths(path)[0].by_prompt == [[5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.csv", "response_tokens,idx\n5,0\n"), ("a.jsonl", '{"n_tokens": 5, "idx": 0}\n')],
+)
+def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path: Path, name: str, text: str):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8-sig")
+    assert read_lengths(path)[0].by_prompt == [[5]]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
