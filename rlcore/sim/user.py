@@ -31,6 +31,11 @@ from rlcore.utils.gpus import GPUS, Gpu
 
 REWARDS = ("none", "math", "code", "judge", "mix")
 JUDGES = ("dedicated", "shared", "streamed")
+SANDBOXED = ("code", "mix")
+TIMEOUT_KEYS = ("adaptive_timeout", "timeout_factor", "min_timeout_s")
+"""Keys of a reward that a simulated sandbox follows; its other numbers are published ones."""
+ADAPTIVE = RewardConfig(adaptive_timeout=True)
+"""Timeouts as in RollPacker."""
 BASELINES = ("verl", "rlhfuse", "none")
 
 
@@ -41,6 +46,7 @@ def job(a: argparse.Namespace, keys: Sequence[str]) -> tuple[SimJob, list[str]]:
     Raises:
         ConfigError: an option or key is invalid, or does not fit the cluster; the error names it.
     """
+    _check_reward_keys(a.reward, keys)
     gpu, (hf, name) = gpu_of(a.gpu), read_model(a.model)
     workload, said = workload_of(a)
     has_judge = a.reward in ("judge", "mix")
@@ -48,6 +54,7 @@ def job(a: argparse.Namespace, keys: Sequence[str]) -> tuple[SimJob, list[str]]:
     taken = judge_bytes(model_named("7B"), streamed=a.judge == "streamed")
     shared = has_judge and a.judge != "dedicated"
     cfg = _config(a.seed, workload, *keys)
+    assert isinstance(cfg.reward, RewardConfig)
     notes = [f"lengths: {said}"]
     measured = profile.read(a.profile) if a.profile else {}
     if measured:
@@ -63,7 +70,7 @@ def job(a: argparse.Namespace, keys: Sequence[str]) -> tuple[SimJob, list[str]]:
         gpu=gpu,
         gpus=a.gpus - judge_gpus,
         workload=workload,
-        rewards=partial(rewards, a.reward, gpu, a.judge, a.gpus, a.seed),
+        rewards=partial(rewards, a.reward, gpu, a.judge, a.gpus, a.seed, reward=cfg.reward),
         judge_bytes=taken / cfg.rollout.tp if shared else 0.0,
         measured=measured,
     )
@@ -144,8 +151,30 @@ def baseline(ours: SimJob, name: str) -> SimJob:
     return replace(plain, rewards=lambda row_of: ours.rewards(row_of).fixed_timeouts(after=True))
 
 
-def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf) -> Rewards:
-    """Make the reward scorers of a run for the options of `sim run`."""
+def _check_reward_keys(kind: str, keys: Sequence[str]) -> None:
+    """Raise ConfigError if a key of a reward has no effect on the simulated reward `kind`."""
+    used = TIMEOUT_KEYS if kind in SANDBOXED else ()
+    for word in keys:
+        name = word.partition("=")[0].removeprefix("--reward.").removeprefix("no_")
+        if kind != "none" and word.startswith("--reward.") and name not in used:
+            raise ConfigError(
+                f"{word.partition('=')[0]}: has no effect on a simulated --reward {kind}, whose "
+                "times and workers are published ones; remove the key"
+            )
+
+
+def rewards(
+    kind: str,
+    gpu: Gpu,
+    judge: str,
+    gpus: int,
+    seed: int,
+    row_of: RowOf,
+    *,
+    reward: RewardConfig = ADAPTIVE,
+) -> Rewards:
+    """Make the reward scorers of a run for the options of `sim run`. The timeouts of code follow
+    the keys of `reward`."""
     math: SimScorer = FixedScorer(published.MATH_S, published.MATH_WORKERS)
     code: SimScorer = SandboxScorer(
         quantiles=published.SANDBOX_QUANTILES,
@@ -154,8 +183,10 @@ def rewards(kind: str, gpu: Gpu, judge: str, gpus: int, seed: int, row_of: RowOf
         seed=seed,
         prompt_of=lambda request: str(row_of(request)),
         timeout=AdaptiveTimeout(
-            RewardConfig.min_timeout_s, published.SANDBOX_TIMEOUT_S, RewardConfig.timeout_factor
-        ),
+            reward.min_timeout_s, published.SANDBOX_TIMEOUT_S, reward.timeout_factor
+        )
+        if reward.adaptive_timeout
+        else None,
     )
     dedicated = judge == "dedicated"
     judged = judge_cost(

@@ -390,6 +390,21 @@ def test_sim_run_holds_an_asynchronous_job_against_a_synchronous_one(tmp_path: P
     assert list(json.loads(path.read_text())["arms"]) == ["verl", "async alpha 2"]
 
 
+def test_timeouts_of_simulated_code_adapt_only_with_the_key(tmp_path: Path, capsys):
+    def gen_s(*keys: str) -> float:
+        path = tmp_path / "o.json"
+        more = ["--reward", "code", "--baseline", "none", "--lengths", "8k", "--json", str(path)]
+        more += ["--data.num_prompts", "64", "--data.prompts_per_step", "64", *keys]
+        assert sim.main([*OPTIONS, *more]) == 0
+        (arm,) = json.loads(path.read_text())["arms"].values()
+        return arm["phases"]["gen"]
+
+    fixed, adapted = gen_s(), gen_s("--reward.adaptive_timeout")
+    assert adapted < 0.95 * fixed
+    assert adapted < gen_s("--reward.adaptive_timeout", "--reward.min_timeout_s", "10") < fixed
+    assert gen_s("--reward.no_adaptive_timeout") == fixed
+
+
 def test_sim_run_takes_a_measured_profile(tmp_path: Path, capsys):
     cost = EngineCost(step_s=0.01, prefill_s=1e-5, cache_tokens=1e6)
     made = [
@@ -415,6 +430,8 @@ def test_sim_run_takes_a_measured_profile(tmp_path: Path, capsys):
         (["--lengths", "none.csv"], "--lengths none.csv: no such file"),
         (["--rollout.tp", "0"], "--rollout.tp 0: must be above 0"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--reward", "code", "--reward.workers", "2"], "--reward.workers: has no effect on a"),
+        (["--reward", "math", "--reward.adaptive_timeout"], "--reward.adaptive_timeout: has no"),
         (["--tp", "2"], "--tp"),
         (["--where", "model"], "--where model: must be COLUMN=VALUE"),
         (["--rollout.tp", "4", *TAIL], "--mode stream: half of the engines train"),
