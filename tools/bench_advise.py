@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = train(a, name.format("all"), "grpo_tiny.sh", ("--schedule", "all"), a.seed)
     found = recorded.read(base, a.steps - SKIPPED)
     print("\n".join(found.notes))
-    advice = {x.job.name: x for x in advise.search(found.job, print)}
+    advice = {x.job.name: x for x in advise.search(found.job, print, found.drafts)}
     plain, measured = advice["synchronous"].found.seconds, step_s(base)
     rows: list[dict[str, Any]] = []
     print(f"{'':16}{'predicted':>18}{'measured':>18}{'error':>8}")

@@ -245,12 +245,12 @@ def _advise(a: argparse.Namespace) -> int:
 
     if a.run:
         found = recorded.read(a.run, a.last)
-        job, notes, bar = found.job, found.notes, ""
+        job, notes, bar, drafts = found.job, found.notes, "", found.drafts
     else:
         job, noted = user.advised(a, a.keys, say)
         notes = tuple(noted)
-        bar = f" (x/÷ {ERROR})"
-    every = advise.search(job, say)
+        bar, drafts = f" (x/÷ {ERROR})", ladder.DRAFTS
+    every = advise.search(job, say, drafts)
     plain = next(x for x in every if x.job.name == "synchronous")
     lines = [*notes, ""]
     for x in every:

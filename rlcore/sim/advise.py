@@ -145,10 +145,10 @@ def with_engines(job: SimJob, say: Callable[[str], None]) -> SimJob:
 # ---- systems
 
 
-def arms(job: SimJob) -> Iterator[Composition]:
+def arms(job: SimJob, drafts: tuple[str, ...] = ladder.DRAFTS) -> Iterator[Composition]:
     """Yield all compositions that may help: on-policy ones, and asynchronous ones with the split
-    that the planner proposes."""
-    on_policy = {k: v for k, v in ladder.ON_POLICY.items() if k != "planner"}
+    that the planner proposes. `drafts`: keys that switch drafts on."""
+    on_policy = {k: v for k, v in ladder.ON_POLICY.items() if k != "planner"} | {"drafts": drafts}
     yield from _compositions({}, on_policy)
     for alpha in ALPHAS:
         try:
@@ -157,7 +157,7 @@ def arms(job: SimJob) -> Iterator[Composition]:
             continue
         keys = ("--mode", "async", "--async.alpha", str(alpha))
         mode = {f"async {alpha}": (*keys, "--cluster.rollout_ranks", str(ranks))}
-        yield from _compositions(mode, {"queue": ladder.QUEUE, "drafts": ladder.DRAFTS})
+        yield from _compositions(mode, {"queue": ladder.QUEUE, "drafts": drafts})
 
 
 def _compositions(
@@ -168,11 +168,13 @@ def _compositions(
         yield Composition({**mode} | {name: keys for (name, keys), is_on in on if is_on})
 
 
-def search(job: SimJob, say: Callable[[str], None]) -> list[Advice]:
+def search(
+    job: SimJob, say: Callable[[str], None], drafts: tuple[str, ...] = ladder.DRAFTS
+) -> list[Advice]:
     """Return all compositions for a job, the fastest first. What validation or the memory plan
-    refuses is left out."""
+    refuses is left out. `drafts`: keys that switch drafts on."""
     found: dict[str, tuple[Composition, SimJob, Summary]] = {}
-    for arm in arms(job):
+    for arm in arms(job, drafts):
         try:
             made = job.with_(arm.name, *arm.keys)
             if not job.measured_training:

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlcore import algos
 from rlcore.config import resolve
-from rlcore.config.schema import Config
+from rlcore.config.schema import Config, DraftConfig
 from rlcore.hf.config import HFConfig
 from rlcore.hf.tokenizer import load_tokenizer
 from rlcore.metrics.jsonl import read_lines
@@ -25,6 +25,7 @@ from rlcore.rollout.round_log import FILE, Log
 from rlcore.sim.cluster import simulate
 from rlcore.sim.cost import EngineCost
 from rlcore.sim.job import SimJob
+from rlcore.sim.ladder import DRAFTS
 from rlcore.sim.phases import TrainingCost
 from rlcore.sim.profile import EngineMeasurements, positive
 from rlcore.sim.replay import gain
@@ -34,7 +35,18 @@ from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import read_json
 from rlcore.utils.gpus import Gpu
 
-SECTIONS = ("run", "model", "data", "rollout", "draft", "algo", "train", "cluster", "async")
+SECTIONS = (
+    "run",
+    "model",
+    "data",
+    "rollout",
+    "draft",
+    "algo",
+    "train",
+    "teacher",
+    "cluster",
+    "async",
+)
 """Sections of the configuration that a simulation reads. Those of systems are set per arm."""
 IGNORED = ("run.callbacks", "run.resume", "data.val")
 WARM_UP = 2
@@ -67,7 +79,22 @@ class Recording:
     measured_s: float
     """Mean seconds of the steps that were used."""
     steps: int
+    drafts: tuple[str, ...]
+    """Keys that switch drafts from history on, with the run's own section `draft`."""
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedSettings:
+    """Settings of a recorded run."""
+
+    cfg: Config
+    """What a simulation needs, with all systems switched off."""
+    select: Mapping[str, str]
+    """Selectors (`--mode`, `--schedule`, ...)."""
+    draft: DraftConfig
+    reward_workers: int
+    """Number of responses per rank that are scored at a time."""
 
 
 def read(folder: Path, last: int = 0) -> Recording:
@@ -77,11 +104,12 @@ def read(folder: Path, last: int = 0) -> Recording:
     Raises:
         ConfigError: the folder has no run that can be used; the error says why.
     """
-    cfg, selected = config_of(folder)
-    if selected.get("mode") != "sync" or selected.get("schedule") != "all":
+    settings = settings_of(folder)
+    cfg, select = settings.cfg, settings.select
+    if select.get("mode") != "sync" or select.get("schedule") != "all":
         raise ConfigError(
-            f"--run {folder}: was recorded with --mode {selected.get('mode')} --schedule "
-            f"{selected.get('schedule')}; record some steps with --mode sync --schedule all"
+            f"--run {folder}: was recorded with --mode {select.get('mode')} --schedule "
+            f"{select.get('schedule')}; record some steps with --mode sync --schedule all"
         )
     rows = [r for r in read_metrics(folder) if "sched/decode_steps" in r][WARM_UP:][-last:]
     if len(rows) < LEAST_STEPS:
@@ -115,7 +143,7 @@ def read(folder: Path, last: int = 0) -> Recording:
         gpu=Gpu(name="recorded", memory_gb=0, bandwidth_gbs=1, tflops=1, link_gbs=1),
         gpus=ranks,
         workload=workload,
-        rewards=lambda row_of: Rewards({"": scorer(rows, ranks, cfg)}),
+        rewards=lambda row_of: Rewards({"": scorer(rows, ranks * settings.reward_workers)}),
         measured={cfg.rollout.tp: EngineMeasurements(tp=cfg.rollout.tp, cost=engine)},
         measured_training=training_cost(rows),
     )
@@ -129,7 +157,7 @@ def read(folder: Path, last: int = 0) -> Recording:
     if answered:
         encode = load_tokenizer(cfg.model.tokenizer or model).encode
         texts = [(step, k, np.asarray(encode(text), np.int32)) for step, k, text in answered]
-        found = gain(texts, cfg.draft, job, first)
+        found = gain(texts, settings.draft, job, first)
     if found is None:
         notes.append(
             "drafts: not known; they need a run whose prompts come again (--data.num_prompts) and "
@@ -152,13 +180,13 @@ def read(folder: Path, last: int = 0) -> Recording:
         job=replace(job, measured_training=training),
         measured_s=seconds,
         steps=len(rows),
+        drafts=draft_keys(settings.draft),
         notes=tuple(notes),
     )
 
 
-def config_of(folder: Path) -> tuple[Config, dict[str, str]]:
-    """Return the settings of a run that a simulation needs, with all systems switched off, and the
-    run's selectors (`--mode`, `--schedule`, ...)."""
+def settings_of(folder: Path) -> RecordedSettings:
+    """Return the settings of the run in `folder`. Raise ConfigError if it has none."""
     try:
         found = read_json(folder / "config.json")
     except ConfigError as error:
@@ -170,10 +198,37 @@ def config_of(folder: Path) -> tuple[Config, dict[str, str]]:
             for name, part in parts.items()
         }
     )
-    algo = str(found.get("select", {}).get("algo", "grpo"))
+    select = found.get("select", {})
+    algo = str(select.get("algo", "grpo"))
     cfg = resolve.parse(["--algo", algo, *words], {"algo": algos.config_class})
     off = ["--rollout.draft", "none", "--eval.every", "0"]
-    return resolve.with_keys(cfg, off), found.get("select", {})
+    # The simulated run has neither environment nor sum of rewards, which these keys would need.
+    if not cfg.data.train:
+        off += ["--data.train", "data"]
+    if cfg.algo.adv_estimator == "gdpo":
+        off += ["--algo.adv_estimator", "grpo"]
+    return RecordedSettings(
+        cfg=replace(resolve.with_keys(cfg, off), draft=DraftConfig()),
+        select=select,
+        draft=cfg.draft,
+        reward_workers=_reward_workers(found.get("reward")),
+    )
+
+
+def _reward_workers(section: Any) -> int:
+    """Return the least `workers` in the recorded section `reward`, which for a sum has a section
+    for each reward; 1 if there is none."""
+    if not isinstance(section, Mapping):
+        return 1
+    parts = [section, *(part for part in section.values() if isinstance(part, Mapping))]
+    return min((int(part["workers"]) for part in parts if "workers" in part), default=1)
+
+
+def draft_keys(draft: DraftConfig) -> tuple[str, ...]:
+    """Return the keys that switch drafts from history on, with the settings `draft`."""
+    usual = resolve.keys(DraftConfig(), "draft.")
+    own = {k: v for k, v in resolve.keys(draft, "draft.").items() if v != usual[k]}
+    return (*DRAFTS, *resolve.words(own))
 
 
 def lengths(log: Log, first: int, row_of: Mapping[GroupId, int]) -> dict[int, list[int]]:
@@ -224,10 +279,10 @@ def training_cost(rows: Sequence[Mapping[str, float]]) -> TrainingCost:
     )
 
 
-def scorer(rows: Sequence[Mapping[str, float]], ranks: int, cfg: Config) -> FixedScorer:
+def scorer(rows: Sequence[Mapping[str, float]], workers: int) -> FixedScorer:
     """Return a scorer with the run's mean time of a response."""
     mean = float(np.mean([row.get("reward/latency_s/mean", 0.0) for row in rows]))
-    return FixedScorer(mean, max(1, cfg.reward.workers * ranks))
+    return FixedScorer(mean, max(1, workers))
 
 
 def responses(folder: Path, cfg: Config) -> list[Mapping[str, Any]]:

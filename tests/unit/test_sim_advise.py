@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlcore.cli import settings, sim
-from rlcore.config import resolve
+from rlcore.config import resolve, rules
 from rlcore.config.schema import DraftConfig
 from rlcore.records import Sampling
 from rlcore.rollout.round_log import LoggedRound, Started
@@ -18,7 +18,6 @@ from rlcore.sim import advise, calibrate, ladder, recorded, replay
 from rlcore.sim.cost import CONSTANTS, ERROR, Constants, EngineCost, engine_cost, model_named
 from rlcore.sim.drafts import DraftGain
 from rlcore.sim.engine import SimRequest
-from rlcore.sim.job import config
 from rlcore.sim.phases import (
     Layout,
     offload_s,
@@ -38,28 +37,39 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def record(
-    folder: Path, steps: int = 12, prompt: int = 10, shares: bool = False, **changes: object
+    folder: Path,
+    steps: int = 12,
+    prompt: int = 10,
+    shares: bool = False,
+    keys: str = "",
+    latency_s: float = 0.0,
+    **changes: object,
 ) -> Path:
     """The files of a run of two ranks whose seconds follow a law: a decode step takes 20 ms and
-    .1 ms a request, training .5 s and 1 ms a computed token, a push 50 ms, the rest .1 s."""
+    .1 ms a request, training .5 s and 1 ms a computed token, a push 50 ms, the rest .1 s. Responses
+    are scored as they end, each in `latency_s`. `keys`: further keys of the run."""
     model = folder / "hf"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(kit.tiny_config()))
-    cfg = config(
+    words = [
+        *("--model.path", "model", "--data.train", "data", "--eval.every", "0"),
         *("--data.prompts_per_step", "4", "--rollout.samples_per_prompt", "4"),
         *("--rollout.engine", "torch", "--rollout.max_tokens", "200"),
         *("--rollout.routing", "response", "--data.max_prompt_tokens", str(prompt)),
-    )
-    settings = json.loads(resolve.to_json(cfg))
-    settings["select"] |= changes
-    (folder / "config.json").write_text(json.dumps(settings))
+        *keys.split(),
+    ]
+    cfg = settings.parse(words)
+    assert not rules.broken(cfg)
+    saved = json.loads(resolve.to_json(cfg))
+    saved["select"] |= changes
+    (folder / "config.json").write_text(json.dumps(saved))
     dice, rows, rounds = np.random.default_rng(0), [], []
     for step in range(1, steps + 1):
         lengths = dice.integers(5, 60 + 70 * (step % 3), (4, 4))  # some steps are longer
         engines = lengths[:, :2], lengths[:, 2:]
         decode, tokens = sum(int(e.max()) for e in engines), int(lengths.sum())
         trained = 0.5 + 1e-3 * (tokens + 16 * prompt - shares * 12 * (prompt - 1))
-        gen = max(0.02 * e.max() + 1e-4 * e.sum() for e in engines)
+        gen = max(0.02 * e.max() + 1e-4 * e.sum() for e in engines) + latency_s
         rows.append(
             {
                 "step": step,
@@ -70,6 +80,7 @@ def record(
                 "prompt_length/mean": float(prompt),
                 "perf/total_num_tokens": tokens + 16 * prompt,
                 "perf/throughput": (tokens + 16 * prompt) / 2 / (gen + trained + 0.15),
+                "reward/latency_s/mean": latency_s,
                 "timing_s/gen": gen,
                 "timing_s/update_actor": trained,
                 "timing_s/update_weights": 0.05,
@@ -112,6 +123,37 @@ def test_a_recorded_run_has_its_own_lengths_and_seconds(tmp_path: Path):
     again = recorded.simulate(job, found.steps)
     assert again.seconds == pytest.approx(found.measured_s, rel=0.02)
     assert job.training_on(1).token_s == pytest.approx(2e-3, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "--reward.workers 32",
+        "--reward math:1,exact:1 --reward.workers 32 --algo.adv_estimator gdpo",
+        "--reward.workers 32 --algo opd --teacher.models t",
+        "--reward.workers 32 --algo.teacher_kl_coef 0.1 --teacher.models t --teacher.top_k 8",
+        "--reward.workers 32 --algo gkd --teacher.models t --data.teacher_prompt_field hint",
+        "--reward.workers 32 --env frozenlake --data.train --data.suffix x",
+    ],
+)
+def test_rewards_teachers_and_environments_of_a_recorded_run_are_met(tmp_path: Path, keys: str):
+    found = recorded.read(record(tmp_path / "run", keys=keys, latency_s=0.5))
+    assert found.job.training.sync_s == pytest.approx(0.05 + 0.1, rel=0.1)
+    again = recorded.simulate(found.job, found.steps)
+    assert again.seconds == pytest.approx(found.measured_s, rel=0.02)
+
+
+def test_a_recorded_run_has_its_own_drafts_where_they_are_switched_on(tmp_path: Path):
+    keys = "--rollout.draft ngram --draft.max_length 16 --draft.no_adaptive"
+    found = recorded.read(record(tmp_path / "run", keys=keys))
+    assert found.job.cfg.draft == DraftConfig() and found.job.cfg.rollout.draft == "none"
+    own = ("--draft.max_length", "16", "--draft.no_adaptive")
+    assert found.drafts == (*ladder.DRAFTS, *own)
+    systems = [arm.systems for arm in advise.arms(found.job, found.drafts)]
+    assert {x["drafts"] for x in systems if "drafts" in x} == {found.drafts}
+    made = found.job.with_("drafts", *found.drafts, gain=DraftGain((0,), (2.0,), 3))
+    assert made.cfg.draft == DraftConfig(max_length=16, adaptive=False)
+    assert recorded.simulate(made, 1).seconds < recorded.simulate(found.job, 1).seconds
 
 
 def test_a_run_that_shares_prefixes_is_met_with_its_computed_tokens(tmp_path: Path):
