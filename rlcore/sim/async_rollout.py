@@ -13,6 +13,7 @@ import numpy as np
 
 from rlcore.records import (
     Abort,
+    Aborted,
     AnyCommand,
     AnyEvent,
     Fail,
@@ -31,6 +32,7 @@ from rlcore.records import (
     TrainOrder,
     Wanted,
     Work,
+    group_of,
     issue_of,
     response_of,
     training_group,
@@ -122,6 +124,9 @@ class SimAsyncRollout(Engines):
         super().__init__(world, controller)
         self._flow, self._train_s, self._sync_s, self._mode = controller, train_s, sync_s, mode
         self._born: dict[str, int] = {}
+        self._finished: dict[str, int] = {}
+        """Lengths of the finished responses that are not trained."""
+        self._aborted_tokens = 0
         self._late: list[AnyEvent] = []
         """Events that occurred while all engines were paused, to be delivered after the pause."""
         self._version = 0
@@ -156,6 +161,18 @@ class SimAsyncRollout(Engines):
     def cached(self) -> int:
         """Number of prompt tokens that another request had in the KV cache."""
         return sum(r.cached for r in self._engines.values())
+
+    @property
+    def preemptions(self) -> int:
+        """Number of requests that a full cache preempted."""
+        return sum(r.preemptions for r in self._engines.values())
+
+    @property
+    def discarded(self) -> int:
+        """Number of tokens that were decoded for groups that the controller dropped."""
+        buffer = self._flow.buffer
+        dropped = (n for id, n in self._finished.items() if group_of(id) not in buffer)
+        return self._aborted_tokens + sum(dropped)
 
     # ---- events
 
@@ -194,7 +211,10 @@ class SimAsyncRollout(Engines):
         if self._flow.done:  # all engines are paused: deliver the event later
             self._late.append(event)
             return
-        if isinstance(event, Finished):
+        if isinstance(event, Aborted):
+            self._aborted_tokens += event.num_tokens
+        elif isinstance(event, Finished):
+            self._finished[event.id] = event.num_tokens
             version = self._born.setdefault(event.id, self._version)
             event = Finished(
                 rank=event.rank,
@@ -245,7 +265,7 @@ class SimAsyncRollout(Engines):
         )
         self._last, self._training = self._now, self._train_s(rows)
         for i in refs:
-            del self._requests[i], self._length[i], self._born[i]
+            del self._requests[i], self._length[i], self._born[i], self._finished[i]
         self._push(self._now + self._training, ("trained", 0, None))
 
 

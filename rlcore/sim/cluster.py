@@ -247,7 +247,8 @@ class Summary:
     phases: dict[str, float]
     long_share: float
     trained_share: float
-    """Share of the decoded tokens that are trained."""
+    """Share of the decoded tokens that are trained; in an asynchronous job, of those that are not
+    still in the buffer or unfinished."""
     idle: float
     """Share of the rollout time in which an engine was idle, averaged over the engines."""
     preemptions: float
@@ -302,14 +303,15 @@ def summarize_updates(job: SimJob, rollout: SimAsyncRollout, updates: Sequence[U
     phases["update_weights"] = job.training.sync_s
     phases["update_actor"] = mean(u.seconds - u.waited for u in updates) - job.training.sync_s
     work = [job.training.work(u.rows) for u in updates]
+    trained = sum(sum(u.lengths) for u in rollout.updates)
     return Summary(
         steps=len(updates),
         seconds=mean(u.seconds for u in updates),
         phases=phases,
         long_share=0.0,
-        trained_share=1.0,
+        trained_share=trained / (trained + rollout.discarded),
         idle=1 - rollout.busy,
-        preemptions=0.0,
+        preemptions=rollout.preemptions / len(rollout.updates),
         tokens=mean(sum(u.lengths) for u in updates),
         computed=mean(w.tokens for w in work),
         squares=mean(w.squares for w in work),

@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 
 from rlcore.cli import sim
+from rlcore.records import group_of
 from rlcore.sched.reward_timeout import AdaptiveTimeout
 from rlcore.sim import profile, report, rollpacker, table
-from rlcore.sim.cluster import PHASES, SimAsyncRun, SimRun, SimStep, simulate, summarize
+from rlcore.sim.cluster import (
+    PHASES,
+    SimAsyncRun,
+    SimRun,
+    SimStep,
+    simulate,
+    summarize,
+    summarize_updates,
+)
 from rlcore.sim.cost import CONSTANTS, EngineCost, hf_named, model_named
 from rlcore.sim.job import SimJob, config
 from rlcore.sim.phases import (
@@ -313,6 +322,25 @@ def test_an_asynchronous_job_trains_beside_the_rollout_and_keeps_the_bound_on_ag
     assert 0 < found.age <= 1 and found.tokens > 0
 
 
+def test_an_asynchronous_job_counts_its_preemptions_and_the_tokens_that_it_discards():
+    keys = ("--mode", "async", "--cluster.rollout_ranks", "2", "--async.alpha", "1")
+    tight = replace(ENGINE, cache_tokens=1000.0)
+    job = small(*keys, "--async.extra_prompts", "4", cost=tight)
+    run = SimAsyncRun(job)
+    updates, at = run.updates(8), run.rollout
+    found = summarize_updates(job, at, updates)
+    assert found.preemptions == sum(e.preemptions for e in at._engines.values()) / 8 > 0
+    # what is decoded is trained, discarded, in the buffer, or not finished
+    trained = sum(sum(u.lengths) for u in updates)
+    unfinished = sum(sum(e.lengths(at._now).values()) for e in at._engines.values())
+    stored = sum(n for id, n in at._finished.items() if group_of(id) in at._flow.buffer)
+    decoded = sum(e.decoded for e in at._engines.values())
+    assert at.discarded == decoded - trained - unfinished - stored > 0
+    assert found.trained_share == trained / (trained + at.discarded)
+    plain = simulate(small(*keys), 4)
+    assert (plain.preemptions, plain.trained_share) == (0, 1)
+
+
 def test_what_training_refuses_cannot_be_simulated():
     for keys, words in (
         (("--mode", "stream"), "--rollout.kv_cache_tokens 0: --mode stream needs"),
@@ -386,8 +414,11 @@ def test_sim_run_makes_a_table_json_a_picture_and_a_trace(tmp_path: Path, capsys
 def test_sim_run_holds_an_asynchronous_job_against_a_synchronous_one(tmp_path: Path, capsys):
     path = tmp_path / "o.json"
     keys = ["--mode", "async", "--cluster.rollout_ranks", "2", "--json", str(path)]
+    keys += ["--async.extra_prompts", "4", "--rollout.kv_cache_tokens", "17000"]
     assert sim.main([*OPTIONS, *keys]) == 0
-    assert list(json.loads(path.read_text())["arms"]) == ["verl", "async alpha 2"]
+    arms = json.loads(path.read_text())["arms"]
+    assert list(arms) == ["verl", "async alpha 2"]
+    assert arms["async alpha 2"]["preemptions"] > 0
 
 
 def test_timeouts_of_simulated_code_adapt_only_with_the_key(tmp_path: Path, capsys):
