@@ -93,6 +93,7 @@ def _main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--adapters: {args.path} has none; leave it out")
     write, name = (export_adapters, "adapters") if args.adapters else (export, "hf")
     out = args.out or source.checkpoint.parents[1] / name
+    _check_target(source, out, args.adapters)
     with _joined():
         write(source, out, args.dtype or source.dtype)
     return 0
@@ -148,6 +149,16 @@ def source_of(path: Path, step: int | None, model: str) -> Source:
             "started from, since its config.json and tokenizer are copied"
         )
     return found
+
+
+def _check_target(source: Source, out: Path, adapters: bool) -> None:
+    """Check that the folder to write is free, or is of an earlier export."""
+    from rlcore.hf.lora import ADAPTER_FILES
+    from rlcore.hf.weights import MODEL_FILES, check_target
+
+    if out.resolve() == Path(source.model).resolve():
+        raise ConfigError(f"--out {out}: is the model that the run started from; give another")
+    check_target(out, ADAPTER_FILES if adapters else MODEL_FILES)
 
 
 @contextmanager

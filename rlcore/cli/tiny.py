@@ -78,6 +78,9 @@ def _main(argv: Sequence[str]) -> int:
     if (cfg.out / "model.safetensors").is_file():
         print(f"{cfg.out} exists; choose another --out")
         return 0
+    from rlcore.hf.weights import MODEL_FILES, check_target
+
+    check_target(cfg.out, MODEL_FILES)
     return run(cfg)
 
 

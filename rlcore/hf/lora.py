@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rlcore.hf.config import HFConfig
 from rlcore.hf.names import Shape, expected
-from rlcore.hf.weights import Index, WeightReader, agreed, replace_folder
+from rlcore.hf.weights import Index, WeightReader, agreed, check_target, replace_folder
 from rlcore.utils import collective, disk
 from rlcore.utils.errors import ConfigError
 from rlcore.utils.files import read_json
@@ -31,6 +31,8 @@ from rlcore.utils.seed import derive
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+ADAPTER_FILES = CONFIG, WEIGHTS
+"""Files that `save_adapters` writes."""
 _PREFIX = "base_model.model."
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
@@ -205,12 +207,14 @@ def save_adapters(
         base: folder or name of the model without adapters, which PEFT loads first.
 
     Raises:
+        ConfigError: the older folder is refused by `check_target`.
         OSError: the disk is full or not writable. With `together`, every rank raises an error.
     """
     # Copies, because tensors may be views of memory that is reused.
     found = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
     part = path.with_name(path.name + ".part")
     with agreed(path, together):
+        check_target(path, ADAPTER_FILES)
         if together and collective.place()[0]:
             return
         shutil.rmtree(part, ignore_errors=True)

@@ -11,9 +11,10 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+MODEL_FILES = (
+    SINGLE,
+    INDEX,
+    "model-*-of-*.safetensors",
+    "config.json",
+    "generation_config.json",
+    *_TOKENIZER_FILES,
+)
+"""Patterns of the files that `save_folder` writes."""
 # transformers 5 may save all experts of a layer stacked in two tensors.
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _MOST_EXPERTS = 1 << 14
@@ -260,7 +270,8 @@ def save_folder(
     in the order of `names.expected`.
 
     Raises:
-        ValueError: a tensor is missing or has another shape.
+        ValueError: a tensor is missing or has another shape, or the older folder is refused by
+            `check_target`.
         OSError: the disk is full or not writable. With `together`, every rank raises an error.
     """
     tensors = iter(tensors)
@@ -288,6 +299,7 @@ def _write(
     rank, size = collective.place() if together else (0, 1)
     try:
         with agreed(path, together):
+            check_target(path, MODEL_FILES)
             if rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir(parents=True)
@@ -431,9 +443,30 @@ def _write_rest(hf: HFConfig, tokenizer_folder: str | Path | None, part: Path) -
             shutil.copyfile(file, part / file.name)
 
 
+def check_target(path: Path, patterns: Sequence[str]) -> None:
+    """Check that an export may replace the folder `path`: it has only files of these patterns.
+
+    Raises:
+        ConfigError: it has others, or is a file.
+    """
+    if path.is_dir():
+        found = sorted(path.iterdir())
+        names = [f.name for f in found if f.is_dir() or not _matches(f.name, patterns)]
+        what = f"has {names[0]}, which is not of an earlier export of this kind" if names else ""
+    else:
+        what = "is a file" if path.exists() else ""
+    if what:
+        raise ConfigError(f"{path}: {what} and would be deleted; move it or give another folder")
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def replace_folder(part: Path, path: Path) -> None:
-    """Move the complete folder `part` to `path`; delete an older folder at `path` afterwards."""
-    old = path.with_name(path.name + ".old")
+    """Move the complete folder `part` to `path`, then delete an older folder at `path`, which
+    `check_target` has accepted."""
+    old = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         os.replace(path, old)

@@ -27,8 +27,8 @@ from typing import Any, Literal
 from rlcore.algos.kl import AdaptiveController
 from rlcore.config.schema import Config
 from rlcore.hf.config import HFConfig
-from rlcore.hf.lora import save_adapters
-from rlcore.hf.weights import save_folder
+from rlcore.hf.lora import ADAPTER_FILES, save_adapters
+from rlcore.hf.weights import MODEL_FILES, check_target, save_folder
 from rlcore.metrics.sinks import MetricsWriter
 from rlcore.protocols import Learner, WrittenFiles
 from rlcore.rollout.async_rollout import FOLDER as ASYNC_ROLLOUT
@@ -145,6 +145,15 @@ def move_aside(folder: Path) -> Path | None:
         k += 1
     target = folder.with_name(f"{folder.name}.old{k}")
     return folder.rename(target)
+
+
+def check_exports(cfg: Config, folder: Path) -> None:
+    """Check that the run may replace what is in its folder under the names of its exports. Raise
+    ConfigError if a file there is not of an export."""
+    if cfg.checkpoint.export_hf:
+        check_target(folder / "hf", MODEL_FILES)
+        if cfg.lora.rank:
+            check_target(folder / "adapters", ADAPTER_FILES)
 
 
 def _remove_partial(run_folder: Path) -> None:

@@ -18,6 +18,7 @@ from rlcore.mcore import checkpoint
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.tensors import Batch, LossInputs, LossOutput, cumulative
 from rlcore.utils import disk
+from rlcore.utils.errors import ConfigError
 from tests import kit
 from tests.ranks.sizes import LENGTHS
 
@@ -260,7 +261,7 @@ def cannot_export(rank: int, path: str) -> str:
     learner = make({"tp": 2})
     try:
         save_folder(learner.export(), learner.hf, None, path, together=True)
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         return str(error)
     return ""
 

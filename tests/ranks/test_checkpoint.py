@@ -203,6 +203,13 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) 
     assert errors[1] == f"{path}: another rank could not write its shards; see its log"
 
 
+def test_a_foreign_file_is_refused_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    errors = kit.run_ranks(2, "tests.ranks.learner_ranks:cannot_export", {"path": str(tmp_path)})
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(f"{tmp_path}: has notes.txt, which is not of an earlier export")
+
+
 @pytest.mark.parametrize("case", RESHARDED)
 def test_another_layout_resumes_up_to_rounding(
     saved: list[dict[str, Any]], resumed: list[dict[str, Any]], case: str

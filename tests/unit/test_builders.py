@@ -72,6 +72,13 @@ def test_a_run_with_a_checkpoint_stays_where_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "r" / "metrics.jsonl").exists()
 
 
+def test_a_run_whose_export_would_delete_a_foreign_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r/hf").mkdir(parents=True)
+    (tmp_path / "r/hf/notes.txt").touch()
+    with pytest.raises(ValueError, match=r"r/hf: has notes\.txt, which is not of an earlier"):
+        open_run.open_folder(config(tmp_path), ALONE)
+
+
 def test_a_resumed_run_says_which_settings_have_changed(tmp_path: Path) -> None:
     old, file = config(tmp_path), tmp_path / "config.json"
     resolve.save(old, file)

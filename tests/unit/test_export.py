@@ -1,6 +1,7 @@
 """`rlcore export`: the folder is the one that the run itself exports; errors are sentences."""
 
 import filecmp
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,29 @@ def test_a_run_with_adapters_is_exported_in_both_forms(adapted: Path, tmp_path: 
     assert all(tensor.abs().max() > 0 for tensor in trained.values())
     sizes = [f.stat().st_size for f in (adapted / "checkpoints").rglob("rank*.safetensors")]
     assert 0 < sum(sizes) < (merged / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("words", [[], ["--adapters"]])
+def test_an_export_replaces_only_one_of_its_kind(
+    adapted: Path, tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, other = ("adapters", "hf") if words else ("hf", "adapters")
+    out, foreign = tmp_path / own, tmp_path / "foreign"
+    backup = tmp_path / f"{own}.old/file"
+    shutil.copytree(adapted / own, out)
+    for file in (foreign / "notes.txt", backup):
+        file.parent.mkdir()
+        file.touch()
+    assert export.main([str(adapted), *words, "--out", str(out)]) == 0
+    assert same(adapted / own, out)
+    capsys.readouterr()
+    model = adapted.parent / "model"
+    for folder in (foreign, adapted, adapted.parent, adapted / other, model):
+        before = sorted(folder.rglob("*"))
+        assert export.main([str(adapted), *words, "--out", str(folder)]) == 2
+        assert capsys.readouterr().err.count(str(folder)) == 1
+        assert sorted(folder.rglob("*")) == before
+    assert backup.exists()
 
 
 def test_adapters_of_a_run_without_are_refused(

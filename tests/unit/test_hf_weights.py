@@ -13,6 +13,7 @@ from rlcore.hf.config import HFConfig
 from rlcore.hf.names import expected
 from rlcore.hf.tokenizer import make_char_tokenizer
 from rlcore.hf.weights import WeightReader, read_folder, save_folder
+from rlcore.utils.errors import ConfigError
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -140,9 +141,31 @@ def test_an_incomplete_or_wrong_save_leaves_the_old_folder(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"tensor model\.norm\.weight is missing; give all"):
         save_folder(broken.items(), hf, None, tmp_path / "m")
     with pytest.raises(ValueError, match=r"needs \[16\]"):
-        save_folder((broken | {"model.norm.weight": torch.ones(3)}).items(), hf, None, tmp_path)
+        wrong = broken | {"model.norm.weight": torch.ones(3)}
+        save_folder(wrong.items(), hf, None, tmp_path / "m")
     assert_same(read_folder(tmp_path / "m", hf), made)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
+    hf = HFConfig.from_dict(QWEN3)
+    save(hf, tmp_path / "m", max_shard_bytes=4000)
+    (tmp_path / "m.old").mkdir()
+    (tmp_path / "m.old/backup").touch()
+    save(hf, tmp_path / "m")
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    (tmp_path / "m/vocab.json").mkdir()
+    for folder, name in ((tmp_path / "m", "vocab.json"), (tmp_path, "m")):
+        with pytest.raises(ConfigError, match=f"{folder}: has {name}, which is not of an earlier"):
+            save(hf, folder)
+    with pytest.raises(ConfigError, match="is a file and would be deleted"):
+        save(hf, tmp_path / "m.old/backup")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        *("backup", "config.json", "m", "m.old", "model.safetensors", "vocab.json")
+    ]
 
 
 def test_a_full_disk_is_one_sentence_and_the_old_folder_stays(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ def open_folder(cfg: Config, world: World) -> None:
     are opened after that, so that none of them is in the moved folder.
 
     Raises:
-        ConfigError: the folder cannot be made, or another run uses it.
+        ConfigError: the folder cannot be made, another run uses it, or the run's export would
+            delete a foreign file.
     """
     folder, aside = run_folder(cfg), None
     log.setup(world.rank)
@@ -40,6 +41,7 @@ def open_folder(cfg: Config, world: World) -> None:
             starts = wanted == "auto" and not resume.found(folder)
             if starts or wanted == "fresh":
                 aside = resume.move_aside(folder)
+            resume.check_exports(cfg, folder)
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise cannot_be_made(cfg, e) from e
