@@ -214,7 +214,7 @@ def export(source: Source, out: Path, dtype: str) -> None:
 
 
 def export_adapters(source: Source, out: Path, dtype: str) -> None:
-    """Write the adapters as a PEFT folder, by the first process. Raises as `export`."""
+    """Write the adapters as a PEFT folder, by the first process. Collective. Raises as `export`."""
     import torch
 
     from rlcore.hf.lora import save_adapters
@@ -222,9 +222,9 @@ def export_adapters(source: Source, out: Path, dtype: str) -> None:
     from rlcore.utils import collective
 
     rank, _ = collective.place()
+    hf = _checked(source, rank)
     if rank:
         return
-    hf = _checked(source, rank)
     tensors = reader.read_adapters(
         source.checkpoint / "learner", hf, getattr(torch, dtype), source.lora
     )
@@ -233,7 +233,7 @@ def export_adapters(source: Source, out: Path, dtype: str) -> None:
 
 
 def _checked(source: Source, rank: int) -> "HFConfig":
-    """Check the files of the checkpoint. Return the model's architecture."""
+    """Check the files of the checkpoint. Return the model's architecture. Collective."""
     from rlcore.hf.config import HFConfig
     from rlcore.trainer import seal
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rlcore.cli import export
-from tests import runs
+from tests import kit, runs
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,17 @@ def test_an_export_replaces_only_one_of_its_kind(
         assert capsys.readouterr().err.count(str(folder)) == 1
         assert sorted(folder.rglob("*")) == before
     assert backup.exists()
+
+
+@pytest.mark.ranks(2)
+def test_several_processes_export_adapters(adapted: Path, tmp_path: Path) -> None:
+    args = {"run": str(adapted), "out": str(tmp_path / "adapters")}
+    kit.run_ranks(2, "tests.unit.test_export:write_adapters", args, timeout_s=50)
+    assert same(adapted / "adapters", tmp_path / "adapters")
+
+
+def write_adapters(rank: int, run: str, out: str) -> None:
+    export.export_adapters(export.source_of(Path(run), None, ""), Path(out), "float32")
 
 
 def test_adapters_of_a_run_without_are_refused(
