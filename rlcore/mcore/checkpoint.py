@@ -98,7 +98,8 @@ def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any
     Collective.
 
     Raises:
-        OSError: a rank could not write; all ranks raise it, and `path` stays unchanged.
+        OSError: a rank could not write; all ranks raise it. If only the last renaming fails, an
+            older folder `path` is lost; otherwise it stays.
     """
     aside = path.with_name(path.name + ".writing")
     leader = dist.get_rank() == 0
@@ -113,19 +114,21 @@ def save(path: Path, models: Sequence[Any], optimizer: Any, state: dict[str, Any
         if leader:
             disk.write_text(aside / INDEX, index)
 
+    def publish() -> None:
+        if leader:
+            shutil.rmtree(path, ignore_errors=True)
+            disk.rename(aside, path)
+
     _attempt(make_folder, aside)
     index, files = _contents(models, optimizer, state)
     try:
         _check_space(aside, files)
         _attempt(write, aside)
+        _attempt(publish, path)
     except OSError:
         if leader:
             shutil.rmtree(aside, ignore_errors=True)
         raise
-    if leader:
-        shutil.rmtree(path, ignore_errors=True)
-        disk.rename(aside, path)
-    dist.barrier()
 
 
 class AsyncWriter:

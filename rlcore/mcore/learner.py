@@ -532,7 +532,7 @@ class MegatronLearner:
         """Write model, optimizer and counters to the folder `path`. Collective.
 
         Raises:
-            OSError: a rank could not write; all ranks raise it, and `path` stays unchanged.
+            OSError: a rank could not write; all ranks raise it.
         """
         self._must_be_here("save", "weights", "optimizer")
         checkpoint.save(Path(path), self._models, self._optimizer, self._state())

@@ -1,7 +1,9 @@
 """What the ranks of test_learner.py and test_checkpoint.py run."""
 
+import errno
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -264,6 +266,19 @@ def cannot_export(rank: int, path: str) -> str:
     except (OSError, ConfigError) as error:
         return str(error)
     return ""
+
+
+def cannot_publish(rank: int, folder: str) -> list[Any]:
+    """The error of a checkpoint that the first rank cannot rename, and what is left."""
+
+    def over_quota(*_: Path) -> None:
+        raise OSError(errno.EDQUOT, "over quota")
+
+    no_rename = mock.patch.object(disk, "rename", over_quota)
+    with closing(make({})) as learner, no_rename, pytest.raises(OSError) as failed:
+        learner.save(Path(folder) / "c")
+    dist.barrier()  # rank 0 removes what was written
+    return [str(failed.value), [path.name for path in Path(folder).iterdir()]]
 
 
 def resumed(rank: int, folder: str, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -210,6 +210,14 @@ def test_a_foreign_file_is_refused_on_every_rank(tmp_path: Path) -> None:
     assert errors[0].startswith(f"{tmp_path}: has notes.txt, which is not of an earlier export")
 
 
+def test_a_checkpoint_that_cannot_be_renamed_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    args = {"folder": str(tmp_path)}
+    found = kit.run_ranks(2, "tests.ranks.learner_ranks:cannot_publish", args, timeout_s=50)
+    errors, files = zip(*found, strict=True)
+    assert files == ([], [])
+    assert "over quota" in errors[0] and "another rank could not write; see its log" in errors[1]
+
+
 @pytest.mark.parametrize("case", RESHARDED)
 def test_another_layout_resumes_up_to_rounding(
     saved: list[dict[str, Any]], resumed: list[dict[str, Any]], case: str
