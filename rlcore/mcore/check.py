@@ -157,6 +157,12 @@ def _check_adapters(hf: HFConfig, train: TrainConfig, lora: LoraConfig) -> None:
             f"--train.etp {train.etp}: adapters of experts are not divided; set --train.etp 1, or "
             "leave --lora.experts off"
         )
+    overlaps = train.moe_shared_expert_overlap and train.tp > 1
+    if overlaps and any(".shared_experts." in name for name in peft.adapted(hf, lora)):
+        raise ConfigError(
+            f"--train.moe_shared_expert_overlap True: with --train.tp {train.tp} shared experts "
+            "cannot have adapters; turn it off, or set --lora.targets to projections of attention"
+        )
     if lora.experts and not hf.num_experts:
         raise ConfigError("--lora.experts: the model has no experts; unset it")
     if not peft.adapted(hf, lora):

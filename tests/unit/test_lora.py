@@ -4,6 +4,7 @@ layouts, tests/ranks/test_checkpoint.py the checkpoints."""
 import json
 import math
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,12 @@ def test_a_folder_of_other_projections_is_refused(tmp_path: Path) -> None:
         ("qwen3", {}, {"tp": 4}, "--train.tp 4: with --lora.rank it must be at most the model's 2"),
         ("qwen3", {"experts": True}, {}, "--lora.experts: the model has no experts"),
         ("qwen3_moe", {"experts": True}, {"etp": 2}, "--train.etp 2: adapters of experts are not"),
+        (
+            "glm4_moe",
+            {},
+            {"tp": 2, "moe_shared_expert_overlap": True},
+            "--train.moe_shared_expert_overlap True: with --train.tp 2 shared experts cannot have",
+        ),
         ("qwen3_moe", {"targets": ("up_proj",)}, {}, "--lora.targets up_proj: are projections of"),
     ],
 )
@@ -279,6 +286,13 @@ def test_what_a_model_cannot_adapt_is_refused(
     hf = HFConfig.from_dict(kit.tiny_config(arch))
     with pytest.raises(ConfigError, match=text):
         check(hf, ModelConfig(dtype="float32"), TrainConfig(**train), LoraConfig(**LORA | lora))
+
+
+def test_shared_experts_without_adapters_may_overlap() -> None:
+    hf, model = HFConfig.from_dict(kit.tiny_config("glm4_moe")), ModelConfig(dtype="float32")
+    train = TrainConfig(moe_shared_expert_overlap=True)
+    check(hf, model, train, LoraConfig(**LORA))
+    check(hf, model, replace(train, tp=2), LoraConfig(**LORA | {"targets": ("q_proj",)}))
 
 
 def test_adapters_are_counted_in_flops_and_memory() -> None:
