@@ -202,9 +202,13 @@ def _te_spec(
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
     )
-    _share_heads(config, layer.submodules.self_attention)
+    parts = layer.submodules
+    _share_heads(config, parts.self_attention)
+    if has_experts:
+        # This norm is a module of its own; checkpoints name it as those of all other layers.
+        parts.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     if rules.has_own_attention(train):
-        attention = layer.submodules.self_attention.submodules
+        attention = parts.self_attention.submodules
         attention.core_attention = CoreAttention
     return layer
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ needs_kernels = pytest.mark.skipif(
     reason="a pretend device runs no kernels; -p tests.pretend.native has those of the CPU",
 )
 """Mark of a test that needs the native build for the device."""
+
+needs_te = pytest.mark.skipif(
+    find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
+)
 
 OFFLOAD = ("--train.offload", "--model.dtype", "bfloat16")
 """Keys of a run in which engine and learner take turns on the GPU."""

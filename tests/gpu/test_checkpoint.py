@@ -83,3 +83,19 @@ def test_a_checkpoint_of_the_cpu_goes_on_on_the_gpu(name: str, tmp_path: Path) -
     limit = 2e-3 if name == "plain" else 5e-2
     for key in ("actor/grad_norm 2", "actor/grad_norm 3", "actor/entropy 2"):
         assert abs(again["metrics"][key] / straight["metrics"][key] - 1) < limit, key
+
+
+@side.needs_te
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_the_local_layers_load_a_checkpoint_of_transformer_engines(
+    arch: str, tmp_path: Path
+) -> None:
+    case = CASES["bfloat16 distributed"] | {"arch": arch}
+    layout = case["layout"] | {"transformer_impl": "te"}
+    with side.learner(**case | {"layout": layout}) as learner:
+        ranks.step(learner, 0)
+        learner.save(tmp_path / "c")
+        saved = side.weights(learner)
+    with side.learner(**case) as learner:
+        learner.load(tmp_path / "c")
+        kit.assert_bitwise(side.weights(learner), saved)

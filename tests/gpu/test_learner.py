@@ -39,9 +39,6 @@ def installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-needs_te = pytest.mark.skipif(
-    not installed("transformer_engine"), reason="Transformer Engine is not installed"
-)
 needs_apex = pytest.mark.skipif(
     not installed("fused_weight_gradient_mlp_cuda"),
     reason="Apex' extension fused_weight_gradient_mlp_cuda is not installed",
@@ -198,7 +195,7 @@ def test_the_fastest_adam_that_is_installed_steps() -> None:
         assert ranks.step(learner, 0)["actor/skipped"] == 0
 
 
-@needs_te
+@side.needs_te
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3", "qwen3_moe"])
 def test_transformer_engines_layers_equal_ours(arch: str) -> None:
     figures, logps, start, after = {}, {}, {}, {}

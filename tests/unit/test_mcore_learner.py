@@ -3,15 +3,19 @@
 import errno
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.spec_utils import ModuleSpec
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rlcore.mcore import checkpoint
+from rlcore.hf.config import HFConfig
+from rlcore.mcore import build, checkpoint, export
 from rlcore.mcore.learner import MegatronLearner
 from rlcore.tensors import Batch, LossInputs, LossOutput
 from rlcore.utils.errors import ConfigError
@@ -452,3 +456,27 @@ def test_the_sum_of_squares_is_that_of_the_log_probs_of_the_whole_vocabulary(
         assert torch.allclose(mine[one.mask], want[one.mask], atol=1e-5)
     learner.discard()
     assert (squares < 0)[batch.mask].all()
+
+
+def test_a_checkpoint_of_transformer_engines_layers_has_the_names_of_local_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for its spec, which names no norm of a layer with experts."""
+    local = build._local_spec
+
+    def te_spec(hf: HFConfig, *args: Any) -> ModuleSpec:
+        layer = local(hf, *args)
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
+        monkeypatch.setattr(build, "get_gpt_layer_with_transformer_engine_spec", lambda **_: layer)
+        return build._te_spec(hf, *args)
+
+    monkeypatch.setattr(build, "_local_spec", te_spec)
+    with closing(ranks.make({}, arch="qwen3_moe")) as learner:
+        ranks.step(learner, 0)
+        learner.save(tmp_path / "c")
+        hf, weights = learner.hf, kit.state(learner.export())
+    monkeypatch.setattr(build, "_local_spec", local)
+    kit.assert_bitwise(dict(export.read(tmp_path / "c", hf, torch.float32, set(weights))), weights)
+    with closing(ranks.make({}, arch="qwen3_moe")) as learner:
+        learner.load(tmp_path / "c")
+        kit.assert_bitwise(kit.state(learner.export()), weights)
