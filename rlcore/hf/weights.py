@@ -436,7 +436,9 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _write_rest(hf: HFConfig, tokenizer_folder: str | Path | None, part: Path) -> None:
-    (part / "config.json").write_text(json.dumps(hf.to_dict(), indent=2) + "\n")
+    # `auto_map` names Python files, which are not copied.
+    config = {key: value for key, value in hf.to_dict().items() if key != "auto_map"}
+    (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     copies = [(tokenizer_folder, pattern) for pattern in _TOKENIZER_FILES]
     for folder, pattern in [*copies, (hf.path, "generation_config.json")]:
         for file in Path(folder).glob(pattern) if folder is not None else ():

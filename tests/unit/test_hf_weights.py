@@ -168,6 +168,15 @@ def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
     ]
 
 
+def test_the_exported_config_names_no_python_files(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    hf = HFConfig.from_dict(QWEN3 | {"auto_map": {"AutoConfig": "configuration_own.OwnConfig"}})
+    save(hf, tmp_path / "m")
+    found = AutoConfig.from_pretrained(tmp_path / "m", trust_remote_code=True)
+    assert (type(found).__name__, found.hidden_size) == ("Qwen3Config", 16)
+
+
 def test_a_full_disk_is_one_sentence_and_the_old_folder_stays(tmp_path: Path) -> None:
     hf = HFConfig.from_dict(QWEN3)
     made = save(hf, tmp_path / "m")
