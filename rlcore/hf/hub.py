@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-_SETTINGS = ("*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "tokenization_*.py")
+_SETTINGS = (
+    "*.json",
+    "*.jinja",
+    "merges.txt",
+    "tokenizer.model",
+    "tiktoken.model",
+    "tokenization_*.py",
+)
 _WEIGHTS = ("*.safetensors",)
 
 

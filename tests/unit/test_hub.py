@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from rlcore.cli.builders.model import with_downloads
 from rlcore.cli.settings import parse
 from rlcore.hf import hub
+from rlcore.hf.weights import _TOKENIZER_FILES
 from tests import kit, runs
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -138,6 +140,11 @@ def online(stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
 )
 def test_what_is_a_name(path: str, found: bool) -> None:
     assert hub.is_name(path) == found
+
+
+@pytest.mark.parametrize("name", _TOKENIZER_FILES)
+def test_every_file_of_a_tokenizer_is_downloaded(name: str) -> None:
+    assert any(fnmatch(name, pattern) for pattern in hub._SETTINGS)
 
 
 def test_a_folder_comes_before_a_name(
