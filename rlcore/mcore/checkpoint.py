@@ -240,7 +240,13 @@ class AsyncWriter:
 
 
 def load(
-    path: Path, models: Sequence[Any], optimizer: Any, *, head: str = "lm", adapters: str = ""
+    path: Path,
+    models: Sequence[Any],
+    optimizer: Any,
+    *,
+    vocab_size: int,
+    head: str = "lm",
+    adapters: str = "",
 ) -> dict[str, Any]:
     """Load a checkpoint that `save` wrote into model and optimizer; return its `state`. Collective.
 
@@ -248,7 +254,7 @@ def load(
         ConfigError: `path` holds no checkpoint, or the checkpoint is of another model. The kind
             of head is compared first: a value head has the width of one row of an lm head.
     """
-    state, step = read_index(path, head, adapters)
+    state, step = read_index(path, vocab_size, head, adapters)
     _read(_pieces(models, optimizer), path)
     _set_step(optimizer, step)
     for part in optimizer.chained_optimizers:
@@ -263,7 +269,9 @@ def load(
     return state
 
 
-def read_index(path: Path, head: str = "lm", adapters: str = "") -> tuple[dict[str, Any], int]:
+def read_index(
+    path: Path, vocab_size: int, head: str = "lm", adapters: str = ""
+) -> tuple[dict[str, Any], int]:
     """Return the state of the learner in a checkpoint, and the number of steps of the optimizer.
 
     Args:
@@ -271,7 +279,7 @@ def read_index(path: Path, head: str = "lm", adapters: str = "") -> tuple[dict[s
 
     Raises:
         ConfigError: `path` holds no checkpoint, one of another format, or of a model with another
-            head or other adapters.
+            vocabulary size, another head or other adapters.
     """
     try:
         found = msgspec.json.decode(read_text(path / INDEX), type=_Index)
@@ -289,6 +297,11 @@ def read_index(path: Path, head: str = "lm", adapters: str = "") -> tuple[dict[s
         raise ConfigError(
             f"{path}: was saved by a model with head {saved}, but this model has head {head}; "
             "load an actor from an actor's checkpoint and a critic from a critic's"
+        )
+    if (saved := state.get("vocab_size", vocab_size)) != vocab_size:  # older ones do not have it
+        raise ConfigError(
+            f"{path}: was saved by a model with vocab_size {saved}, but this model has "
+            f"{vocab_size}; set model.path to the model that it was saved with"
         )
     if (saved := state.get("lora", "")) != adapters:
         raise ConfigError(

@@ -49,7 +49,7 @@ def read(
         ConfigError: the folder has no intact checkpoint of this model.
     """
     shapes = expected(hf)
-    with _opened(folder, lora) as shards:
+    with _opened(folder, hf, lora) as shards:
         if lora.rank:
             assert base is not None
             yield from _merged(shards, hf, dtype, wanted, lora, base)
@@ -74,7 +74,7 @@ def read_adapters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all A and B under PEFT's names. Arguments and errors are those of `read`."""
     shapes = peft.shapes(hf, lora)
-    with _opened(folder, lora) as shards:
+    with _opened(folder, hf, lora) as shards:
         for piece in adapter_pieces(hf, lora):
             [name] = piece.tensors
             yield name, _read(shards, piece.name, shapes[name]).to(dtype)
@@ -102,9 +102,9 @@ def _merged(
 
 
 @contextmanager
-def _opened(folder: Path, lora: LoraConfig) -> Iterator[Shards]:
+def _opened(folder: Path, hf: HFConfig, lora: LoraConfig) -> Iterator[Shards]:
     """Open the files of a checkpoint; the block reads them."""
-    read_index(folder, adapters=peft.summary(lora))
+    read_index(folder, hf.vocab_size, adapters=peft.summary(lora))
     shards = Shards(folder)
     try:
         shards.open()

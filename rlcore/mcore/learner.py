@@ -554,21 +554,31 @@ class MegatronLearner:
         """Load a checkpoint that `save` wrote, under this or another layout. Collective.
 
         Raises:
-            ValueError: `path` holds no checkpoint, or the checkpoint's model has another head.
+            ConfigError: `path` holds no checkpoint, or one of another model.
         """
         self._must_be_here("load", "weights", "optimizer")
         adapters = peft.summary(self.lora)
         state = checkpoint.load(
-            Path(path), self._models, self._optimizer, head=self.head, adapters=adapters
+            Path(path),
+            self._models,
+            self._optimizer,
+            vocab_size=self.hf.vocab_size,
+            head=self.head,
+            adapters=adapters,
         )
         self.version, self.updates = state["version"], state["updates"]
         if self._balance is not None:
             self._balance.load(state.get("expert_tokens"))
 
     def _state(self) -> dict[str, Any]:
-        counters = {"version": self.version, "updates": self.updates, "head": self.head}
-        tokens = None if self._balance is None else self._balance.state()
-        return counters | {"lora": peft.summary(self.lora), "expert_tokens": tokens}
+        return {
+            "version": self.version,
+            "updates": self.updates,
+            "head": self.head,
+            "vocab_size": self.hf.vocab_size,
+            "lora": peft.summary(self.lora),
+            "expert_tokens": None if self._balance is None else self._balance.state(),
+        }
 
     def close(self) -> None:
         """Leave the process groups; the last learner of the process releases them. Idempotent."""

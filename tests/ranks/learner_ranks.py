@@ -1,6 +1,7 @@
 """What the ranks of test_learner.py and test_checkpoint.py run."""
 
 import errno
+import json
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -279,6 +280,33 @@ def cannot_publish(rank: int, folder: str) -> list[Any]:
         learner.save(Path(folder) / "c")
     dist.barrier()  # rank 0 removes what was written
     return [str(failed.value), [path.name for path in Path(folder).iterdir()]]
+
+
+def other_vocabularies(rank: int, folder: str) -> dict[str, str]:
+    """What loading says of a checkpoint of 53 tokens and a row of padding, by the model's size."""
+    path, found = Path(folder) / "c", dict[str, str]()
+    with closing(make({"tp": 2})) as learner:
+        learner.save(path)
+    for size in (50, 53, 54, 64):
+        with closing(make({}, sizes={"vocab_size": size})) as learner:
+            found[str(size)] = error_of_load(learner, path)
+    dist.barrier()
+    if rank == 0:
+        index = json.loads((path / checkpoint.INDEX).read_text())
+        index["state"].pop("vocab_size", None)
+        (path / checkpoint.INDEX).write_text(json.dumps(index))
+    dist.barrier()
+    with closing(make({})) as learner:
+        found["older"] = error_of_load(learner, path)
+    return found
+
+
+def error_of_load(learner: MegatronLearner, path: Path) -> str:
+    try:
+        learner.load(path)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def resumed(rank: int, folder: str, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -218,6 +218,14 @@ def test_a_checkpoint_that_cannot_be_renamed_is_an_error_on_every_rank(tmp_path:
     assert "over quota" in errors[0] and "another rank could not write; see its log" in errors[1]
 
 
+def test_a_checkpoint_of_another_vocabulary_size_is_refused(tmp_path: Path) -> None:
+    args = {"folder": str(tmp_path)}
+    for found in kit.run_ranks(2, "tests.ranks.learner_ranks:other_vocabularies", args):
+        assert found.pop("53") == found.pop("older") == ""
+        for size, said in found.items():
+            assert f"with vocab_size 53, but this model has {size}; set model.path" in said
+
+
 @pytest.mark.parametrize("case", RESHARDED)
 def test_another_layout_resumes_up_to_rounding(
     saved: list[dict[str, Any]], resumed: list[dict[str, Any]], case: str
