@@ -209,8 +209,12 @@ class EnvPool:
             raise EnvError("crash", "its process has exited", is_innocent=True)
         self._numbers += 1
         number = self._numbers
+        try:
+            message = frame(EnvCall(number=number, **what))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise EnvError("error", f"{what['what']} cannot be sent: {error}") from error
         future = process.calls[number] = asyncio.get_running_loop().create_future()
-        process.send(frame(EnvCall(number=number, **what)))
+        process.send(message)
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 reply = await future

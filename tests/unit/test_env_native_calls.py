@@ -149,6 +149,33 @@ def test_a_turn_without_calls_ends_the_episode(tokenizer: Tokenizer) -> None:
     assert (finish, so_far.num_turns, so_far.num_malformed) == ("stop", 1, 0)
 
 
+def test_an_integer_beyond_64_bits_costs_its_call_alone(tokenizer: Tokenizer) -> None:
+    huge = call('{"name": "calc", "arguments": {"expression": 99999999999999999999}}')
+    so_far, finish = episode(tokenizer, (huge + calc("2 + 3"), "It is 5."))
+    assert (finish, so_far.num_malformed, so_far.numbers["calls"]) == ("stop", 1, 1.0)
+
+
+def test_a_turn_that_cannot_be_sent_fails_its_episode() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+
+    async def run() -> None:
+        pool = EnvPool("tools", NATIVE)
+        try:
+            slot = await pool.open()
+            await slot.reset(0, Prompt(index=0, dataset="d", tokens=np.ones(1, np.int32)), "t0.0")
+            for value in (2**64, deep):
+                turn = ToolTurn("", (TurnCall("calc", {"expression": value}),))
+                with pytest.raises(EnvError, match="step cannot be sent: "):
+                    await slot.step("", (), turn)
+            assert (await slot.step("", (), ToolTurn("6", ()))).is_over
+        finally:
+            pool.close()
+
+    asyncio.run(run())
+
+
 def test_the_environment_makes_all_calls_of_a_turn() -> None:
     env = Tools(NATIVE)
     env.reset()
