@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from rlcore.config.schema import EnvConfig
@@ -50,6 +51,20 @@ class Odd(Sums):
                 time.sleep(3600)
             if self.k == 2:
                 os._exit(7)
+        return super().step(action)
+
+
+class Flaky(Sums):
+    """Fails in the first step of an episode's first attempt."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        self.mark = Path(os.environ["FLAKY_DIR"], options["episode"])
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: list[int]):
+        if not self.mark.exists():
+            self.mark.touch()
+            raise ConnectionError("the server is busy")
         return super().step(action)
 
 

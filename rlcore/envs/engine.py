@@ -155,7 +155,7 @@ class EpisodeEngine:
             seed: base of the environments' seeds. An environment's seed depends on `seed` and the
                 data row, so all episodes of a group start in the same state.
             host: plays the episodes instead of environments, and is closed with the engine.
-            barrier: whether to submit turns only when all episodes have requested one.
+            barrier: whether to submit turns only when all episodes that can have requested one.
         """
         self._inner, self._name, self._kind, self._config = inner, name, kind, config
         self._dialogue, self._decode, self._prompt_of = dialogue, decode, prompt_of
@@ -168,7 +168,8 @@ class EpisodeEngine:
         self._episodes: dict[RequestId, _Episode] = {}
         self._turns: dict[RequestId, _Episode] = {}
         self._held: list[tuple[_Episode, Request]] = []
-        """Turns not submitted yet; with `barrier`, they wait until all episodes requested one."""
+        """Turns not submitted yet; with `barrier`, they wait until all episodes that can have
+        requested one."""
         self._unwanted: set[RequestId] = set()
         """Turns that the inner engine is aborting, while their episodes continue."""
         self._histories: list[History] = []
@@ -268,7 +269,9 @@ class EpisodeEngine:
             self._inner.abort(started)
         if self._barrier:
             live = sum(not e.is_aborted for e in self._episodes.values())
-            if len(self._held) < min(live, self._config.max_running_episodes):
+            # Episodes that wait for a process cannot request a turn before others have ended.
+            waiting = self._pool.num_waiting if self._pool is not None else 0
+            if len(self._held) < min(live, self._config.max_running_episodes) - waiting:
                 return
             self._held.sort(key=lambda pair: pair[0].request.id)
         ready, self._held = [pair for pair in self._held if not pair[0].is_aborted], []

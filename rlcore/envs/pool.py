@@ -168,6 +168,8 @@ class EnvPool:
         self._selector = LoopSelector(self._serve)
         self._processes: list[_Process] = []
         self._own = asyncio.Semaphore(_OWN_PER_WORKER * config.workers)
+        self.num_waiting = 0
+        """Number of calls of `open` that wait until fewer single-episode processes run."""
         self._numbers = 0
         self._failed_starts, self._failed_at = 0, 0.0
         self._closing = False
@@ -180,7 +182,11 @@ class EnvPool:
         """Choose the process of an environment: with `alone` a new process, else the process with
         the fewest environments. Raises EnvError if the process does not start."""
         if alone:
-            await self._own.acquire()
+            self.num_waiting += 1
+            try:
+                await self._own.acquire()
+            finally:
+                self.num_waiting -= 1
         try:
             process = self._choose(alone)
         except BaseException:

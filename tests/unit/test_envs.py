@@ -193,6 +193,18 @@ def test_with_a_barrier_all_take_their_turns_together_in_the_order_of_their_name
     assert engine._inner.calls == [names, *rest]
 
 
+def test_with_a_barrier_episodes_that_wait_for_a_process_of_their_own_hold_up_no_turn(
+    make, monkeypatch, tmp_path
+):
+    """One worker: four processes of their own at a time, and all six episodes fail at once. Six
+    episodes run at a time, and the seventh begins when one has ended."""
+    monkeypatch.setenv("FLAKY_DIR", str(tmp_path))
+    engine = make("Flaky", barrier=True, max_running_episodes=6)
+    engine.submit(episodes(7))
+    ends = by_id(collect(engine, ended(7)))
+    assert {e.finish for e in ends.values()} == {"stop"} and len(ends) == 7
+
+
 def test_limits_cut_an_episode(make):
     engine = make("Sums", max_turns=2)
     engine.submit(episodes(1))
