@@ -27,7 +27,7 @@ from rlcore.utils.log import log
 
 # Possessive quantifiers prevent backtracking, which takes quadratic time on a long header line.
 # A slow regular expression also blocks all other threads of the rank.
-_HEADER = r"^[ \t]*+```[ \t]*+([A-Za-z0-9_+-]*+)[^\n]*+\n"
+_HEADER = r"^([ \t]*+)```[ \t]*+([A-Za-z0-9_+-]*+)[^\n]*+\n"
 _FENCE = re.compile(_HEADER + r"(.*?)^[ \t]*+```", re.M | re.S)
 _OPEN = re.compile(_HEADER + r"(.*)\Z", re.M | re.S)
 _CLOSE_S = 20.0
@@ -213,12 +213,20 @@ def _same_words(printed: bytes, wanted: str) -> bool:
 
 def program_of(text: str) -> str:
     """Extract the program from a response: the last closed code block whose language is Python or
-    not given. If there is none, take the text after an unclosed fence, else the whole response."""
+    not given. If there is none, take the text after an unclosed fence, else the whole response. An
+    indented block loses the indentation of its fence."""
     for found in (_FENCE.findall(text), _OPEN.findall(_FENCE.sub("", text))):
-        blocks = [body for language, body in found if language.lower() in _PYTHON]
+        blocks = [(indent, body) for indent, language, body in found if language.lower() in _PYTHON]
         if blocks:
-            return blocks[-1]
+            return _dedented(*blocks[-1])
     return text
+
+
+def _dedented(indent: str, body: str) -> str:
+    """Remove the indentation of a fence from each line, but at most that of the first line."""
+    first = next((line for line in body.split("\n") if line.strip()), "")
+    most = min(len(indent), len(first) - len(first.lstrip(" \t")))
+    return re.sub(rf"^[ \t]{{1,{most}}}", "", body, flags=re.M) if most else body
 
 
 _PYTHON = ("", "py", "python", "python3")

@@ -2,6 +2,7 @@
 
 import json
 import time
+from textwrap import indent
 
 import numpy as np
 import pytest
@@ -43,6 +44,10 @@ def scores(jobs: list[tuple[Prompt, str]], **settings) -> list:
         ("So:\n```python\nx = 1\n", "x = 1\n"),
         ("```bash\nls\n```\nthen\n```python\nx = 1", "x = 1"),
         ("```python\nx = 1\n```\nand\n```python\nx =", "x = 1\n"),
+        ("1. So:\n" + indent(f"```python\n\n{ADD}\n```", "   "), f"\n{ADD}\n"),
+        (indent(f"```python\n{ADD}", "\t"), ADD),
+        ("   ```\n   x = \'\'\'\n a\n     b\'\'\'\n   ```", "x = \'\'\'\na\n  b\'\'\'\n"),
+        (f"    ```python\n{ADD}\n    ```", f"{ADD}\n"),
     ],
 )
 def test_the_program_is_the_last_fenced_block_of_python(text, program):
