@@ -9,6 +9,7 @@ process (child.py). If it blocks, raises, crashes or loops there, only its episo
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 from msgspec import Struct
 
 from rlcore.config.schema import EnvConfig
@@ -105,9 +106,10 @@ def checked(
     value = number("the reward", reward)
     if not isinstance(info, Mapping):
         raise TypeError(f"info is a {type(info).__name__}; return a dict")
+    plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in info.items()}
     numbers = {
         plain_name(k, _NAME_CHARS): float(v)
-        for k, v in info.items()
+        for k, v in plain.items()
         if isinstance(v, int | float) and abs(v) <= LARGEST
     }
     return seen, value, dict(list(numbers.items())[:_MOST_NUMBERS])

@@ -15,6 +15,7 @@ from rlcore.envs import child, registry
 from rlcore.envs.dialogue import Dialogue
 from rlcore.envs.engine import EpisodeEngine
 from rlcore.envs.episode import PlayedEpisode
+from rlcore.envs.kind import checked
 from rlcore.envs.scorer import EnvScorer
 from rlcore.envs.wire import EnvCall
 from rlcore.hf.config import HFConfig
@@ -281,6 +282,12 @@ def test_an_environment_that_never_works_ends_the_run_in_a_sentence(make, name, 
     engine.submit(episodes(16))
     with pytest.raises(RuntimeError, match=why):
         collect(engine, ended(16))
+
+
+def test_numbers_of_numpy_in_an_info_are_metrics():
+    numbers = {"won": np.True_, "steps": np.int64(3), "part": np.float32(0.5), "k": 10**400}
+    others = {"inf": np.float16("inf"), "text": np.str_("x"), "many": np.ones(2)}
+    assert checked("", 0.0, numbers | others)[2] == {"won": 1.0, "steps": 3.0, "part": 0.5}
 
 
 def test_scores_are_the_environments_and_of_the_last_turn_where_a_reward_is_asked():
