@@ -5,6 +5,7 @@ writable copy, in a typed field or deep inside a `dict[str, Any]`.
 """
 
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from functools import cache
 from typing import Any
 
@@ -33,6 +34,11 @@ def _out(value: Any) -> Any:
         return msgspec.msgpack.Ext(_ARRAY, len(head).to_bytes(2, "little") + head + body)
     if isinstance(value, np.generic):
         return value.item()
+    # msgpack sends these types, but not their subclasses, such as those of pandas
+    if isinstance(value, datetime):
+        return datetime.combine(value.date(), value.timetz())
+    if isinstance(value, timedelta):
+        return timedelta(value.days, value.seconds, value.microseconds)
     raise ValueError(
         f"a {type(value).__name__} cannot be sent; send numbers, strings, arrays or records"
     )

@@ -310,6 +310,15 @@ def test_parquet_rows_are_as_jsonl_rows(tmp_path, write, caplog):
         _train(str(path))
 
 
+@pytest.mark.parametrize("kind", [pyarrow.timestamp, pyarrow.duration])
+def test_parquet_rows_may_have_times_in_nanoseconds(tmp_path, kind):
+    columns = {"question": ["one", "two"], "answer": ["1", "2"]}
+    times = pyarrow.array([10**15, None], kind("ns"))
+    path = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({**columns, "created": times}), path)
+    assert [r.answer for r in _train(str(path))] == ["1", "2"]
+
+
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [

@@ -1,3 +1,6 @@
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -71,6 +74,17 @@ def test_empty_arrays_and_other_layouts_survive():
         back = decode(encode(a), np.ndarray)
         assert back.dtype == a.dtype and back.shape == a.shape and np.array_equal(back, a)
     back[...] = 1  # writable
+
+
+def test_times_of_a_subclass_arrive_as_those_of_the_standard_library():
+    class Stamp(datetime): ...
+
+    class Span(timedelta): ...
+
+    when = Stamp(2024, 1, 2, 3, 4, 5, 6, UTC)
+    back = decode(encode({"at": when, "took": Span(1, 2, 3)}), dict[str, Any])
+    plain = {"at": datetime(2024, 1, 2, 3, 4, 5, 6, UTC), "took": timedelta(1, 2, 3)}
+    assert back == decode(encode(plain), dict[str, Any])
 
 
 def test_objects_are_refused_on_the_way_out_and_wrong_fields_on_the_way_in():
