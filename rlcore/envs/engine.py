@@ -40,6 +40,7 @@ from rlcore.records import (
     AnyEvent,
     Bucket,
     Down,
+    Finish,
     Finished,
     GroupId,
     History,
@@ -85,6 +86,8 @@ class EpisodeOutcome(NamedTuple):
     """Text of the episode's last turn."""
     details: dict[str, float]
     error: str = ""
+    finish: Finish = "stop"
+    """Finish of `text`. That of the sample is of all rows: `length` if any of them was cut."""
 
 
 @dataclass(slots=True, eq=False)
@@ -491,7 +494,8 @@ class EpisodeEngine:
             **more,
             **{f"env/{name}": value for name, value in so_far.numbers.items()},
         }
-        outcome = EpisodeOutcome(so_far.score, so_far.text, details)
+        finish = so_far.finish or sample.finish
+        outcome = EpisodeOutcome(so_far.score, so_far.text, details, finish=finish)
         self._end(episode, sample, outcome)
 
     async def _policy(self, episode: _Episode, turn: Request) -> Sample:

@@ -62,6 +62,8 @@ class Transcript:
     score: float = 0.0
     text: str = ""
     """Text of the policy's last turn."""
+    finish: Finish | None = None
+    """Finish of the policy's last turn, if a harness asked for it."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Numbers in the environment's latest `info` that has numbers."""
     num_malformed: int = 0
@@ -87,10 +89,10 @@ class Transcript:
         self.num_turns += 1
         self.text = text
 
-    def took_turn(self, text: str) -> None:
+    def took_turn(self, text: str, finish: Finish) -> None:
         """Count a turn of the policy whose tokens a harness's branches hold."""
         self.num_turns += 1
-        self.text = text
+        self.text, self.finish = text, finish
 
     def rewarded(self, score: float, numbers: dict[str, float]) -> None:
         """Record the score and numbers of a harness."""

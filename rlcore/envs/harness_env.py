@@ -266,7 +266,7 @@ class EpisodeRequests:
             raise
         with self.lock:
             answer = self.branches.end(turn, sample, asked.sampling.stop_texts)
-        self._so_far.took_turn(self._host.text(sample, answer.num_tokens))
+        self._so_far.took_turn(self._host.text(sample, answer.num_tokens), turn.finish)
         count = answer.num_tokens if asked.sampling.logprobs else 0
         shown = _shown(answer, len(turn.context), self._host.logprobs(sample, count))
         ids = tuple(turn.tokens.tolist()) if asked.sampling.token_ids else ()

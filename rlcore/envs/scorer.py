@@ -42,14 +42,15 @@ class EnvScorer:
 
     def submit(self, id: RequestId, sample: Sample, prompt: Prompt, text: str) -> None:
         """Queue an episode (`RewardService.submit`). `text` has all turns and is ignored: only the
-        text of the last turn is scored."""
+        text of the last turn is scored, with the finish of that turn."""
         outcome = self._outcomes.pop(id)
         if outcome.error or self._service is None:
             result = RewardResult(score=0.0, error=outcome.error)
             self._done.append((id, _added(result, outcome)))
             return
         self._open[id] = outcome
-        self._service.submit(id, sample, prompt, outcome.text)
+        scored = structs.replace(sample, finish=outcome.finish)
+        self._service.submit(id, scored, prompt, outcome.text)
 
     def poll(self, timeout_s: float) -> list[tuple[RequestId, RewardResult]]:
         """Return the scores since the last call (`RewardService.poll`)."""

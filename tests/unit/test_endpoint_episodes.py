@@ -1,5 +1,6 @@
 """Episodes of real harnesses over the torch engine: what an abort frees, and what starts again."""
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlcore.envs.chat_api import TurnRequest, TurnSampling
 from rlcore.envs.dialogue import Dialogue
 from rlcore.envs.engine import EpisodeEngine
-from rlcore.envs.harness_env import KIND, EndpointConfig, HarnessHost
+from rlcore.envs.episode import Transcript
+from rlcore.envs.harness_env import KIND, EndpointConfig, HarnessHost, sample_of
 from rlcore.hf.tokenizer import load_tokenizer
-from rlcore.records import Aborted, AnyEvent, Finished, Prompt, Request, Sampling
+from rlcore.records import Aborted, AnyEvent, Finished, Prompt, Request, Sample, Sampling
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from tests import logged_harness
 from tests.contracts.engine_contract import collect, ended
@@ -123,3 +126,37 @@ def test_an_episode_that_was_released_starts_again_with_another_harness(
     (_, first), (_, second) = made.lines("start")
     assert first != second and made.lines("done") == [("t0.0", second)]
     made.poll_until(lambda _: not logged_harness.is_running(first))
+
+
+def test_the_scored_text_has_its_own_finish(tmp_path: Path, real_data: Path) -> None:
+    """The harness cuts a request of its own, and the answer after it is whole."""
+    tokenizer = load_tokenizer(model(tmp_path / "qwen", real_data))
+    config = EndpointConfig(function="tests.logged_harness.play")
+    host = HarnessHost(config, tokenizer, num_tokens=151_680, max_tokens=400)
+    so_far = Transcript("t0.0", PROMPT)
+
+    async def policy(request: Request) -> Sample:
+        is_cut = request.sampling.max_tokens == 2
+        tokens = np.array(tokenizer.encode("Sums of" if is_cut else "It is 5."), np.int32)
+        return Sample(
+            id=request.id,
+            prompt=request.prompt,
+            tokens=tokens,
+            logps=np.zeros(len(tokens), np.float32),
+            versions=np.zeros(len(tokens), np.int32),
+            finish="length" if is_cut else "stop",
+        )
+
+    async def run() -> Sample:
+        served = host.open(so_far, policy, Sampling(max_tokens=200), "t0.0")
+        for text, most in (("Give a title.", 2), ("2 + 3?", None)):
+            messages = [{"role": "user", "content": text}]
+            sampling = TurnSampling(max_tokens=most)
+            await served.complete(TurnRequest(messages=messages, sampling=sampling))
+        return sample_of(served.branches, "t0.0")
+
+    try:
+        sample = asyncio.run(run())
+    finally:
+        host.close()
+    assert (so_far.text, so_far.finish, sample.finish) == ("It is 5.", "stop", "length")

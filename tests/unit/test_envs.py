@@ -14,7 +14,7 @@ from msgspec import structs
 from rlcore.envs import child, registry
 from rlcore.envs.dialogue import Dialogue
 from rlcore.envs.engine import EpisodeEngine
-from rlcore.envs.episode import PlayedEpisode
+from rlcore.envs.episode import PlayedEpisode, Transcript
 from rlcore.envs.kind import checked
 from rlcore.envs.scorer import EnvScorer
 from rlcore.envs.wire import EnvCall
@@ -40,7 +40,7 @@ from rlcore.rollout.histospec import Draft, histories_of
 from rlcore.rollout.torch_engine.engine import TorchEngine
 from rlcore.sync.pack import load_weights
 from rlcore.utils.children import Channel
-from tests.contracts.engine_contract import CONFIG, collect, ended, requests, weights
+from tests.contracts.engine_contract import CONFIG, collect, ended, weights
 
 HF = HFConfig.from_dict(CONFIG)
 SEED = 7
@@ -298,21 +298,22 @@ def test_scores_are_the_environments_and_of_the_last_turn_where_a_reward_is_aske
         num_pending, room = 0, 4
 
         def submit(self, id: str, sample: Sample, prompt: Prompt, text: str) -> None:
-            self.got = id, text
+            self.got = id, text, sample.finish
 
         def poll(self, timeout_s: float) -> list[tuple[str, RewardResult]]:
             return [(self.got[0], RewardResult(score=0.25, details={"a": 2.0}))]
 
-    sample, prompt = requests(1)[0], prompt_of("t0")
+    prompt = prompt_of("t0")
+    sample = Transcript("t0.0", prompt.tokens).sample("length")
     outcomes = {
-        "t0.0": EpisodeOutcome(1.5, "last", {"env/turns": 3.0}),
+        "t0.0": EpisodeOutcome(1.5, "last", {"env/turns": 3.0}, finish="turns"),
         "t0.1": EpisodeOutcome(0.0, "", {}, "crash: gone"),
     }
     service = Service()
     scorer = EnvScorer(outcomes, service)
     for id in list(outcomes):
         scorer.submit(id, sample, prompt, "all turns")
-    assert scorer.num_pending == 2 and service.got == ("t0.0", "last") and not outcomes
+    assert scorer.num_pending == 2 and service.got == ("t0.0", "last", "turns") and not outcomes
     found = dict(scorer.poll(0.0))
     assert (found["t0.0"].score, found["t0.0"].details) == (1.75, {"env/turns": 3.0, "a": 2.0})
     assert (found["t0.1"].score, found["t0.1"].error) == (0.0, "crash: gone")
@@ -340,6 +341,7 @@ class Impatient:
         await turn(1, 2)
         left.cancel()
         sample = await turn(2, 3)
+        so_far.took_turn("3", "stop")
         return PlayedEpisode(structs.replace(sample, id=so_far.id), {})
 
     def close(self) -> None: ...
@@ -367,6 +369,8 @@ def test_a_turn_that_nobody_waits_for_is_aborted_and_its_episode_goes_on(monkeyp
         engine.submit(episodes(2))
         found = by_id(collect(engine, ended(2)))
         assert {len(event.sample.tokens) for event in found.values()} == {3}
+        assert {event.finish for event in found.values()} == {"length"}
+        assert {outcome.finish for outcome in engine.outcomes.values()} == {"stop"}
         assert sorted(aborted) == ["t0.0", "t0.1"]  # the first turns
         assert not inner.can_work
     finally:
