@@ -888,10 +888,11 @@ def _env(cfg: Config) -> list[str]:
         if cfg.debug.env_barrier:
             out.append("--debug.env_barrier: has no effect without --env")
         return out + _idle(env, EnvConfig(), "env", "--env")
-    if not env.timeout_s < cfg.rollout.stall_timeout_s:
+    silence_s, keys = env.longest_silence()
+    if not silence_s < cfg.rollout.stall_timeout_s:
         out.append(
-            f"--env.timeout_s {env.timeout_s:g}: must be below rollout.stall_timeout_s "
-            f"{cfg.rollout.stall_timeout_s:g}, after which a round without a new token fails"
+            f"{keys} must be below rollout.stall_timeout_s {cfg.rollout.stall_timeout_s:g}, after "
+            "which a round without a new token fails"
         )
     least = {
         "num_groups": ("data.prompts_per_step", cfg.data.prompts_per_step),

@@ -539,6 +539,11 @@ class EnvConfig:
     """Number of episodes started per group; the first rollout.samples_per_prompt to finish are
     trained on. 0: no extra episodes."""
 
+    def longest_silence(self) -> tuple[float, str]:
+        """Return the longest time in seconds in which an episode may sample no token, and the keys
+        that set it, as the beginning of an error."""
+        return self.timeout_s, f"--env.timeout_s {self.timeout_s:g}:"
+
     def problems(self) -> list[str]:
         """Return an error for each conflict between keys; subclasses override this method."""
         return []

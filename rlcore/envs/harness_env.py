@@ -67,8 +67,9 @@ class EndpointConfig(EnvConfig):
     """Maximum number of requests of an episode at a time."""
     allow_sampling: bool = False
     """Whether temperature and top_p of requests replace those of the run."""
-    episode_timeout_s: Annotated[float, above(0)] = 1800.0
-    """Seconds after which a harness is ended."""
+    episode_timeout_s: Annotated[float, above(0)] = 800.0
+    """Seconds after which a harness is ended. The default lets an episode and its restart work
+    without requests within rollout.stall_timeout_s; for a longer one raise both."""
     turn_timeout_s: Annotated[float, above(0)] = 600.0
     """Seconds after which a request is answered with an error."""
     grace_s: Annotated[float, at_least(0)] = 5.0
@@ -79,6 +80,15 @@ class EndpointConfig(EnvConfig):
     public_host: str = ""
     """Name or address of a rank's machine in the URLs that harnesses get. Empty: that of env.host;
     the host name if env.host is 0.0.0.0 or `::`."""
+
+    def longest_silence(self) -> tuple[float, str]:
+        """Return the longest time of all attempts of an episode (`EnvConfig.longest_silence`)."""
+        silence_s = (1 + self.retries) * (self.episode_timeout_s + self.grace_s)
+        return silence_s, (
+            f"--env.episode_timeout_s {self.episode_timeout_s:g}: the {silence_s:g} s that an "
+            f"episode may take without a request, with env.retries {self.retries} and env.grace_s "
+            f"{self.grace_s:g},"
+        )
 
     def problems(self) -> list[str]:
         """Return errors for conflicting keys (`EnvConfig.problems`)."""

@@ -628,6 +628,25 @@ def test_demonstrations_have_rules(words, said):
     assert [line[: len(said)] for line in found] == ([said] if said else [])
 
 
+@pytest.mark.parametrize(
+    ("words", "silence_s"),
+    [
+        ("", ""),
+        ("--env.retries 0 --env.episode_timeout_s 1794", ""),
+        ("--env.retries 0 --env.episode_timeout_s 1795", "1800"),
+        ("--env.episode_timeout_s 7200", "14410"),
+        ("--env.episode_timeout_s 7200 --rollout.stall_timeout_s 14411", ""),
+    ],
+)
+def test_a_harness_that_asks_nothing_is_no_stalled_round(words, silence_s):
+    argv = ["--model.path", "m", "--data.train", "a", "--data.val", "b", "--env", "endpoint"]
+    said = rules.broken(parse([*argv, "--env.command", "run", *words.split()]))
+    assert len(said) == bool(silence_s), said
+    if said:
+        assert said[0].startswith("--env.episode_timeout_s ") and f"the {silence_s} s" in said[0]
+        assert "must be below rollout.stall_timeout_s 1800" in said[0]
+
+
 @pytest.mark.parametrize("words, told", [("", True), ("--env.max_branches 1", False)])
 def test_an_overlong_share_is_refused_where_an_episode_has_several_rows(words, told):
     argv = ["--model.path", "m", "--data.train", "a", "--data.val", "b", "--env", "endpoint"]
