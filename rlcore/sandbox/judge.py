@@ -2,7 +2,8 @@
 
 A test is Python code that runs in this process, such as `assert f(2) == [4]`. Names that the
 program defines are proxies here: `f(2)` sends 2 to the program's process and receives plain data
-(values.py). Expected values never leave this process, and no object of the program enters this
+(values.py). If it changes a list, set or dict of the test in place, the new contents come back as
+plain data too. Expected values never leave this process, and no object of the program enters this
 process. The verdict is written to a descriptor that the program does not have.
 
 Python's own protocols may swallow an exception: `all(map(f, rows))` ends without an error if `f`
@@ -79,15 +80,17 @@ class Link:
             self.is_open = values.receive(channel).get("ready") is True
 
     def ask(self, do: str, on: Any, args: tuple = (), by_name: dict[str, Any] | None = None) -> Any:
-        """Send a question and return the program's answer. If the program raised an exception,
-        raise an exception of the same type (see `_exception`)."""
+        """Send a question and return the program's answer. Containers that the program has changed
+        in place are changed here too. If the program raised an exception, raise an exception of the
+        same type (see `_exception`)."""
         if not self.is_open:
             raise ProgramEnded
+        by_name = by_name or {}
         question = {
             "do": do,
             "on": on,
             "args": [values.encode(a, self._number) for a in args],
-            "by_name": {k: values.encode(v, self._number) for k, v in (by_name or {}).items()},
+            "by_name": {k: values.encode(v, self._number) for k, v in by_name.items()},
         }
         try:
             with self._lock:
@@ -98,6 +101,10 @@ class Link:
             raise ProgramEnded from error
         if "raised" in answer:
             raise _exception(str(answer["raised"]), str(answer.get("text", "")))
+        given = [*args, *by_name.values()]
+        sent = [*question["args"], *question["by_name"].values()]
+        for i, data in answer.get("changed", ()):
+            values.refill(given[i], sent[i], data, self._remote)
         return values.decode(answer["value"], self._remote)
 
     def _remote(self, number: int) -> Remote:

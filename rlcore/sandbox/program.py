@@ -58,14 +58,26 @@ def serve(source: str, channel: values.Stream) -> int:
         kept.append(value)
         return len(kept) - 1
 
+    def refer_again(value: Any) -> int:
+        """Return the earlier number of an object that the judge may know."""
+        known = next((number for number, one in enumerate(kept) if one is value), None)
+        return refer(value) if known is None else known
+
     while True:
         try:
             question = values.receive(channel)
         except EOFError:
             return 0
         try:
-            found = _answer(question, names, kept)
-            answer = {"value": values.encode(found, refer)}
+            args, by_name = question["args"], question["by_name"]
+            sent = [*args, *by_name.values()]
+            given = [values.decode(data, kept.__getitem__) for data in sent]
+            named = dict(zip(by_name, given[len(args) :], strict=True))
+            found = _answer(question, given[: len(args)], named, names, kept)
+            answer = {
+                "value": values.encode(found, refer),
+                "changed": values.changed(sent, given, refer_again),
+            }
         except BaseException as error:
             answer = {"raised": type(error).__name__, "text": _text(error)}
         try:
@@ -74,14 +86,18 @@ def serve(source: str, channel: values.Stream) -> int:
             values.send(channel, {"raised": "ValueError", "text": str(error)})
 
 
-def _answer(question: dict[str, Any], names: dict[str, Any], kept: list[Any]) -> Any:
+def _answer(
+    question: dict[str, Any],
+    arguments: list[Any],
+    by_name: dict[str, Any],
+    names: dict[str, Any],
+    kept: list[Any],
+) -> Any:
     what, on = question["do"], question["on"]
-    arguments = [values.decode(a, kept.__getitem__) for a in question["args"]]
     if what == "name":
         return names[on]
     value = kept[on]
     if what == "call":
-        by_name = {k: values.decode(v, kept.__getitem__) for k, v in question["by_name"].items()}
         return value(*arguments, **by_name)
     if what == "attribute":
         return getattr(value, *arguments)

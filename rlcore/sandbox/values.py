@@ -8,7 +8,7 @@ values to compare from JSON, so a program can answer only with numbers, texts an
 import json
 import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from io import BufferedRWPair
@@ -37,7 +37,7 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
     if isinstance(value, dict):
         return ["d", [[encode(k, refer), encode(v, refer)] for k, v in value.items()]]
     if isinstance(value, bytes | bytearray):
-        return ["b", bytes(value).hex()]
+        return ["b" if isinstance(value, bytes) else "B", bytes(value).hex()]
     if isinstance(value, complex):
         return ["c", [value.real, value.imag]]
     if isinstance(value, Decimal | Fraction):
@@ -78,12 +78,40 @@ def _fraction(text: str) -> Fraction:
 _MAKE: dict[str, Callable[[Any], Any]] = {
     "i": lambda text: int(text, 16),
     "b": bytes.fromhex,
+    "B": bytearray.fromhex,
     "c": lambda pair: complex(*pair),
     "D": Decimal,
     "F": _fraction,
     "type": _TYPES.__getitem__,
     "range": lambda three: range(*three),
 }
+
+
+_FILL: dict[str, Callable[[Any, Any], None]] = {
+    "l": list.extend,
+    "q": deque.extend,
+    "s": set.update,
+    "d": dict.update,
+    "B": bytearray.extend,
+}
+
+
+def changed(sent: Sequence[Any], given: Sequence[Any], refer: Callable[[Any], int]) -> list[Any]:
+    """Return the place and the new data of each container that has changed since `decode` made it
+    from the data `sent`."""
+    mutable = [i for i, data in enumerate(sent) if isinstance(data, list) and data[0] in _FILL]
+    again = [[i, encode(given[i], refer)] for i in mutable]
+    return [[i, data] for i, data in again if data != sent[i]]
+
+
+def refill(container: Any, sent: Any, data: Any, follow: Callable[[int], Any]) -> None:
+    """Give a container, which was encoded as `sent`, the contents in `data`. Raises ValueError if
+    they are of another type."""
+    if data[0] != sent[0] or sent[0] not in _FILL:
+        raise ValueError(f"contents of another type: {data[0]!r:.20}")
+    contents = decode(data, follow)
+    container.clear()
+    _FILL[sent[0]](container, contents)
 
 
 def decode(data: Any, follow: Callable[[int], Any]) -> Any:

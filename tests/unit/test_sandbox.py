@@ -408,6 +408,52 @@ def test_a_test_means_what_it_means_in_python(box, program, test, passes):
     assert box.test(program, [test], within(LONG_S)).passed == (passes,)
 
 
+EQUAL = "class E:\n def __eq__(s, o): return True\n"
+
+
+@pytest.mark.parametrize(
+    "program, test, passes",
+    [
+        ("def f(a): a.sort()", "a = [3, 1]; f(a); assert a == [1, 3]", True),
+        ("def f(a): return sorted(a)", "a = [3, 1]; f(a); assert a == [1, 3]", False),
+        ("def f(a): return a[::-1]", "a = [3, 1]; assert f(a) == [1, 3] and a == [3, 1]", True),
+        ("def f(a): a.sort(); return a", "a = [3, 1]; f(a); assert a == [3, 1]", False),
+        ("def f(a): a[:] = zip(*a)", "a = [[1, 2], [3, 4]]; f(a); assert a[0] == (1, 3)", True),
+        ("def f(a): a[1][0] += 1", "a = [[1], [2]]; f(a); assert a == [[1], [3]]", True),
+        (
+            "def f(d, *, s): d.clear(); s.add(2)",
+            "d, s = {1: 2}, {1}; f(d, s=s); assert not d and s == {1, 2}",
+            True,
+        ),
+        (
+            "def f(b, q): b.reverse(); q.popleft()",
+            "from collections import deque\nb, q = bytearray(b'ab'), deque([1, 2])\nf(b, q)\n"
+            "assert (b, list(q)) == (b'ba', [2])",
+            True,
+        ),
+        (
+            "class N: pass\ndef f(a): a.reverse()",
+            "m, n = N(), N(); a = [m, n]; f(a); assert a[0] is n and a[1] is m",
+            True,
+        ),
+        (f"{EQUAL}def f(a): a[0] = E()", "a = [3]; f(a); assert a == [1]", False),
+        (
+            f"{EQUAL}class L(list, E): pass\ndef f(a): a[0] = L()",
+            "a = [3]; f(a); assert a == [1]",
+            False,
+        ),
+        (
+            'import os\nos.write(3, b\'{"ready":true}\\n{"value":["ref",0]}\\n'
+            '{"value":null,"changed":[[1,["t",[]]]]}\\n\')\ndef f(a, b): pass',
+            "a, b = [1], (1,); f(a, b); assert a == [1] and b == (1,)",
+            False,
+        ),
+    ],
+)
+def test_a_container_that_the_program_changes_is_changed_for_the_test(box, program, test, passes):
+    assert box.test(program, [test], within(LONG_S)).passed == (passes,)
+
+
 def test_each_test_stands_alone_and_a_dead_program_passes_none_of_the_rest(box):
     program = "import os\ndef f(x):\n if x == 3: os._exit(0)\n return x"
     tests = [f"assert f({i}) == {i}" for i in (1, 3, 1)]
