@@ -194,10 +194,15 @@ def free_names(tree: ast.AST) -> list[str]:
 
 def modules(tree: ast.AST) -> list[str]:
     """List the standard-library modules whose attributes a test uses (`math.pi`), even if the test
-    does not import them."""
-    used = [
-        n.value.id
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)
-    ]
-    return [name for name in dict.fromkeys(used) if name in sys.stdlib_module_names]
+    does not import them. If the module lacks such an attribute, the name is not the module's."""
+    used: dict[str, list[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            used.setdefault(node.value.id, []).append(node.attr)
+    return [name for name in used if name in sys.stdlib_module_names and _has(name, used[name])]
+
+
+def _has(name: str, attributes: list[str]) -> bool:
+    """Return whether a module may have all attributes; a package may have any as a submodule."""
+    module = importlib.import_module(name)
+    return hasattr(module, "__path__") or all(hasattr(module, a) for a in attributes)
