@@ -58,7 +58,7 @@ class Flaky(Sums):
     """Fails in the first step of an episode's first attempt."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
-        self.mark = Path(os.environ["FLAKY_DIR"], options["episode"])
+        self.mark = Path(os.environ["MARKS_DIR"], options["episode"])
         return super().reset(seed=seed, options=options)
 
     def step(self, action: list[int]):
@@ -66,6 +66,25 @@ class Flaky(Sums):
             self.mark.touch()
             raise ConnectionError("the server is busy")
         return super().step(action)
+
+
+class Closes(Sums):
+    """Leaves a mark when it is closed. Its first turn takes as many seconds as its number says."""
+
+    name = ""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        self.name = options["episode"]
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: list[int]):
+        time.sleep(self.k)
+        return super().step(action)
+
+    def close(self) -> None:
+        if self.name:
+            time.sleep(0.2)
+            Path(os.environ["MARKS_DIR"], self.name).touch()
 
 
 class Mute(Sums):

@@ -87,8 +87,9 @@ class EnvHost:
             if call.what == "close":
                 if (place := self._envs.pop(call.key, None)) is not None:
                     place.close()
-                return
-            reply = self._do(call)
+                reply = EnvReply(number=call.number)
+            else:
+                reply = self._do(call)
             data = frame(msgspec.structs.replace(reply, seconds=time.monotonic() - begin))
         except BaseException as error:  # environments may raise anything and return anything
             traceback.print_exc()

@@ -395,7 +395,9 @@ class EpisodeEngine:
             await self._over.wait()
         finally:
             if self._pool is not None:
-                self._pool.close()
+                for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                    task.cancel()  # episodes call their environments no more
+                await self._pool.close()
 
     def _begin(self, episode: _Episode) -> None:
         task = self._loop.create_task(self._live(episode))

@@ -2,7 +2,8 @@
 
 If an environment raises, times out or its process fails, its episode fails with `EnvError`. After a
 time-out the process accepts no more environments, and is stopped when its other environments are
-closed. If a process fails, only its episodes with a call in progress may have caused the failure;
+closed. A process is stopped once its environments have closed, or a few seconds after they were
+asked to. If a process fails, only its episodes with a call in progress may have caused the failure;
 its other episodes are innocent. An episode that may have caused a failure gets its own process for
 the next attempt, so a second crash affects no other episode.
 
@@ -31,6 +32,7 @@ from rlcore.utils.net import frame
 
 Reason = Literal["timeout", "crash", "error"]
 _MOST_FAILED_STARTS = 3
+_CLOSE_S = 3.0  # longest wait for environments to close before their process is stopped
 _OWN_PER_WORKER = 4  # maximum number of single-episode processes per worker
 
 
@@ -92,6 +94,8 @@ class _Process(GuardedChild):
         self.ready.add_done_callback(lambda f: f.cancelled() or f.exception())
         self.calls: dict[int, asyncio.Future[EnvReply]] = {}
         self.num_envs = 0
+        self.closing: set[int] = set()
+        """Numbers of the calls of `close` that have no reply yet."""
         self.is_own = is_own
         """Whether the process serves a single episode."""
         self.is_open = True
@@ -106,6 +110,11 @@ class _Process(GuardedChild):
     def leave(self) -> None:
         """Count one environment fewer in this process."""
         self.num_envs -= 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has no environment and accepts no more."""
+        return not self.num_envs and (self.is_own or not self.is_open)
 
     def retire(self) -> None:
         """Make the process accept no more environments."""
@@ -170,6 +179,8 @@ class EnvPool:
         self._own = asyncio.Semaphore(_OWN_PER_WORKER * config.workers)
         self.num_waiting = 0
         """Number of calls of `open` that wait until fewer single-episode processes run."""
+        self._open: dict[int, _Process] = {}
+        """Processes of the open environments, by key."""
         self._numbers = 0
         self._failed_starts, self._failed_at = 0, 0.0
         self._closing = False
@@ -195,6 +206,7 @@ class EnvPool:
             raise
         process.enter()
         self._numbers += 1
+        self._open[self._numbers] = process
         place = EnvSlot(self, process, self._numbers)
         try:
             # wait_for of Python 3.11 may swallow a cancellation if the future is done
@@ -238,20 +250,29 @@ class EnvPool:
         return reply
 
     def leave(self, process: _Process, key: int) -> None:
-        """Release an environment. If its process has no other environment and accepts no more, stop
-        the process."""
+        """Close an environment. If its process has no other environment and accepts no more, stop
+        the process after the reply, or after `_CLOSE_S`. Idempotent."""
+        if self._open.pop(key, None) is None:
+            return
         process.leave()
-        if process.is_own:
-            self._own.release()
         if process.has_exited:
             return
-        process.send(frame(EnvCall(number=0, key=key, what="close")))
-        if not process.num_envs and (process.is_own or not process.is_open):
-            self._end(process, "")
+        if process.ready.done():
+            self._numbers += 1
+            process.closing.add(self._numbers)
+            process.send(frame(EnvCall(number=self._numbers, key=key, what="close")))
+        if process.is_over:
+            wait_s = _CLOSE_S if process.closing else 0.0
+            asyncio.get_running_loop().call_later(wait_s, self._end, process, "")
 
-    def close(self) -> None:
-        """Stop all processes."""
+    async def close(self) -> None:
+        """Close all environments, for up to `_CLOSE_S`, and stop all processes."""
         self._closing = True
+        for key, process in list(self._open.items()):
+            self.leave(process, key)
+        deadline = time.monotonic() + _CLOSE_S
+        while any(p.closing for p in self._processes) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
         for process in list(self._processes):
             self._end(process, "closed")
 
@@ -298,6 +319,9 @@ class EnvPool:
                 self._failed_starts = 0
                 process.ready.set_result(None)
             return
+        process.closing.discard(reply.number)
+        if process.is_over and not process.closing:
+            asyncio.get_running_loop().call_soon(self._end, process, "")
         future = process.calls.get(reply.number)
         if future is not None and not future.done():  # ignore a reply that comes too late
             future.set_result(reply)
@@ -307,6 +331,8 @@ class EnvPool:
         if process.has_exited:
             return
         self._processes.remove(process)
+        if process.is_own:
+            self._own.release()
         status = process.end(exiting=exiting)
         reason = reason or f"its process exited: {exit_text(status)}"
         if not process.ready.done():

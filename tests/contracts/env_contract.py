@@ -95,4 +95,4 @@ async def _ask(name: str, config: EnvConfig, prompt: Prompt, turns: Sequence[str
         place.close()
         return told
     finally:
-        pool.close()
+        await pool.close()

@@ -98,7 +98,7 @@ def episode(tokenizer: Tokenizer, turns: Sequence[str], most: int = 8) -> tuple[
                 name="t0.0",
             )
         finally:
-            pool.close()
+            await pool.close()
 
     return so_far, asyncio.run(run())
 
@@ -171,7 +171,7 @@ def test_a_turn_that_cannot_be_sent_fails_its_episode() -> None:
                     await slot.step("", (), turn)
             assert (await slot.step("", (), ToolTurn("6", ()))).is_over
         finally:
-            pool.close()
+            await pool.close()
 
     asyncio.run(run())
 

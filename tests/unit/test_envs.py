@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from rlcore.envs import child, registry
+from rlcore.envs import child, pool, registry
 from rlcore.envs.dialogue import Dialogue
 from rlcore.envs.engine import EpisodeEngine
 from rlcore.envs.episode import PlayedEpisode, Transcript
 from rlcore.envs.kind import checked
+from rlcore.envs.pool import EnvError
 from rlcore.envs.scorer import EnvScorer
 from rlcore.envs.wire import EnvCall
 from rlcore.hf.config import HFConfig
@@ -199,7 +201,7 @@ def test_with_a_barrier_episodes_that_wait_for_a_process_of_their_own_hold_up_no
 ):
     """One worker: four processes of their own at a time, and all six episodes fail at once. Six
     episodes run at a time, and the seventh begins when one has ended."""
-    monkeypatch.setenv("FLAKY_DIR", str(tmp_path))
+    monkeypatch.setenv("MARKS_DIR", str(tmp_path))
     engine = make("Flaky", barrier=True, max_running_episodes=6)
     engine.submit(episodes(7))
     ends = by_id(collect(engine, ended(7)))
@@ -581,3 +583,38 @@ def test_an_environment_that_is_closed_while_it_is_made_is_not_left_behind():
     host._threads.shutdown()
     ours.close()
     theirs.close()
+
+
+@pytest.mark.parametrize("close_s", [3.0, 0.5])
+def test_every_environment_is_closed_before_its_process_ends(monkeypatch, tmp_path, close_s):
+    """One has a process of its own, one is beside an endless step, one is open at the end."""
+    monkeypatch.setenv("MARKS_DIR", str(tmp_path))
+    monkeypatch.setattr(pool, "_CLOSE_S", close_s)
+    config = registry.resolve("tests.odd_envs.Closes").config(workers=1, timeout_s=1.0)
+
+    async def run() -> None:
+        made = pool.EnvPool("tests.odd_envs.Closes", config)
+
+        async def begin(name: str, alone: bool = False) -> pool.EnvSlot:
+            slot = await made.open(alone=alone)
+            await slot.reset(0, prompt_of("t0"), name)
+            return slot
+
+        try:
+            (await begin("own.0", alone=True)).close()
+            slow, beside = await begin("slow.3600"), await begin("beside.0")
+            with pytest.raises(EnvError, match="no answer to step"):
+                await slow.step("", (1,))
+            slow.close()
+            beside.close()
+            await begin("last.0")
+            end = time.monotonic() + 60
+            while len(made._processes) > 1 and time.monotonic() < end:
+                await asyncio.sleep(0.05)
+            assert len(made._processes) == 1, "that of the last one"
+        finally:
+            await made.close()
+        assert not made._processes and made._own._value == 4
+
+    asyncio.run(run())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["beside.0", "last.0", "own.0"]
