@@ -46,7 +46,7 @@ def scores(jobs: list[tuple[Prompt, str]], **settings) -> list:
         ("```python\nx = 1\n```\nand\n```python\nx =", "x = 1\n"),
         ("1. So:\n" + indent(f"```python\n\n{ADD}\n```", "   "), f"\n{ADD}\n"),
         (indent(f"```python\n{ADD}", "\t"), ADD),
-        ("   ```\n   x = \'\'\'\n a\n     b\'\'\'\n   ```", "x = \'\'\'\na\n  b\'\'\'\n"),
+        ("   ```\n   x = '''\n a\n     b'''\n   ```", "x = '''\na\n  b'''\n"),
         (f"    ```python\n{ADD}\n    ```", f"{ADD}\n"),
     ],
 )
