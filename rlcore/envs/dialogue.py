@@ -7,6 +7,7 @@ tokens, so that no template is reproduced here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +15,8 @@ import numpy as np
 from rlcore.envs.kind import Seen, ToolTurn, TurnCall
 from rlcore.envs.pool import EnvError
 from rlcore.hf.tool_calls import ParsedTurn, family_of, parse, reasoning_of
-from rlcore.hf.tool_formats import MalformedCall
+from rlcore.hf.tool_formats import MalformedCall, ToolCall
+from rlcore.utils import net
 from rlcore.utils.errors import ConfigError
 
 _TURN = "\u2766turn\u2766"
@@ -34,6 +36,16 @@ def replies(turn: ParsedTurn, results: Sequence[str]) -> list[str]:
         f"error: {call.reason}" if isinstance(call, MalformedCall) else next(left)
         for call in turn.attempts
     ]
+
+
+def _sendable(call: ToolCall | MalformedCall) -> ToolCall | MalformedCall:
+    if isinstance(call, ToolCall):
+        try:
+            net.encode(call.arguments)
+        except (OverflowError, RecursionError):
+            reason = f"{call.name} has an integer beyond 64 bits, or is nested too deeply"
+            return MalformedCall(call.text, reason, "bad_arguments")
+    return call
 
 
 def tool_turn(turn: ParsedTurn) -> ToolTurn:
@@ -76,13 +88,15 @@ class Dialogue:
         self._family = family_of(tokenizer.chat_template) if tools else ""
 
     def parsed(self, tokens: Sequence[int], context: np.ndarray) -> ParsedTurn | None:
-        """Return the parts of a turn that was sampled after `context`; None without tools."""
+        """Return the parts of a turn that was sampled after `context`; None without tools. A call
+        that cannot be sent to an environment is malformed."""
         if not self._tools:
             return None
         text = self._tokenizer.decode(tokens, skip_special_tokens=False)
         before = self._tokenizer.decode(context[-_PROMPT_END:].tolist(), skip_special_tokens=False)
         reasoning = reasoning_of(self._tokenizer.chat_template, before)
-        return parse(self._family, text, self._tools, reasoning)
+        turn = parse(self._family, text, self._tools, reasoning)
+        return replace(turn, attempts=tuple(map(_sendable, turn.attempts)))
 
     def answer(self, turn: ParsedTurn | None, seen: Seen, last: int) -> list[int]:
         """Return the tokens to append after a turn: an observation, or the results of its calls.

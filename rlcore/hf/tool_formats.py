@@ -86,13 +86,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _integer(text: str) -> int:
-    if not -(2**63) <= (value := int(text)) < 2**64:
-        raise ValueError(f"{text:.40} is too large")
-    return value
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ def test_a_turn_without_calls_ends_the_episode(tokenizer: Tokenizer) -> None:
 
 
 def test_an_integer_beyond_64_bits_costs_its_call_alone(tokenizer: Tokenizer) -> None:
-    huge = call('{"name": "calc", "arguments": {"expression": 99999999999999999999}}')
+    huge = call(f'{{"name": "calc", "arguments": {{"expression": {2**64}}}}}')
     so_far, finish = episode(tokenizer, (huge + calc("2 + 3"), "It is 5."))
     assert (finish, so_far.num_malformed, so_far.numbers["calls"]) == ("stop", 1, 1.0)
 

@@ -164,7 +164,6 @@ MALFORMED = [
     ("qwen", "<tool_call>" + '{"a":' * 99_999 + "</tool_call>", "invalid_json", "too deeply"),
     ("qwen", f'<tool_call>{{"a": {"9" * 5000}}}</tool_call>', "invalid_json", "digits"),
     ("qwen", '<tool_call>{"a": 1e999}</tool_call>', "invalid_json", "1e999 is too large"),
-    ("qwen", f'<tool_call>{{"a": {2**64}}}</tool_call>', "invalid_json", f"{2**64} is too large"),
     ("qwen", '<tool_call>{"name": "stop"}', "unclosed", "the call has no </tool_call>"),
     ("qwen3_coder", "<tool_call>stop</tool_call>", "no_name", "the call has no <function=NAME>"),
     (
