@@ -205,7 +205,7 @@ def test_an_agent_with_openais_client_learns_to_use_a_tool(tmp_path, seed):
 @pytest.mark.parametrize("number", range(4))
 def test_a_rank_that_stands_still_ends_the_run_with_a_verdict(tmp_path, number):
     """Rank 1 is stopped at some moment: in a round the controller names it, in a collective the
-    watchdog names the phase."""
+    watchdog names the phase, unless the collective times out first."""
     model = runs.tiny_model(tmp_path / "model")
     argv = runs.arguments(model, tmp_path, "stuck", "--run.steps", 5000)
     argv += ["--cluster.timeout_s", "8", "--rollout.stall_timeout_s", "8"]
@@ -221,4 +221,5 @@ def test_a_rank_that_stands_still_ends_the_run_with_a_verdict(tmp_path, number):
         gang.processes[1].kill()
         gang.processes[0].kill()
     said = (gang.folder / "stuck.0.txt").read_text()
-    assert "rank 1: no message" in said or "has made no progress" in said, said[-1500:]
+    words = "rank 1: no message", "has made no progress", "is stopped by a signal"
+    assert any(word in said for word in words), said[-1500:]

@@ -733,7 +733,7 @@ def test_luspo_is_gspo_with_every_response_times_its_length(seed):
     longer = replace(x, correction=x.correction * length)
     gspo = step("gspo", longer, "seq-mean-token-mean", **keys)
     luspo = step("gspo", x, "seq-mean-token-sum", **keys)
-    assert luspo[0] == pytest.approx(gspo[0], rel=1e-6)  # 1 / |o_i| is float32
+    assert luspo[0] == pytest.approx(gspo[0], rel=1e-5)  # 1 / |o_i| is float32
     torch.testing.assert_close(luspo[1], gspo[1], rtol=1e-6, atol=1e-9)
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from rlcore.records import (
     Abort,
+    Aborted,
     AnyCommand,
     AnyEvent,
     Down,
@@ -195,8 +196,10 @@ class World:
                 for request in command.requests:
                     self.start(command.rank, request)
             elif isinstance(command, Abort):
-                for i in command.ids:
-                    self.live[command.rank].pop(i, None)
+                for i in command.ids:  # an engine says so of each, and has room for others then
+                    if self.live[command.rank].pop(i, None) is not None:
+                        n = len(self.tokens[i])
+                        self.send(Aborted(rank=command.rank, id=i, num_tokens=n))
             elif isinstance(command, Move):
                 for i in command.ids:
                     if self.live[command.rank].pop(i, None) is not None:
