@@ -29,7 +29,8 @@ def tool() -> Any:
 
 
 def row(arm: str, condition: str, seed: int, end: float, k3: float = 0.01) -> dict[str, Any]:
-    names = {"arm": arm, "condition": condition, "seed": seed}
+    names: dict[str, Any] = {"arm": arm, "condition": condition, "seed": seed}
+    names["name"] = f"{arm}, {condition}, seed {seed}"
     return names | {"value": end, "baseline": 0.5, "staleness": 3.9, "k3": k3}
 
 
@@ -73,7 +74,14 @@ def test_table_file_and_picture_have_every_arm_and_condition(
     assert len(found["rows"]) == 16 and len(found["cells"]) == 8
     lines = (tmp_path / "o.md").read_text().splitlines()
     assert lines[0] == "| algorithm | on-policy | alpha 4 | alpha 8 | int3 |"
-    assert lines[2] == "| grpo |" + " 0.700 +- 0.000 |" * 4
+    assert lines[2] == "| grpo |" + " 0.700 +- 0.000 (+0.000 +- 0.000; 2 seeds) |" * 4
+    assert lines[3] == "| gpg |" + " 0.650 +- 0.000 (-0.050 +- 0.000; 2 seeds) |" * 4
     assert "Start: 0.500 (seed 0), 0.500 (seed 1)." in lines[5]
     assert lines[-1] == "- int3: staleness 3.90 versions, k3 1.0e-02 to 1.0e-02"
     assert (tmp_path / "o.png").stat().st_size > 10_000
+
+    more = ["--conditions", "int3", "--earlier", str(tmp_path / "o.json"), "--seeds", "1", "2"]
+    monkeypatch.setattr(sys, "argv", ["x", "--arms", "grpo", "gpg", *more, "--json", words[-1]])
+    assert tool.main() == 0
+    found = json.loads((tmp_path / "o.json").read_text())
+    assert len(found["rows"]) == 18 and {c["num_seeds"] for c in found["cells"]} == {2, 3}

@@ -5,7 +5,8 @@
 
 Every arm is trained under every condition, `recipes/algo_tiny.sh` with the keys of both. Writes a
 table, one JSON file and one picture. Runs stay in `--dir`, and a finished run is read, not
-repeated, so that seeds can be added.
+repeated, so that seeds can be added; `--earlier FILE` adds the rows of an earlier call. With
+several seeds the table has the mean difference from grpo under the same condition and seeds.
 
 An arm is an algorithm with its rollout correction: `ARMS`. A condition is what sampled:
 `CONDITIONS`. With alpha 4 and 8 one process samples and another one trains, and nearly all tokens
@@ -74,6 +75,7 @@ def main() -> int:
     p.add_argument("--steps", type=int, default=100)
     p.add_argument("--jobs", type=int, default=1, help="runs at a time")
     p.add_argument("--dir", type=Path, default=ROOT / "runs")
+    p.add_argument("--earlier", type=Path, help="JSON file whose rows are added")
     p.add_argument("--json", type=Path, required=True, help="table and picture go beside it")
     a = p.parse_args()
     for seed in a.seeds:  # the warm start of a seed is made once, before runs share it
@@ -81,6 +83,10 @@ def main() -> int:
     todo = [(arm, c, seed) for seed in a.seeds for c in a.conditions for arm in a.arms]
     with ThreadPoolExecutor(a.jobs) as pool:
         rows = list(pool.map(lambda each: row(a.dir, *each, a.steps), todo))
+    if a.earlier is not None:
+        before = json.loads(a.earlier.read_text())["rows"]
+        new = {r["name"] for r in rows}
+        rows = [*(r for r in before if r["name"] not in new), *rows]
     cells = over_seeds(rows)
     a.json.parent.mkdir(parents=True, exist_ok=True)
     found = json.loads(json.dumps({"cells": cells, "rows": rows}), parse_constant=none)
@@ -88,7 +94,7 @@ def main() -> int:
     text = table(cells, rows)
     a.json.with_suffix(".md").write_text(text)
     print("\n" + text)
-    draw(cells, a.seeds, a.json.with_suffix(".png"))
+    draw(cells, sorted({r["seed"] for r in rows}), a.json.with_suffix(".png"))
     return 0
 
 
@@ -128,7 +134,9 @@ def mean_of(metrics: Sequence[dict[str, Any]], name: str) -> float:
 def over_seeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For every arm and condition the mean accuracy and its standard error: over seeds, or of the
     1,024 prompts where there is one seed. `paired` is the mean difference from the same arm and
-    seeds on-policy, with its standard error."""
+    seeds on-policy, `beside_grpo` that from the arm grpo under the same condition and seeds, each
+    with its standard error."""
+    plain = {(r["condition"], r["seed"]): r["value"] for r in rows if r["arm"] == "grpo"}
     cells = []
     for arm in dict.fromkeys(r["arm"] for r in rows):
         ends = {(r["condition"], r["seed"]): r["value"] for r in rows if r["arm"] == arm}
@@ -137,6 +145,9 @@ def over_seeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             values = [ends[condition, s] for s in seeds]
             pairs = [
                 ends[condition, s] - ends["on-policy", s] for s in seeds if ("on-policy", s) in ends
+            ]
+            apart = [
+                ends[condition, s] - plain[condition, s] for s in seeds if (condition, s) in plain
             ]
             of_prompts = [math.sqrt(v * (1 - v) / PROMPTS) for v in values]
             cells.append(
@@ -148,6 +159,8 @@ def over_seeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     "std_err": error(values, of_prompts[0]),
                     "paired": statistics.mean(pairs) if pairs else math.nan,
                     "paired_std_err": error(pairs, math.sqrt(2) * of_prompts[0]),
+                    "beside_grpo": statistics.mean(apart) if apart else math.nan,
+                    "beside_grpo_std_err": error(apart, math.sqrt(2) * of_prompts[0]),
                 }
             )
     return cells
@@ -167,19 +180,31 @@ def table(cells: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> st
     ]
     for arm in dict.fromkeys(c["arm"] for c in cells):
         own = {c["condition"]: c for c in cells if c["arm"] == arm}
-        texts = [f"{own[c]['accuracy']:.3f} +- {own[c]['std_err']:.3f}" for c in conditions]
+        texts = [accuracy(own[c]) for c in conditions]
         lines.append(f"| {arm} | " + " | ".join(texts) + " |")
     starts = {r["seed"]: r["baseline"] for r in rows}
     start = ", ".join(f"{value:.3f} (seed {seed})" for seed, value in sorted(starts.items()))
     lines += ["", f"Start: {start}. Means of the last {LAST} steps over arms:", ""]
     for c in conditions:
         own = [r for r in rows if r["condition"] == c]
-        age, k3 = ([r[key] for r in own if math.isfinite(r[key])] for key in ("staleness", "k3"))
+        age, k3 = (
+            [r[key] for r in own if r[key] is not None and math.isfinite(r[key])]
+            for key in ("staleness", "k3")
+        )
         lines.append(
             f"- {c}: staleness {statistics.mean(age) if age else 0:.2f} versions, "
             f"k3 {min(k3):.1e} to {max(k3):.1e}"
         )
     return "\n".join(lines) + "\n"
+
+
+def accuracy(cell: dict[str, Any]) -> str:
+    """Accuracy of one seed; of several seeds also the difference from grpo."""
+    text = f"{cell['accuracy']:.3f} +- {cell['std_err']:.3f}"
+    if cell["num_seeds"] == 1:
+        return text
+    apart, std_err = cell["beside_grpo"], cell["beside_grpo_std_err"]
+    return f"{text} ({apart:+.3f} +- {std_err:.3f}; {cell['num_seeds']} seeds)"
 
 
 def draw(cells: Sequence[dict[str, Any]], seeds: Sequence[int], path: Path) -> None:
