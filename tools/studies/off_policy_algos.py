@@ -94,7 +94,7 @@ def main() -> int:
     text = table(cells, rows)
     a.json.with_suffix(".md").write_text(text)
     print("\n" + text)
-    draw(cells, sorted({r["seed"] for r in rows}), a.json.with_suffix(".png"))
+    draw(cells, a.json.with_suffix(".png"))
     return 0
 
 
@@ -207,7 +207,7 @@ def accuracy(cell: dict[str, Any]) -> str:
     return f"{text} ({apart:+.3f} +- {std_err:.3f}; {cell['num_seeds']} seeds)"
 
 
-def draw(cells: Sequence[dict[str, Any]], seeds: Sequence[int], path: Path) -> None:
+def draw(cells: Sequence[dict[str, Any]], path: Path) -> None:
     """Accuracy with its standard error: a line for every arm, a colour for every condition."""
     import matplotlib
 
@@ -228,13 +228,12 @@ def draw(cells: Sequence[dict[str, Any]], seeds: Sequence[int], path: Path) -> N
             ms=4,
             lw=1.2,
             color=COLOURS[list(CONDITIONS).index(condition)],
-            label=condition,
+            label=f"{condition}, {own[0]['num_seeds']} seed{'s' * (own[0]['num_seeds'] > 1)}",
         )
     axes.set_yticks(range(len(arms)), arms)
     axes.invert_yaxis()
     axes.set_xlabel("held-out accuracy after training, full precision")
-    named = f"{'Seed' if len(seeds) == 1 else 'Seeds'} {', '.join(map(str, seeds))}"
-    axes.set_title(f"{named}; bars: one standard error", fontsize=10)
+    axes.set_title("bars: one standard error", fontsize=10)
     axes.grid(alpha=0.25)
     axes.legend(
         loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=len(conditions), frameon=False
