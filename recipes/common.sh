@@ -122,7 +122,11 @@ make_once() { # folder, arguments of rlcore: the first process makes the folder 
   if [[ ! -d $folder ]]; then
     torch_run "${ONE_NODE[@]}" -m rlcore "$@" --out "$folder.part-$$"
     in_child
-    mv -T "$folder.part-$$" "$folder" || [[ -d $folder ]]
+    if mv -T "$folder.part-$$" "$folder"; then
+      echo "moved to $folder"
+    else
+      [[ -d $folder ]]
+    fi
   fi
   exec 8>&-
 }

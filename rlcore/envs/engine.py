@@ -87,7 +87,8 @@ class EpisodeOutcome(NamedTuple):
     details: dict[str, float]
     error: str = ""
     finish: Finish = "stop"
-    """Finish of `text`. That of the sample is of all rows: `length` if any of them was cut."""
+    """Finish of the turn that `text` is from. The finish of the sample is `length` if any of its
+    rows was cut."""
 
 
 @dataclass(slots=True, eq=False)
@@ -158,7 +159,8 @@ class EpisodeEngine:
             seed: base of the environments' seeds. An environment's seed depends on `seed` and the
                 data row, so all episodes of a group start in the same state.
             host: plays the episodes instead of environments, and is closed with the engine.
-            barrier: whether to submit turns only when all episodes that can have requested one.
+            barrier: whether to submit turns only when every episode has requested one, except
+                episodes that wait for a process.
         """
         self._inner, self._name, self._kind, self._config = inner, name, kind, config
         self._dialogue, self._decode, self._prompt_of = dialogue, decode, prompt_of
@@ -171,8 +173,7 @@ class EpisodeEngine:
         self._episodes: dict[RequestId, _Episode] = {}
         self._turns: dict[RequestId, _Episode] = {}
         self._held: list[tuple[_Episode, Request]] = []
-        """Turns not submitted yet; with `barrier`, they wait until all episodes that can have
-        requested one."""
+        """Turns not submitted yet; see `barrier`."""
         self._unwanted: set[RequestId] = set()
         """Turns that the inner engine is aborting, while their episodes continue."""
         self._histories: list[History] = []

@@ -63,7 +63,7 @@ class Transcript:
     text: str = ""
     """Text of the policy's last turn."""
     finish: Finish | None = None
-    """Finish of the policy's last turn, if a harness asked for it."""
+    """Finish of the last turn, in an episode of a harness; None in other episodes."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Numbers in the environment's latest `info` that has numbers."""
     num_malformed: int = 0

@@ -24,7 +24,8 @@ class EnvCall(Struct, frozen=True, kw_only=True):
     key: int
     """Key that identifies the environment."""
     what: Literal["reset", "step", "close"]
-    """Kind of call. `reset` creates the environment; `close` is answered once it is closed."""
+    """Kind of call. `reset` creates the environment. `close` is answered once the environment is
+    closed."""
     seed: int = 0
     prompt: Prompt | None = None
     episode: str = ""

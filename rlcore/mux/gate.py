@@ -45,7 +45,7 @@ LOOK_S = 1.0
 SAY_EVERY_S = 60.0
 """Interval in seconds at which a waiting job logs that it waits."""
 ANSWER_S = 30.0
-"""Maximum seconds for the arbiter's answer to a job that runs solo otherwise."""
+"""Maximum seconds for which a job that may run solo waits for the arbiter's answer."""
 
 
 @runtime_checkable

@@ -247,8 +247,8 @@ class Summary:
     phases: dict[str, float]
     long_share: float
     trained_share: float
-    """Share of the decoded tokens that are trained; in an asynchronous job, of those that are not
-    still in the buffer or unfinished."""
+    """Share of the decoded tokens that are trained. In an asynchronous job, tokens of unfinished
+    responses and of the buffer are not counted, as they may still be trained."""
     idle: float
     """Share of the rollout time in which an engine was idle, averaged over the engines."""
     preemptions: float

@@ -113,9 +113,9 @@ class _SGLangRequest:
         self.versions += [version] * len(tokens)
 
     def take_routes(self, found: np.ndarray, base: int, version: int) -> None:
-        """Store the routes [n, layers * K] of the first n tokens, as SGLang computed them in a
-        flight that began with policy `version`. Known routes stay. The first `base` response tokens
-        are older than the flight; those that another version sampled get no routes."""
+        """Store the routes [n, layers * K] of the first n tokens, as SGLang computed them after it
+        got the request with policy `version`. Known routes stay. The first `base` response tokens
+        came with the request; those of them from another version get no routes."""
         count = len(self.prompt) + len(self.tokens)
         routes = np.full((count, found.shape[1]), -1, found.dtype)
         n = min(len(found), count - 1)  # the last token has not been computed
